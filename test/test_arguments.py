@@ -201,20 +201,9 @@ def test_other_keys_that_are_missing_are_the_function_s_own() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"example_of_row": lambda X, y: X},
-            TypeError,
-            r"example_of_row is a function; expected a dict .*\"name\": lamb",
-        ),
         ({"example_axis": 1}, TypeError, r'example_axis is a int; expected a dict .*example_axis={"name": 1}'),
         ({"example_axis": {"0": "1"}}, TypeError, r"example_axis={'0': '1'} is a str; expected an int"),
         ({"example_axis": {"0": True}}, TypeError, r"example_axis={'0': True} is a bool; expected an int"),
-        ({"example_of_row": {"0": Y}}, TypeError, r"example_of_row={'0': ...} is a Tensor; expected a function"),
-        (
-            {"example_of_row": {"a": len}},
-            ValueError,
-            r"example_of_row={'a': ...} matches no module of the model; .*'2'",
-        ),
         ({"example_axis": {"a": 1}}, ValueError, r"example_axis={'a': 1} matches no module of the model; .*'2'"),
         (
             {"output": "logits"},
@@ -252,27 +241,6 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.w.T
-
-
-def test_rows_of_functions_of_the_model_itself() -> None:
-    with pytest.raises(UnsupportedError, match=r"example_of_row= can't be said for layer 'w' \(Product\)"):
-        curvature(risk(Product(), example_of_row={"": lambda X, y: torch.arange(6)}))
-
-
-def test_rows_of_the_model_itself() -> None:
-    """A single layer that sees its rows in an order of its own."""
-    order = torch.tensor([3, 1, 0, 2, 5, 4])
-    layer = nn.Linear(4, 3).double()
-
-    class Shuffled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    whole = curvature(risk(layer), FullBlock).to_dense()
-    there = curvature(
-        EmpiricalRisk(layer, LOSS, [(X[order], Y[order])], example_of_row={"": lambda X, y: torch.arange(6)}), FullBlock
-    )
-    torch.testing.assert_close(there.to_dense(), whole)
 
 
 @pytest.mark.parametrize(
@@ -371,18 +339,6 @@ class Packed(nn.Module):
 def packed_like(x: Tensor, values: Tensor) -> PackedSequence:
     lengths = x.any(2).sum(1)
     return pack_padded_sequence(values, lengths, batch_first=True, enforce_sorted=False)
-
-
-def test_rows_of_packed_sequences() -> None:
-    """Without the function a warning names the option, and with it the block is that of the padded sequences."""
-    x, y = normal(3, 4, 4), Y[:3]
-    x[0, 2:] = x[1, 1:] = 0  # 2 + 1 + 4 steps
-    model = Packed()
-    with pytest.warns(CurvatureWarning, match=r"or see rows in an order of their own, which example_of_row= can tell"):
-        curvature(EmpiricalRisk(model, LOSS, [(x, y)]), KFAC)
-    rows: Any = {"fc": lambda X, y: packed_like(X, torch.arange(len(X))[:, None].expand(X.shape[:2])).data}
-    found = curvature(EmpiricalRisk(model, LOSS, [(x, y)], example_of_row=rows), FullBlock)
-    torch.testing.assert_close(found.to_dense(), GGN(EmpiricalRisk(model, LOSS, [(x, y)])).to_dense())
 
 
 # -------------------------------------------------------------------------------------------------- weights that move

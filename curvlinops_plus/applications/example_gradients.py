@@ -13,12 +13,12 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals
-from curvlinops_plus.risk.find_functions import layers_of, look_for_functions
+from curvlinops_plus.risk.functions import layers_of, look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import data_generators, preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.takes_risk import takes_risk
 

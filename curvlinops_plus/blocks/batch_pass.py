@@ -15,7 +15,6 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
@@ -86,7 +85,7 @@ class BatchPass:
                     try:
                         check(read[0])
                     except UnsupportedError as error:
-                        if refusal := passes.recorder.refusal_of_one_row(f"{MORE_THAN_BROADCAST}. {error}"):
+                        if refusal := passes.recorder.refusal_of_one_row(f"then other numbers came out. {error}"):
                             raise refusal from error
                         raise
                 return passes.send_back(self.batch, read, draws, consume)

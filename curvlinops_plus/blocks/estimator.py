@@ -30,7 +30,7 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.takes_risk import made_together
 
 

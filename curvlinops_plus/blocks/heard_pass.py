@@ -20,7 +20,7 @@ from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
 from curvlinops_plus.risk.examples import tensors_of
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.user_backward import UserBackward
 

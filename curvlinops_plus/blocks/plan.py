@@ -147,7 +147,7 @@ def _why_not_affine(layer: Layer) -> str:
     if isinstance(use.rule, EnclosedRule):
         return (
             f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, or see "
-            "rows in an order of their own, which example_of_row= can tell"
+            "rows in an order of their own"
         )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 

@@ -22,7 +22,7 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
-from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.record import OutsideReads
 
 # Accumulators by block names, as `LayerPlan.accumulators` makes them.
 Stage = dict[str, Accumulator]

@@ -53,7 +53,7 @@ class RiskOperator(LinearOperator):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)
             if draws is not None:
-                draws.of_examples(self.risk.example_numbers(batch))
+                draws.of_examples(self.risk.processes.numbers(batch.first, batch.num_examples))
             yield batch
 
 

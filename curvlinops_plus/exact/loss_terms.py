@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def loss_roots(
     risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], weights: Sequence[float], draws: Draws
 ) -> LossRoots:
     """The root of all losses, which have likelihoods."""
-    streams = risk.losses.streams(vectors, [t.F for t in terms], draws, [partial(t.root, vectors) for t in terms])
+    streams = [draws.of_loss(k) for k in range(len(terms))]
     return LossRoots([term.root(vectors, own) for term, own in zip(terms, streams)], weights, vectors.together)
 
 

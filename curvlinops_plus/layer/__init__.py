@@ -13,7 +13,7 @@ from curvlinops_plus.layer.huggingface import Conv1DRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.normalization import ScaleShiftRule
 from curvlinops_plus.layer.prelu import PReLURule
-from curvlinops_plus.layer.recurrent import PaddedSequence, RecurrentRule
+from curvlinops_plus.layer.recurrent import RecurrentRule
 from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule
@@ -34,7 +34,6 @@ __all__ = [
     "LayerRule",
     "LinearRule",
     "PReLURule",
-    "PaddedSequence",
     "RecurrentRule",
     "ScaleShiftRule",
     "SparseRows",

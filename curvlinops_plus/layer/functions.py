@@ -24,10 +24,9 @@ class Function:
     """What a product with a weight is, apart from its tensors.
 
     Attributes:
-        name: Name of the function, "linear" for all matrix products.
+        name: Name of the function, "linear" for all matrix products, "bias" for vectors that are added.
         options: Its options, such as stride and padding.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W + b`.
-        left: Of "linear", whether the matrix stands on the left, `y = W x` with positions on the last axis.
 
     Example:
         >>> module, rule = LINEAR.module(nn.Parameter(torch.ones(2, 3)), None)
@@ -38,64 +37,56 @@ class Function:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     transposed: bool = False
-    left: bool = False
 
     def transpose(self) -> Function | None:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
-    def bias_fits(self, weight: slice, bias: slice, size: int) -> bool:
-        """Whether these rows of a bias of that size belong to these rows of the weight."""
-        if self.transposed or self.name.startswith("conv_transpose"):  # rows of the weight are inputs
-            return bias.stop - bias.start == size
-        return bias == weight
-
-    @property
-    def adds_last(self) -> bool:
-        """Whether a vector that is added to the product afterwards is a bias: outputs are on the last axis."""
-        return self.name in ("linear", "bilinear") and not self.left
-
-    def module(self, weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
+    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
         """A module that does the same as a call with these parameters, and its rule.
 
         Raises:
             ValueError: If the weight has not the shape that the function takes.
         """
-        module: nn.Module
-        if self.name == "linear":
-            if weight.ndim != 2:
+        if self.name in ("linear", "bias"):
+            if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
-            module, rule = Matrix(weight, bias), MatrixRule(self.transposed, self.left)
+            return Matrix(weight, bias), MatrixRule(self.transposed)
+        assert weight is not None
+        options: dict[str, Any] = dict(self.options)
+        if self.name == "embedding":
+            module: nn.Module = nn.Embedding(*weight.shape, device="meta", **options)
         else:
-            module = _MODULES[self.name](weight, bias, dict(self.options))
-            for local, p in (("weight", weight), ("bias", bias)):
-                if p is not None:
-                    setattr(module, local, p)
-            rule = rule_of(module)
-            assert isinstance(rule, AffineRule)
+            channels = weight.shape[1] * options["groups"], weight.shape[0]
+            kind = getattr(nn, self.name.replace("conv", "Conv"))
+            module = kind(*channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options)
+        for local, p in (("weight", weight), ("bias", bias)):
+            if p is not None:
+                setattr(module, local, p)
+        rule = rule_of(module)
+        assert isinstance(rule, AffineRule)
         return module, rule
 
 
-LINEAR = Function("linear")
+LINEAR, BIAS = Function("linear"), Function("bias")
 
 
 class Matrix(nn.Module):
-    """A weight, whichever way round, and a bias or None: what stands for products that functions compute."""
+    """A weight, whichever way round, and a bias, or one of them: what stands for products that functions compute."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
 
 class MatrixRule(LinearRule):
-    """Products with a matrix in functions: `x Wᵀ + b`, `x W + b`, or `W x`.
+    """Products with a matrix in functions: `x Wᵀ + b` or `x W + b`.
 
     A call may read some rows of the parameter: a part of the outputs, or of the inputs if it is transposed. The other
     entries of its rows are zero.
 
     Args:
         transposed: Whether the parameter is `[i, o]`.
-        left: Whether the matrix stands on the left of `x [B, *, i, positions]`.
         rows: The rows of the parameter that are read, and their number; None for all.
 
     Example:
@@ -104,27 +95,27 @@ class MatrixRule(LinearRule):
         tensor([[[[0., 1., 1., 0.]]]])
     """
 
-    def __init__(self, transposed: bool = False, left: bool = False, rows: tuple[slice, int] | None = None) -> None:
-        self.transposed, self.left, self.read_rows = transposed, left, rows
+    def __init__(self, transposed: bool = False, rows: tuple[slice, int] | None = None) -> None:
+        self.transposed, self.read_rows = transposed, rows
 
     def at(self, rows: slice, total: int) -> MatrixRule:
         """The rule of a call that reads only some rows of the parameter."""
         whole = rows.stop - rows.start == total
-        return self if whole else MatrixRule(self.transposed, self.left, (rows, total))
+        return self if whole else MatrixRule(self.transposed, (rows, total))
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` or its transpose, then the bias as one more column."""
-        weight = {"weight": "i o -> o i" if self.transposed else "o i -> o i"}
-        return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
+        every = {"weight": "i o -> o i" if self.transposed else "o i -> o i", "bias": "o -> o 1"}
+        return {name: pattern for name, pattern in every.items() if getattr(module, name) is not None}
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension; zeros where it does not meet the rows that are read."""
-        a = super().inputs(module, x.mT if self.left else x)
+        a = super().inputs(module, x)
         return self._pad(a) if self.transposed else a
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension; zeros for rows that are not read."""
-        rows = super().grads(module, g.mT if self.left else g)
+        rows = super().grads(module, g)
         return rows if self.transposed else self._pad(rows)
 
     def _pad(self, t: Tensor) -> Tensor:
@@ -136,29 +127,29 @@ class MatrixRule(LinearRule):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A call of a function, read as a product with a weight.
+    """A call of a function, read as a product with a weight, or as the addition of a vector.
 
     Attributes:
         function: The function with its options.
-        inputs: What the weight is multiplied with.
-        weight: The weight.
-        bias: What is added, None for nothing.
+        input: What the weight is multiplied with, or the vector added to.
+        weight: The weight; None of an addition.
+        bias: What is added; None for nothing.
     """
 
     function: Function
-    inputs: tuple[Tensor, ...]
-    weight: Tensor
+    input: Tensor
+    weight: Tensor | None
     bias: Tensor | None = None
 
 
 def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product]:
-    """How a call can be read as a product: in two ways for `A @ B`, of which either may be the weight.
+    """How a call can be read as a product; in two ways for `a + b`, of which either may be the vector.
 
     Example:
         >>> x, W = torch.ones(5, 3), torch.ones(3, 2)
-        >>> [(p.function.transposed, p.function.left) for p in products(torch.matmul, (x, W), {})]
-        [(True, False)]
-        >>> products(torch.add, (x, x), {})
+        >>> [p.function.transposed for p in products(torch.matmul, (x, W), {})]
+        [True]
+        >>> products(torch.mul, (x, x), {})
         []
     """
     read = _READERS.get(function)
@@ -168,28 +159,15 @@ def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
         found = read(*args, **kwargs)
     except TypeError:  # arguments that this signature does not have
         return []
-    return [p for p in found if all(isinstance(t, Tensor) for t in (*p.inputs, p.weight))]
+    return [p for p in found if isinstance(p.input, Tensor) and isinstance(p.weight, (Tensor, type(None)))]
 
 
-def added_bias(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """The summands of `h + b`, either of which may be the bias; nothing for other calls."""
-    if function not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
-        return []
-    return [(args[0], args[1]), (args[1], args[0])]
-
-
-# ---------------------------------------------------------------------------------------------------------- functions
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
-    return [Product(LINEAR, (input,), weight, bias)] if input.ndim > 1 else []
+    return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
 def _matmul(input: Tensor, other: Tensor) -> list[Product]:
-    found = []
-    if input.ndim > 1 and other.ndim == 2:
-        found.append(Product(Function("linear", transposed=True), (input,), other))
-    if input.ndim == 2 and other.ndim > 2:
-        found.append(Product(Function("linear", left=True), (other,), input))
-    return found
+    return [Product(Function("linear", transposed=True), input, other)] if input.ndim > 1 and other.ndim == 2 else []
 
 
 def _mm(input: Tensor, mat2: Tensor) -> list[Product]:
@@ -199,11 +177,12 @@ def _mm(input: Tensor, mat2: Tensor) -> list[Product]:
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> list[Product]:
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return []
-    return [Product(Function("linear", transposed=True), (mat1,), mat2, input)]
+    return [Product(Function("linear", transposed=True), mat1, mat2, input)]
 
 
-def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
-    return [Product(Function("bilinear"), (input1, input2), weight, bias)] if input1.ndim > 1 else []
+def _add(input: Any, other: Any) -> list[Product]:
+    pairs = [(a, b) for a, b in ((input, other), (other, input)) if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return [Product(BIAS, a, None, b) for a, b in pairs if b.ndim == 1 < a.ndim and a.shape[-1:] == b.shape]
 
 
 def _embedding(
@@ -219,91 +198,41 @@ def _embedding(
         return []
     if padding_idx is not None:
         padding_idx %= len(weight)
-    return [Product(Function("embedding", (("padding_idx", padding_idx),)), (input,), weight)]
+    return [Product(Function("embedding", (("padding_idx", padding_idx),)), input, weight)]
 
 
-def _index(table: Tensor, index: Any) -> list[Product]:
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim == 0:
-        return []
-    if table.ndim != 2:
-        return []
-    tokens = torch.where(index < 0, index + len(table), index)
-    return [Product(Function("embedding", (("padding_idx", None),)), (tokens,), table)]
-
-
-def _convolution(name: str, *order: str) -> Callable[..., list[Product]]:
-    """A reader of calls whose options come in this order."""
+def _convolution(name: str) -> Callable[..., list[Product]]:
     n = int(name[-2])
 
-    def read(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> list[Product]:
+    def sizes(value: Any) -> Any:  # a string, or one number for each dimension
+        if isinstance(value, str):
+            return value
+        values = tuple(int(v) for v in value) if isinstance(value, Sequence) else (int(value),)
+        return values * n if len(values) == 1 else values
+
+    def read(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> list[Product]:
         if input.ndim != n + 2:
             return []
-        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-        given = defaults | dict(zip(order, args)) | kwargs
-        each = ((key, _sizes(given[key], n)) for key in order if key != "groups")
-        return [Product(Function(name, (*each, ("groups", given["groups"]))), (input,), weight, bias)]
+        each = (("stride", sizes(stride)), ("padding", sizes(padding)), ("dilation", sizes(dilation)))
+        return [Product(Function(name, (*each, ("groups", groups))), input, weight, bias)]
 
     return read
 
 
-def _sizes(value: Any, n: int) -> Any:
-    """An option of a convolution, a string or one number for each dimension."""
-    if isinstance(value, str):
-        return value
-    values = tuple(int(v) for v in value) if isinstance(value, Sequence) else (int(value),)
-    return values * n if len(values) == 1 else values
-
-
 _READERS: dict[Any, Callable[..., list[Product]]] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.mm: _mm,
-    Tensor.mm: _mm,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    F.bilinear: _bilinear,
     F.embedding: _embedding,
-    Tensor.__getitem__: _index,
-    **{
-        getattr(F, name): _convolution(name, "stride", "padding", "dilation", "groups")
-        for name in ("conv1d", "conv2d", "conv3d")
-    },
-    **{
-        getattr(F, name): _convolution(name, "stride", "padding", "output_padding", "groups", "dilation")
-        for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-    },
-}
-
-_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-
-_CONVOLUTIONS = {
-    "conv1d": nn.Conv1d,
-    "conv2d": nn.Conv2d,
-    "conv3d": nn.Conv3d,
-    "conv_transpose1d": nn.ConvTranspose1d,
-    "conv_transpose2d": nn.ConvTranspose2d,
-    "conv_transpose3d": nn.ConvTranspose3d,
-}
-
-
-def _make_convolution(name: str) -> Callable[[Tensor, Tensor | None, dict[str, Any]], nn.Module]:
-    def make(weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> nn.Module:
-        first, second = weight.shape[:2]
-        groups = options["groups"]
-        channels = (first, second * groups) if "transpose" in name else (second * groups, first)
-        kernel = tuple(weight.shape[2:])
-        return _CONVOLUTIONS[name](*channels, kernel, bias=bias is not None, device="meta", **options)
-
-    return make
-
-
-#: Name of a function to what makes a module of a weight, a bias and options; the module's own parameters are replaced.
-_MODULES: dict[str, Callable[[Tensor, Tensor | None, dict[str, Any]], nn.Module]] = {
-    "bilinear": lambda weight, bias, options: nn.Bilinear(
-        weight.shape[1], weight.shape[2], weight.shape[0], bias=bias is not None, device="meta"
-    ),
-    "embedding": lambda weight, bias, options: nn.Embedding(weight.shape[0], weight.shape[1], device="meta", **options),
-    **{name: _make_convolution(name) for name in _CONVOLUTIONS},
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    **{getattr(F, name): _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},
 }

@@ -34,8 +34,6 @@ class ScaleShiftRule(LayerRule):
                  [-0.7071, -0.7071,  1.4142]]])
     """
 
-    reads_once = True
-
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
         """The output at weight one and bias zero."""
         raise NotImplementedError(f"{type(self).__name__} must define normalized(module, x), [B, *in] -> [B, *in].")

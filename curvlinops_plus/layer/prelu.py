@@ -26,8 +26,6 @@ class PReLURule(LayerRule):
                  [-6.]]])
     """
 
-    reads_once = True
-
     def refuses(self, module: nn.Module) -> str | None:
         """Layers whose slopes are computed from other parameters (a parametrization)."""
         return why_computed(module, ("weight",))

@@ -12,7 +12,7 @@ or the full block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,6 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory per example and step, in multiples of the gates, for tensors that autograd saves.
 _ACTIVATIONS = 4
-
-
-class PaddedSequence(NamedTuple):
-    """What takes the place of a packed sequence: steps `[B, T, i]`, and which of them there are, `[B, T]`."""
-
-    steps: Tensor
-    there: Tensor
 
 
 class _Products:
@@ -81,20 +74,9 @@ class RecurrentRule(LayerRule):
         """Sequences have the examples on the axis that `batch_first` sets, states on axis 1.
 
         Raises:
-            UnsupportedError: If the input is one sequence without an example axis, or a `PackedSequence`.
+            UnsupportedError: If the input is one sequence without an example axis.
         """
         verb = "got" if inputs else "returned"
-        dims = [t.ndim for t in leaves]
-        # Packed data and batch sizes; in some versions of PyTorch a packed sequence does not count as tensors at all.
-        packed = dims[:2] in ([], [2, 1]) if inputs else dims[:2] == [2, 3] or len(dims) < 2 + (module.mode == "LSTM")
-        if packed:
-            raise UnsupportedError(
-                f"{type(module).__name__} {verb} a PackedSequence, in which the steps of all examples are interleaved. "
-                "Give the layer the padded tensor instead, and a mask of the steps that count: "
-                "EmpiricalRisk(..., mask=lambda X, y: ...)."
-            )
-        if inputs and dims[:2] == [3, 2]:  # a `PaddedSequence`, and states
-            return [0, 0, *[1] * (len(leaves) - 2)]
         if leaves[0].ndim == 2:
             raise UnsupportedError(
                 f"{type(module).__name__} {verb} one sequence of shape {list(leaves[0].shape)} without an example "
@@ -133,14 +115,11 @@ class RecurrentRule(LayerRule):
         self.check(module)
         g = [g] if isinstance(g, Tensor) else list(g)
         named = {**dict(zip(("input", "hx"), args)), **kwargs}
-        x, there = _steps(named["input"])
-        if why := why_computed(module, self._weights(module)):
-            if there is not None:
-                raise UnsupportedError(f"{why}, which works with padded tensors, not with a PackedSequence.")
+        if why_computed(module, self._weights(module)):
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
             in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
             return super().replay(module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False))
-        given = tree_leaves((x, named.get("hx")))
+        given = tree_leaves((named["input"], named.get("hx")))
         B = g[0].shape[1]
         x, *states = [at_least_float32(t.detach()).expand(B, *t.shape[1:]) for t in given if isinstance(t, Tensor)]
         params = {name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)}
@@ -151,8 +130,7 @@ class RecurrentRule(LayerRule):
             given = [t[examples].repeat(V, *[1] * (t.ndim - 1)) for t in (x, *states)]
             with torch.enable_grad():
                 products = _Products(params)
-                here = None if there is None else there[examples].repeat(V, 1)
-                outputs = self._run(module, products, given[0], given[1:], here)
+                outputs = self._run(module, products, given[0], given[1:])
             J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
             return {name: J[name].unflatten(0, (V, -1)) for name in params}
 
@@ -170,18 +148,8 @@ class RecurrentRule(LayerRule):
         assert isinstance(module, nn.RNNBase)
         return module._flat_weights_names
 
-    def _run(
-        self,
-        module: nn.Module,
-        products: _Products,
-        x: Tensor,
-        states: Sequence[Tensor],
-        there: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it.
-
-        Steps that are not `there` [B, T] leave the state as it is.
-        """
+    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
         assert isinstance(module, nn.RNNBase)
         directions = 2 if module.bidirectional else 1
         last: list[tuple[Tensor, ...]] = []
@@ -190,8 +158,7 @@ class RecurrentRule(LayerRule):
             for reverse in range(directions):
                 name = f"_l{layer}" + "_reverse" * reverse
                 state = _states(module, x, [s[:, len(last)] for s in states])
-                here = there.flip(1) if reverse and there is not None else there
-                out, state = _sequence(module, products, x.flip(1) if reverse else x, here, state, name)
+                out, state = _sequence(module, products, x.flip(1) if reverse else x, state, name)
                 sequences.append(out.flip(1) if reverse else out)
                 last.append(state)
             x = torch.cat(sequences, -1)
@@ -217,21 +184,9 @@ class CellRule(RecurrentRule):
     def _weights(self, module: nn.Module) -> Sequence[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
-    def _run(
-        self,
-        module: nn.Module,
-        products: _Products,
-        x: Tensor,
-        states: Sequence[Tensor],
-        there: Tensor | None = None,
-    ) -> list[Tensor]:
+    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
         given = products(x, "weight_ih", "bias_ih")
         return [*_step(module, products, given, _states(module, x, states), "")]
-
-
-def _steps(sequence: Tensor | PaddedSequence) -> tuple[Tensor, Tensor | None]:
-    """The steps of a sequence, and which of them there are, None for all."""
-    return (sequence, None) if isinstance(sequence, Tensor) else sequence
 
 
 register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
@@ -248,15 +203,12 @@ def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tens
 
 
 def _sequence(
-    module: nn.Module, products: _Products, x: Tensor, there: Tensor | None, state: tuple[Tensor, ...], name: str
+    module: nn.Module, products: _Products, x: Tensor, state: tuple[Tensor, ...], name: str
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One layer in one direction: outputs [B, T, h] and the state after the last step."""
     steps = []
-    for t, given in enumerate(products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1)):
-        after = _step(module, products, given, state, name)
-        if there is not None:
-            after = tuple(torch.where(there[:, t, None], new, old) for new, old in zip(after, state))
-        state = after
+    for given in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
+        state = _step(module, products, given, state, name)
         steps.append(state[0])
     return torch.stack(steps, 1), state
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence
 
 # The only walk over nested inputs (tuples, dicts, model outputs) that agrees with what torch.func itself does.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -116,8 +115,8 @@ def replay_per_example(
         at least.
 
     Raises:
-        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, takes or returns a
-            `PackedSequence`, returns no floating-point tensor, or fails on one example.
+        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, returns no floating-point
+            tensor, or fails on one example.
         ValueError: If one example's output does not fit its gradient, or `g`, `in_axes` or `out_axes` have a wrong
             number of entries.
 
@@ -186,8 +185,7 @@ class _Call:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int | None] | None
     ) -> None:
         """Detached inputs, in float32 at least, and which of them carry examples on which axis of the module."""
-        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_packed)
-        self.refuse_packed(leaves, "got")
+        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
         axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
@@ -207,16 +205,6 @@ class _Call:
         if axes is not None and len(axes) != count:
             raise ValueError(f"{self.name}: {what} has {len(axes)} entries, but there are {count} {of}: give one each.")
         return [0] * count if axes is None else axes
-
-    def refuse_packed(self, leaves: Sequence[Any], verb: str) -> None:
-        """Refuse packed sequences, which interleave the steps of all examples."""
-        if any(map(_is_packed, leaves)):
-            raise UnsupportedError(
-                f"{self.name} {verb} a PackedSequence, in which the steps of all examples are interleaved. Give the "
-                "layer the padded tensor instead, and a mask of the steps that count, "
-                "EmpiricalRisk(..., mask=lambda X, y: ...), or say which example each row of a layer belongs to, "
-                'EmpiricalRisk(..., example_of_row={"name": lambda X, y: ...})'
-            )
 
     def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
         """How many vectors and how many examples are worked on at a time."""
@@ -243,8 +231,7 @@ class _Call:
 
     def outputs(self, out: Any, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """The floating-point tensors of an output, without their example dimension."""
-        leaves = tree_leaves(out, is_leaf=_is_packed)
-        self.refuse_packed(leaves, "returned")
+        leaves = tree_leaves(out)
         found = [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
         what = f"a {type(out).__name__}"
         if not found or any(t.is_complex() for t in found):
@@ -318,10 +305,6 @@ def _pull_back(
         else:
             rows.append([torch.zeros_like(p) for p in leaves])
     return {name: torch.stack(J) for name, J in zip(params, zip(*rows, strict=True), strict=True)}
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
 
 
 def in_chunks(

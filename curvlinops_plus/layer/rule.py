@@ -44,7 +44,6 @@ class LayerRule:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
         direct_grads: Whether `per_example_grads` is a formula of the rule's own, rather than that of `LayerRule` or
             `AffineRule`. Set by defining the method, unless the class body sets it.
-        reads_once: Whether a call reads each parameter once, so that more readers than calls are outside of the layer.
 
     Example:
         >>> rule, layer = LayerRule(), nn.PReLU()
@@ -58,7 +57,6 @@ class LayerRule:
 
     max_bytes: int = 64 * 2**20
     direct_grads: ClassVar[bool] = False
-    reads_once: ClassVar[bool] = False
 
     #: Attribute to the method whose definition in a subclass makes it True.
     _set_by_methods: ClassVar[Mapping[str, str]] = {"direct_grads": "per_example_grads"}
@@ -236,7 +234,6 @@ class AffineRule(LayerRule):
     """
 
     sparse: ClassVar[bool] = False
-    reads_once: ClassVar[bool] = True
     direct_grads: ClassVar[bool] = False
     direct_input_gram: ClassVar[bool] = False
     direct_grad_gram: ClassVar[bool] = False

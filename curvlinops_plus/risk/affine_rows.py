@@ -255,19 +255,12 @@ class AffineRows:
         return self._plain_rows(call).shape[1]
 
     def _mask_of(self, call: Call) -> Tensor | None:
-        """Positions that count, [N, S], None for all: those of the user's mask, and those that a sparse rule keeps.
-
-        Rows that had an order of their own have no positions that the user's mask could be about.
-        """
-        if self.mask is None and call.kept is None and not call.rule.sparse:
+        """Positions that count, [N, S], None for all: those of the user's mask, and those that a sparse rule keeps."""
+        if self.mask is None and not call.rule.sparse:
             return None
         key = ("mask", id(call))
         if key not in self._shared:
-            mask = call.kept
-            if mask is not None:
-                mask = mask.repeat_interleave(self._positions(call) // mask.shape[1], 1)
-            elif self.mask is not None and self.mask.shape[1] == self._positions(call):
-                mask = self.mask
+            mask = self.mask if self.mask is not None and self.mask.shape[1] == self._positions(call) else None
             if call.rule.sparse:
                 kept = self._plain_rows(call).kept
                 mask = kept if mask is None else mask if kept is None else mask & kept

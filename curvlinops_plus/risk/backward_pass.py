@@ -21,8 +21,7 @@ from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.process_state import quiet
-from curvlinops_plus.risk.record import Recorder
-from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
+from curvlinops_plus.risk.record import OutputSlot, RecordedCall, Recorder
 from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Vectors
 
@@ -68,9 +67,9 @@ def vector_groups(
         _LossVectors(one, vectors, *of_loss, weight=terms.weight)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
-    streams = zip(parts, losses.streams(vectors, terms.outputs, draws, [part.ask for part in parts]), strict=True)
     # An output that no tracked layer reaches has no graph.
-    live = [(part, part.send(own)) for part, own in streams if part.f.requires_grad and part.number]
+    reached = [(k, part) for k, part in enumerate(parts) if part.f.requires_grad and part.number]
+    live = [(part, part.send(draws.of_loss(k))) for k, part in reached]
     if live and vectors.together and len({part.number for part in parts}) == 1:
         together = zip(*[sent for _, sent in live], strict=True)
         return [VectorGroup([part.f for part, _ in live], parts[0].number, together)]
@@ -98,11 +97,6 @@ class _LossVectors:
     def where(self) -> str:
         """Which loss, in words."""
         return "" if self.loss.key is None else f" for output {self.loss.key!r}"
-
-    def ask(self, draws: Draws) -> None:
-        """Ask for the random numbers that the vectors take."""
-        for _ in self.vectors.send(self.loss.likelihood, self.F, self.Y, draws):
-            pass
 
     def send(self, draws: Draws) -> Iterator[Tensor]:
         """The vectors times their factor, of the output's shape.
@@ -165,7 +159,6 @@ class BackwardPasses:
         """Take the gradients of a single vector from the user's backward pass."""
         (vector,) = group.vectors
         self.recorder.require_unchanged()
-        self.recorder.sources(group.outputs)  # refuses parameters that something else reads
         grads = user.gradients(group.outputs, vector)
         for index, calls in self._calls.items():
             if any(id(slot) in grads for recorded in calls for slot in recorded.slots):
@@ -217,7 +210,6 @@ class BackwardPasses:
         recorder, batched, narrow = self.recorder, len(vectors[0]) > 1, self._narrow(outputs)
         if self._first:
             recorder.require_unchanged()
-            recorder.sources(outputs)  # refuses parameters that something else reads
         places = self._places()
         if not places:
             return

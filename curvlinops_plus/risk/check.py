@@ -28,8 +28,7 @@ from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.record import Recorder
-from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, OutsideReads, refusal_of_one_row
+from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -157,7 +156,7 @@ class _Pair:
                     f"{layer.title} ({kind}): the layer's rule failed on a recorded call, with {type(error).__name__}: "
                     f"{error}. {_CAUSES} Leave the parameters {list(layer.params)} out of `params`, or restructure "
                     "that part of the model.",
-                    self._keys_of_tables(layer),
+                    layer.params,
                 ) from error
 
         live = [(f, v) for f, v in zip(self.outputs, self.vectors, strict=True) if f.requires_grad]
@@ -238,9 +237,8 @@ class _Pair:
 
     def _why_different(self, away: float) -> Exception:
         """The model is random, or its examples depend on each other."""
-        expanded = [recorded.call.use for recorded in self.recorder.calls if recorded.expanded]
-        if expanded:
-            return refusal_of_one_row(expanded[0], self.N, MORE_THAN_BROADCAST)
+        if refusal := self.recorder.refusal_of_one_row("the model does more with it than broadcast it"):
+            return refusal
         with torch.no_grad():
             again = self.risk.run(self.batch)[0]
         if different := self._difference(again, self.outputs):
@@ -279,20 +277,8 @@ class _Pair:
             f"{_CAUSES if called else 'The layer was not called, so something else reads the parameters.'} Leave them "
             "out of `params`, or restructure that part of the model. EmpiricalRisk(..., check=False) goes on without "
             "this check, and with numbers that are wrong.",
-            self._keys_of_tables(layer),
+            layer.params,
         )
-
-    def _keys_of_tables(self, layer: Layer) -> tuple[str, ...]:
-        """The layer's keys if it makes a row or a table for all examples, of inputs of which none has an axis for them.
-
-        The module around it has gradients of each example.
-        """
-        for recorded in self.recorder.calls:
-            if self.recorder.layers[recorded.layer] is layer and self.N > 1:
-                given = tree_leaves((recorded.call.args, dict(recorded.call.kwargs)))
-                if recorded.expanded or not any(isinstance(t, Tensor) and self.N in t.shape for t in given):
-                    return tuple(layer.params)
-        return ()
 
 
 def _flat(found: Mapping[str, Tensor | None], layer: Layer) -> Tensor:

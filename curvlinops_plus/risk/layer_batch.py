@@ -105,8 +105,7 @@ class LayerBatch:
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
             grads = _mapped(lambda t, cut=cut: cut(t, 1), call.grads)
-            kept = None if call.kept is None else pick(call.kept)
-            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
+            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
         mask, weights = (None if t is None else pick(t) for t in (self.mask, self.example_weights))
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
@@ -331,8 +330,7 @@ class LayerBatch:
             if isinstance(use.rule, AffineRule):
                 return self._rows_of_any_role.call_grads(call)
             several = not isinstance(call.grads, Tensor)
-            mask = self.mask if call.kept is None else None  # rows of an order of their own have no positions
-            masked = [use.rule.masked(self._upcast(g), mask) for g in (call.grads if several else [call.grads])]
+            masked = [use.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
             g = masked if several else masked[0]
             return use.rule.example_grads(use.module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both

@@ -164,14 +164,12 @@ class FoundReads:
             instead of modules without.
         enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
             name of the innermost module in which they all are.
-        unexplained: Keys of parameters that are read outside of the model, each with what reads it.
         unread: Keys of parameters that no function was seen to read, of modules without a rule, or whose others are
             read by functions.
     """
 
     products: tuple[ModuleUse, ...] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
-    unexplained: Mapping[str, str] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
 
 

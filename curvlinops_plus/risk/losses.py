@@ -11,7 +11,7 @@ loss is its relative weight `w_h c_h / c`, see `LossWeights`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -23,10 +23,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.of_examples import OfExamples
 from curvlinops_plus.likelihood.unsupported import has_own_hooks
-from curvlinops_plus.risk.draws import Draws, requested_size, share_draws
 from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
 from curvlinops_plus.risk.totals import Number, Totals
-from curvlinops_plus.risk.vectors import Vectors
 
 Key = str | int
 
@@ -187,7 +185,6 @@ class Losses(tuple[OutputLoss, ...]):
 
     form: str
     default_reduction: str | None
-    _request_sizes: dict[Hashable, list[int]]
 
     def __new__(cls, given: Any, reduction: str | None = None) -> Losses:
         if isinstance(given, Losses):
@@ -197,7 +194,7 @@ class Losses(tuple[OutputLoss, ...]):
             self = super().__new__(cls, [OutputLoss(None, _checked_loss(given), 1.0, reduction)])
         else:
             self = super().__new__(cls, _read_losses(given, form, reduction))
-        self.form, self.default_reduction, self._request_sizes = form, reduction, {}
+        self.form, self.default_reduction = form, reduction
         own = [getattr(one.loss, "reduction", None) for one in self]
         if reduction is not None and None not in own and set(own) != {reduction}:
             raise ValueError(
@@ -405,24 +402,6 @@ class Losses(tuple[OutputLoss, ...]):
             return [math.sqrt(weight) for weight in weights]
         largest = max(weight / one.weight for weight, one in zip(weights, self))
         return [weight / math.sqrt(largest) for weight in weights]
-
-    def streams(
-        self, vectors: Vectors, Fs: Sequence[Tensor], draws: Draws, consumers: Sequence[Callable[[Draws], object]]
-    ) -> Sequence[Draws]:
-        """Random numbers for each loss from one stream (`share_draws`); how many they need is asked once per shapes.
-
-        Args:
-            Fs: Outputs in canonical form.
-            consumers: For each loss a function that asks for its random numbers.
-        """
-        if len(self) == 1 or not vectors.random:
-            return [draws] * len(self)
-        about = (repr(vectors), *(tuple(F.shape[1:]) for F in Fs))
-        if about not in self._request_sizes:
-            if len(self._request_sizes) > 64:
-                self._request_sizes.clear()
-            self._request_sizes[about] = [requested_size(consumer) for consumer in consumers]
-        return share_draws(draws, len(Fs[0]), self._request_sizes[about])
 
 
 def rebuild_losses(options: Mapping[str, Any]) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
-
-ExampleOfRow = Callable[[Any, Any], Tensor]
+from torch import nn
 
 
 def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | None) -> dict[str, int]:
@@ -31,27 +29,6 @@ def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | No
             raise TypeError(f"example_axis={{{glob!r}: {axis!r}}} is a {type(axis).__name__}; expected an int.")
         axes |= dict.fromkeys(_matching(modules, glob, f"example_axis={{{glob!r}: {axis}}}"), axis)
     return axes
-
-
-def functions_of_rows(
-    modules: Mapping[str, nn.Module], given: Mapping[str, ExampleOfRow] | None
-) -> dict[str, ExampleOfRow]:
-    """Module name to the function that says which rows are whose, from names and globs.
-
-    Raises:
-        TypeError: If one is no function, or they are not in a dict.
-        ValueError: If a glob matches no module.
-    """
-    found: dict[str, Any] = {}
-    for glob, function in _items("example_of_row", given, "lambda X, y: ..."):
-        option = f"example_of_row={{{glob!r}: ...}}"
-        if not callable(function):
-            raise TypeError(
-                f"{option} is a {type(function).__name__}; expected a function of a batch, "
-                "`(X, y) -> LongTensor [rows]`, the number of the example that each row belongs to."
-            )
-        found |= dict.fromkeys(_matching(modules, glob, option), function)
-    return found
 
 
 def _items(option: str, given: Any, value: str) -> Iterable[tuple[str, Any]]:

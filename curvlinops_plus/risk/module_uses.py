@@ -62,7 +62,6 @@ class Call:
         in_axes: Where the module itself has the examples, for each tensor among its inputs; None for one that all
             examples share.
         out_axes: The same for its outputs.
-        kept: Of rows that had an order of their own: which of the N * P there are, [N, P]; None for all.
         rule: The rule of an affine layer.
     """
 
@@ -72,7 +71,6 @@ class Call:
     grads: Any = None
     in_axes: Sequence[int | None] | None = None
     out_axes: Sequence[int] | None = None
-    kept: Tensor | None = None
     rule: AffineRule = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import nodes_of, postorder
-from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.recorded_call import RecordedCall
-from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.replaced_parameters import Places
 
 
@@ -81,34 +77,6 @@ class KeptParameters(ParameterReads):
                 "parameters are replaced in the modules, so that part would be left out. Let forward read the "
                 "attribute (self.weight), or keep several in an nn.ParameterList or nn.ParameterDict."
             )
-
-
-def refuse_outside_readers(
-    layers: Sequence[Layer],
-    calls: Sequence[RecordedCall],
-    readers: Mapping[int, int],
-    params: Mapping[str, Tensor],
-) -> None:
-    """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
-
-    Args:
-        calls: Of the layers, in one forward pass.
-        readers: Identity of a parameter to the number of its readers in that pass.
-        params: Key to the tensor that the model reads.
-    """
-    by_calls = Counter((call.layer, key) for call in calls for key in set(call.call.use.keys.values()))
-    for index, layer in enumerate(layers):
-        if not all(use.rule.reads_once for use in layer.uses):
-            continue
-        for key in layer.params:
-            number = by_calls[index, key]
-            found = readers.get(id(params[key]), 0)
-            if found > number:
-                raise OutsideReads(
-                    f"The parameter {key!r} of {layer.title} is read {found} times in a forward pass, {number} times "
-                    "by calls of the layer: it is used outside of its layer, so its curvature can't be computed from "
-                    "what the layer sees. Leave it out of `params`, or give that use a module."
-                )
 
 
 def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.model_parameters import ModelParameters
-from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
+from curvlinops_plus.risk.module_options import example_axes
 from curvlinops_plus.risk.parameter_reads import KeptParameters
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
@@ -59,8 +59,6 @@ class RiskOptions:
     progressbar: bool = False
     reduction: str | None = None
     check: bool | str = True
-    example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
-    example_ids: Callable[[Any, Any], Any] | None = None
     weight: Callable[..., Any] | None = None
 
 
@@ -116,11 +114,6 @@ class EmpiricalRisk(ModelParameters):
             several losses read. An output with `.logits` needs none.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
         example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
-        example_of_row: Module name or glob to `function(X, y)`, which gives the number of the example that each row of
-            the module's output belongs to, a LongTensor [rows]: for layers that see the rows of a batch in an order of
-            their own, such as experts that get theirs by index. It is called whenever the module has run, so that it
-            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it. Of a
-            packed sequence, `pack_padded_sequence(torch.arange(N)[:, None].expand(N, T), lengths, ...).data`.
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
@@ -135,8 +128,6 @@ class EmpiricalRisk(ModelParameters):
             layer rules make of it with plain autograd. True does so in the first batch, in each that calls other
             layers, and in batches 2, 4, 8, ...; "every" in all. Also whether two evaluations have to agree, and whether
             a loss that the model computes from `labels` is compared with this one.
-        example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
-            random vectors depend on them. Default: examples are numbered in their order, through each pass.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
             with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
             `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
@@ -199,8 +190,6 @@ class EmpiricalRisk(ModelParameters):
         progressbar: bool = False,
         reduction: str | None = None,
         check: bool | str = True,
-        example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
-        example_ids: Callable[[Any, Any], Any] | None = None,
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -222,8 +211,6 @@ class EmpiricalRisk(ModelParameters):
             progressbar,
             reduction,
             check,
-            functions_of_rows(modules, example_of_row),
-            example_ids,
             weight,
         )
         _check_options(self.options, self.losses)
@@ -304,26 +291,6 @@ class EmpiricalRisk(ModelParameters):
                 "batch, to `update` or `listen` of a CurvatureEstimator."
             )
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
-
-    def example_numbers(self, batch: Batch, before: int = 0) -> Sequence[int] | Tensor:
-        """The numbers of a batch's examples in the whole data set.
-
-        Args:
-            batch: The batch.
-            before: How many examples came before the pass.
-
-        Raises:
-            ValueError: If `example_ids` returned something else than N integers.
-        """
-        if self.options.example_ids is None:
-            return self.processes.numbers(before + batch.first, batch.num_examples)
-        found = torch.as_tensor(self.options.example_ids(batch.X, batch.y)).cpu()
-        if found.shape != (batch.num_examples,) or found.is_floating_point() or found.dtype == torch.bool:
-            raise ValueError(
-                f"example_ids returned {found.dtype} {list(found.shape)}; expected the numbers of the batch's "
-                f"{batch.num_examples} examples in the whole data set, integers [{batch.num_examples}]."
-            )
-        return found
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the loss's own."""
@@ -463,7 +430,6 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
         ("output", options.output, "lambda o: o[0]"),
         ("mask", options.mask, "lambda X, y: ..."),
         ("batch_size_fn", options.batch_size_fn, "len"),
-        ("example_ids", options.example_ids, "lambda X, y: ..."),
         ("weight", options.weight, "lambda X, y, w: w"),
     ):
         if given is not None and not callable(given):

@@ -21,8 +21,7 @@ from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.module_tree import modules_of
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.record import Recorder
-from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.user_backward import UserBackward
@@ -110,7 +109,6 @@ class RecordedPasses:
             options.example_axis or {},
             vectors.backward,
             risk.checked.fused,
-            example_of_row=options.example_of_row,
             own_pass=own_pass,
         )
         self._own_pass = own_pass
@@ -131,7 +129,7 @@ class RecordedPasses:
 
     def recording(self, batch: Batch) -> AbstractContextManager[None]:
         """Context for one forward pass of the model on a batch."""
-        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y))
+        recording = self.recorder.recording(batch.num_examples)
         return recording if self._own_pass else self._among_others(recording)
 
     @contextmanager
@@ -167,7 +165,7 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        draws.of_examples(risk.example_numbers(batch, draws.before))
+        draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples))
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():

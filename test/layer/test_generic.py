@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
@@ -440,17 +439,6 @@ class TestRefusals:
         if vector is not None:  # a vector is divided by its norm, the same in every call
             J = LayerRule().per_example_grads(vector, (torch.randn(B, 4),), {}, torch.randn(V, B, 4))
             assert list(J) == ["bias", "parametrizations.weight.original"]
-
-    def test_packed_sequences(self) -> None:
-        packed = pack_padded_sequence(torch.randn(B, 3, 4), torch.tensor([3, 2, 2, 1]), batch_first=True)
-        words = r"got a PackedSequence, in which the steps of all examples are interleaved.*padded tensor.*mask"
-        self.check(nn.GRU(4, 4, batch_first=True), packed, match=f"GRU {words}")
-
-        class Packs(ControlFlow):
-            def forward(self, x: Tensor) -> Any:
-                return pack_padded_sequence(x * self.weight, torch.tensor([len(x[0])]), batch_first=True)
-
-        self.check(Packs(), torch.randn(B, 3, 4), match="Packs returned a PackedSequence")
 
     def test_modules_that_fail_on_one_example(self) -> None:
         class Cached(ControlFlow):

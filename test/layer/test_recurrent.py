@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
@@ -219,16 +218,6 @@ class TestRefusals:
         with pytest.warns(UserWarning, match="dropout"):
             last = kind(i, h, dropout=0.5)  # there is nothing after the last layer to drop
         compare(last, loop, same)
-
-    def test_packed_sequences(self, kind: Any) -> None:
-        module = kind(i, h, batch_first=True)
-        packed = pack_padded_sequence(torch.randn(B, T, i), torch.tensor([5, 3, 2]), batch_first=True)
-        out = [t for t in tree_leaves(module(packed)) if isinstance(t, Tensor) and t.is_floating_point()]
-        cases = [(True, [packed.data, packed.batch_sizes], "got"), (True, [], "got"), (False, out, "returned")]
-        for inputs, leaves, verb in [*cases, (False, [packed.data, *out[-1:]], "returned"), (False, out[-1:], "retu")]:
-            words = f"{kind.__name__} {verb}.* a PackedSequence, .*Give the layer the padded tensor instead, and a mask"
-            with pytest.raises(UnsupportedError, match=words):
-                rule_of(module).axes(module, 0, leaves, inputs=inputs)
 
 
 def normed(kind: Any, **options: Any) -> nn.Module:

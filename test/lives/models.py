@@ -43,19 +43,18 @@ class TwoHeads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each example goes to the expert of its largest gate; `rows` tells which ones each expert has got."""
+    """Each example goes to the expert of its largest gate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.head = nn.Linear(4, 2), nn.Linear(4, 3)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.rows: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         weight, choice = self.gate(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
         for k, expert in enumerate(self.experts):
-            mine = self.rows[k] = (choice == k).nonzero()[:, 0]
+            mine = (choice == k).nonzero()[:, 0]
             out[mine] = weight[mine, None] * torch.tanh(expert(x[mine]))
         return self.head(x + out)
 
@@ -280,10 +279,6 @@ def number_of_bags(model: Bags) -> dict[str, Any]:
     return {"batch_size_fn": lambda X: len(X["offsets"])}
 
 
-def rows_of_experts(model: Experts) -> dict[str, Any]:
-    return {"example_of_row": {f"experts.{k}": lambda X, y, k=k: model.rows[k] for k in range(2)}}
-
-
 def heads(n: int) -> list[dict[str, Tensor]]:
     return [{"class": label, "box": box} for label, box in zip(integers(3)(n), floats(4)(n), strict=True)]
 
@@ -363,5 +358,5 @@ MODELS: dict[str, Ordinary] = {
     "LoRA": Ordinary(lambda: nn.Sequential(LoRA(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)), floats(4), classes),
     "peft": Ordinary(peft, floats(4), classes, needs="peft"),
     "two heads": Ordinary(TwoHeads, floats(4), heads, two_losses),
-    "experts": Ordinary(Experts, floats(4), classes, options=rows_of_experts),
+    "experts": Ordinary(Experts, floats(4), classes),
 }

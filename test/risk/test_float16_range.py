@@ -24,7 +24,6 @@ from curvlinops_plus import (
     Jacobian,
     MonteCarlo,
     NumericsError,
-    UnsupportedError,
     curvature,
 )
 from curvlinops_plus.risk import Vectors
@@ -158,21 +157,6 @@ def test_a_backward_pass_of_the_user(scale: float) -> None:
     for name, block in estimator.operator.blocks.items():
         expected = other.operator.blocks[name].to_dense()
         assert torch.dist(block.to_dense().double(), expected) <= 1e-2 * expected.norm(), name
-
-
-def test_what_is_refused_in_range_is_refused_below_it() -> None:
-    class Leaks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.below, self.above = nn.Linear(6, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.below(x))
-            return self.above(h + h.roll(1, 0)) * 1e-4
-
-    torch.manual_seed(0)
-    with pytest.raises(UnsupportedError, match=r"mixes examples|differ"):
-        _ = curvature(risk_of(Leaks().half()), KFAC).trace
 
 
 EXACT: dict[str, Any] = {
