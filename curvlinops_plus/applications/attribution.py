@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops_plus.applications.example_gradients import Add, per_example_gradients, show_gradients
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, LayerBatch
-from curvlinops_plus.risk.functions import layers_of
+from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.reading import Batch
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals
-from curvlinops_plus.risk.functions import layers_of, look_for_functions
+from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import data_generators, preserve_state
 from curvlinops_plus.risk.process_state import untraced

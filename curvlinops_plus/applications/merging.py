@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.applications.networks import require_own_values, risks_of
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Diagonal, LinearOperator, RelativeDamping, Structure, cg
-from curvlinops_plus.risk.wrappers import inner_model
+from curvlinops_plus.risk.parameters import inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,7 +62,7 @@ def merge(
         >>> merged.weight.detach().round(decimals=3)  # (2 · 0 + 1 · 3) / 3, (2 · 0 + 4 · 3) / 6
         tensor([[1., 2.]])
     """
-    models, curvatures = [cast(Model, inner_model(model)[0]) for model in models], list(curvatures)
+    models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
     _check(models, curvatures)
     names = [_names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))]
     if any(other != names[0] for other in names):

@@ -290,7 +290,7 @@ def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     loss = _Targetless(one.likelihood)
     other.losses = Losses({"dict": {one.key: loss}, "tuple": (loss,)}.get(risk.losses.form, loss))
     other.checked, other.processes = Checked(), Alone()
-    other.options = replace(risk.options, mask=None, shift_labels=False, example_ids=None, progressbar=False)
+    other.options = replace(risk.options, mask=None, shift_labels=False, progressbar=False)
     return other
 
 

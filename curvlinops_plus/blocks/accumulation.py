@@ -20,7 +20,7 @@ from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
-from curvlinops_plus.risk.functions import describe_reads, rebuild_reads
+from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced

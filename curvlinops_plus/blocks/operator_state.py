@@ -30,7 +30,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
 from curvlinops_plus.linalg.packing import FORMAT, copied, pack, taken, unpack
 from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
-from curvlinops_plus.risk.functions import describe_reads, layers_of, rebuild_reads
+from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import rebuild_losses
 

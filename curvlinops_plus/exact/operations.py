@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.process_state import hookable_modules, own_calls
+from curvlinops_plus.risk.modules import hookable_modules
+from curvlinops_plus.risk.process_state import own_calls
 
 Replaced = dict[Any, Callable[..., Tensor | None]]
 

@@ -12,7 +12,7 @@ from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_paramete
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule_registry import GENERIC
-from curvlinops_plus.risk.module_tree import modules_of
+from curvlinops_plus.risk.modules import modules_of
 
 
 @dataclass(frozen=True, eq=False)

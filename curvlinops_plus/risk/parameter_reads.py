@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import nodes_of, postorder
-from curvlinops_plus.risk.replaced_parameters import Places
+from curvlinops_plus.risk.modules import Places
 
 
 class ParameterReads(TorchFunctionMode):

@@ -1,14 +1,194 @@
-"""The parameters that a risk is a function of: the model's own tensors, found behind what the user gives."""
+"""A model and the parameters that it is a function of: what the user gives, one vector of them, other values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from fnmatch import fnmatchcase
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.modules import Replaced, modules_of, parameter_places, parameters_of, replaced_parameters
+from curvlinops_plus.risk.replicas import WholeParameters, give_up_gathered
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
 
 
+class ModelParameters:
+    """A model and the parameters that it is a function of.
+
+    Args:
+        processes: The processes that share the data.
+
+    Attributes:
+        whole: The whole values of parameters that are spread over processes.
+        params: Key to parameter: the model's own tensors, or the values given instead.
+        space: The space of vectors like the parameters.
+        device: Where the parameters are.
+        dtype: What matrices over them are computed in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        modules: Mapping[str, nn.Module],
+        processes: Alone,
+    ) -> None:
+        self.model, owned = model, parameters_of(modules)
+        self._own = named_params(model, params, owned)
+        self.whole = WholeParameters(model, owned, processes)
+        self.params = self.whole.of(_values_of(params, self._own))
+        self._elsewhere = bool(self.whole) or not all(map(is_, self.params.values(), self._own.values()))
+        # Found before any parameter is replaced, because replacements may be nested.
+        self._places = parameter_places(modules.values(), self._own)
+        self._paths = [(m, name, child) for m in modules.values() for name, child in m._modules.items() if child]
+        for module, names in self._places:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{[key for _, key in names]} are parameters of a {type(module).__name__} (torch.jit): they can't be "
+                    "replaced, and hooks inside it do not run. Pass the Python module that it was made from, or leave "
+                    "its parameters out of `params`."
+                )
+        self.space, self.device = Space.of(self.params), common_device(self.params)
+        self.dtype = common_dtype(self.params)
+
+    @property
+    def own_params(self) -> dict[str, Tensor]:
+        """Key to the model's own tensor, also where `params` holds another value."""
+        return dict(self._own)
+
+    def restricted(self, keys: Iterable[str]) -> Self:
+        """The same as a function of some of its parameters, in their order here."""
+        chosen, other = set(keys), copy(self)
+        other.params = {key: p for key, p in self.params.items() if key in chosen}
+        other.space = Space.of(other.params)
+        other._own = {key: p for key, p in self._own.items() if key in chosen}
+        other._places = [(module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places]
+        return other
+
+    def vector(self) -> Tensor:
+        """The parameters as they are now, one vector `[space.dim]` in their order; a copy without a graph.
+
+        `space.unflatten` makes a dictionary of it, under the keys of `params`. To differentiate in the parameters
+        themselves, use `params`, which every operator multiplies.
+
+        Example:
+            >>> from curvlinops_plus import EmpiricalRisk
+            >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), [(torch.ones(1, 1), torch.ones(1, 1))])
+            >>> before = risk.vector()
+            >>> risk.assign(torch.tensor([3.0, 4.0]))
+            >>> risk.vector(), risk.model.bias.item()
+            (tensor([3., 4.]), 4.0)
+            >>> risk.assign(before)
+        """
+        self.require_in_place()
+        self.whole.renew()
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.cat([p.detach().to(self.dtype).flatten() for p in self.params.values()])
+
+    def assign(self, v: Any) -> None:
+        """Write a vector into the parameters of the model, in place.
+
+        Operators that were computed before stay as they are. `at` evaluates at other values and leaves the model alone.
+
+        Args:
+            v: What `vector` returns: a tensor or NumPy array `[space.dim]`, or a dictionary (by the keys of `params`),
+                list or tuple of tensors of the parameters' shapes.
+
+        Raises:
+            TypeError: If `v` is none of these, or of another device or a wider dtype.
+            ValueError: If names or shapes do not fit, or `params` holds other values than the model's own.
+            UnsupportedError: If parameters are sharded by `fully_shard`.
+            RuntimeError: If a parameter can't be written to. Nothing is changed then, nor in the cases before.
+        """
+        self.require_in_place()
+        self.whole.refuse(
+            "risk.assign(v) can't write to a model", "Use torch.distributed.checkpoint.state_dict.set_model_state_dict."
+        )
+        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+            raise ValueError(
+                f"risk.assign(v) writes into the model's own parameters, and `params` holds other values of "
+                f"{other[:3]}. Assign to a risk without these, or make a new one with other values."
+            )
+        try:
+            x, container = self.space.read(v, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"risk.assign(v): {error}") from error
+        if container.columns is not None:
+            raise ValueError(
+                f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns; pick one."
+            )
+        before, values = {key: p.detach().clone() for key, p in self._own.items()}, self.space.unflatten(x[:, 0])
+        with torch.no_grad():
+            try:
+                for key, p in self._own.items():
+                    p.copy_(values[key])
+            except RuntimeError:
+                for p, old in zip(self._own.values(), before.values(), strict=True):
+                    if not torch.equal(p, old):
+                        p.copy_(old)
+                raise
+
+    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
+        """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
+
+        Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
+        """
+        self.require_in_place()
+        with self.whole.placed(), replaced_parameters(self._places, values):
+            return function(self.model)
+
+    def placed(self) -> AbstractContextManager[None]:
+        """Context in which the model has the values of `params`, where these are not its own tensors."""
+        self.require_in_place()
+        return self._placed() if self._elsewhere else nullcontext()
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        with self.whole.placed(), replaced_parameters(self._places, self.params):
+            yield
+
+    def require_in_place(self) -> None:
+        """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
+        self.whole.give_up()
+        gone = [m for parent, name, m in self._paths if parent._modules.get(name) is not m]
+        inside = {module for child in gone for module in child.modules()}
+        other = [
+            key
+            for module, names in self._places
+            for name, key in names
+            if (module._parameters.get(name) is not self._own[key] or module in inside)
+            and not isinstance(module._parameters, Replaced)
+        ]
+        if other:
+            raise ValueError(
+                f"The model has other tensors in place of its parameters {other[:5]}{' …' if other[5:] else ''} than "
+                "when this risk was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). "
+                "Make a new EmpiricalRisk, or a new optimizer."
+            )
+
+    def require_own_values(self, what: str) -> None:
+        """Refuse other values than the model's own, for what watches the user's forward pass."""
+        if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
+            raise ValueError(
+                f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
+                "`update`, which runs the model at these."
+            )
+
+
+# --------------------------------------------------------------------------------------------- what the user gives
 def named_params(
     model: nn.Module,
     params: Sequence[Tensor] | Mapping[str, Tensor] | None,
@@ -27,26 +207,39 @@ def named_params(
         Key to the model's own parameter.
 
     Raises:
+        TypeError: If `params` is neither a list nor a dict.
         ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
     """
     owned = dict(model.named_parameters()) if owned is None else owned
     if params is None:
         params = {name: p for name, p in owned.items() if p.requires_grad}
-        if not params:
-            if not owned:
-                raise ValueError(
-                    f"The model, a {type(model).__name__}, has no parameters. The arguments are model, loss and data, "
-                    "in this order."
-                )
-            raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    given = _items(params)
-    identities = [*map(id, [p for _, p in given])]
-    names = _names(owned, identities)
+    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters, as "
+            "list(model.parameters())."
+        )
+    given = params.items() if isinstance(params, Mapping) else [(None, p) for p in params]
+    by_identity = {id(p): name for name, p in owned.items()}
+    by_memory = {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, ((key, p), known) in enumerate(zip(given, map(names.get, identities))):
-        label = f"params[{position if key is None else key!r}]"
-        name = known or _own_name(model, names, p, label, key)
+    for position, (key, p) in enumerate(given):
+        label, name = f"params[{position if key is None else key!r}]", by_identity.get(id(p))
+        if not isinstance(p, Tensor) or not isinstance(key, (str, type(None))):
+            raise ValueError(
+                f"{label} is a {type(p).__name__}; expected a list of parameters of the model, as "
+                "list(model.parameters()), or a dict of them by name, as dict(model.named_parameters())."
+            )
+        name = name or by_memory.get((p.data_ptr(), p.shape, p.stride()))
+        if name is None and key in owned and owned[key].shape == p.shape:
+            name = key
+        if name is None:
+            expected = f" (its own {key!r} has {list(owned[key].shape)})" if key in owned else ""
+            raise ValueError(
+                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
+                "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+                "`dict(model.named_parameters())`, or a dict of other values under the same names."
+            )
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -54,77 +247,25 @@ def named_params(
         labels[name] = label
         own[key or name] = owned[name]
     if not own:
-        raise ValueError("`params` is empty; there is no matrix of size 0.")
+        raise ValueError(
+            f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has {len(owned)} "
+            "parameters; by default those that require a gradient are taken. The arguments are model, loss and data, "
+            "in this order."
+        )
     return own
 
 
-def _items(params: Any) -> Collection[tuple[str | None, Any]]:
-    """Keys, where there are some, and parameters.
-
-    Raises:
-        TypeError: If this is neither a mapping nor a list.
-    """
-    if isinstance(params, (list, tuple)):
-        return [(None, p) for p in params]
-    if isinstance(params, Mapping):
-        if other := [key for key in params if not isinstance(key, str)]:
-            raise TypeError(
-                f"`params` has the key {other[0]!r}, a {type(other[0]).__name__}; expected names, as in "
-                "dict(model.named_parameters())."
-            )
-        return params.items()
-    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
-        hints = {Tensor: "[p] for a single one", str: "[model.get_parameter(name)] for a single one"}
-        advice = next((text for kind, text in hints.items() if isinstance(params, kind)), "list(model.parameters())")
-        raise TypeError(
-            f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters: {advice}."
-        )
-    return [(None, p) for p in params]
-
-
-def _names(owned: Mapping[str, Tensor], identities: Iterable[int]) -> dict[Any, str]:
-    """The names of a model's parameters by identity, and by memory if other tensors are among those that are given."""
-    names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
-    if not names.keys() >= {*identities}:
-        names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
-    return names
-
-
-def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
-    """The model's name of a parameter, found by memory, or else the key if that is one of its names."""
-    if not isinstance(p, Tensor):
-        hints = {
-            tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
-            str: " Parameters are known by themselves: [model.get_parameter(name)].",
-            dict: " Of groups of an optimizer take the parameters: [p for group in groups for p in group['params']].",
-            nn.Module: " Of modules take the parameters: [*module.parameters()].",
-        }
-        hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
-        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
-    if (name := names.get((p.data_ptr(), p.shape, p.stride()))) is not None:
-        return name
-    own = dict(model.named_parameters()).get(key or "")
-    if key is None or own is None or p.shape != own.shape:
-        expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
-        raise ValueError(
-            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
-            "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
-            "`dict(model.named_parameters())`, or a dict of other values under the same names."
-        )
-    return key
-
-
-def values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What stands for parameters: the model's own tensors, or other values given under their names."""
-    if isinstance(params, (list, tuple)) or not isinstance(params, Mapping):
+    if not isinstance(params, Mapping):
         return own
-    return {key: _value(params[key], p) for key, p in own.items()}
 
+    def value(given: Tensor, own: Tensor) -> Tensor:
+        if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
+            return own
+        return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
 
-def _value(given: Tensor, own: Tensor) -> Tensor:
-    if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
-        return own
-    return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
+    return {key: value(params[key], p) for key, p in own.items()}
 
 
 def common_device(params: Mapping[str, Tensor]) -> torch.device:
@@ -151,20 +292,75 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     return wide
 
 
-def write_parameters(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Write values into parameters, in all or in none of them.
+def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """A model without its wrapper, and its modules by their names; refuses what is no model, or not yet one.
 
     Raises:
-        RuntimeError: If one can't be written to; names it.
+        ValueError: If it is no module, or has parameters without shapes.
+        UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
-    before: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for key, p in params.items():
-            copy = p.detach().clone()
-            try:
-                p.copy_(values[key])
-            except RuntimeError as error:
-                for name, old in before.items():
-                    params[name].copy_(old)
-                raise RuntimeError(f"Can't write to the parameter {key!r}, nothing was changed: {error}") from error
-            before[key] = copy
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        advice = ""
+        if isinstance(model, type):
+            advice = f" Call it: {model.__name__}(...)."
+        elif callable(model):
+            advice = (
+                " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
+            )
+        raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
+    model = inner_model(model)
+    modules = modules_of(model)
+    give_up_gathered(modules.values())
+    for name, module in modules.items():
+        where = f"The module {name!r}" if name else "The model"
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                f"{where} is a FullyShardedDataParallel, whose parameters "
+                "are pieces of flat tensors. Use fully_shard of torch.distributed.fsdp, or DistributedDataParallel."
+            )
+        if any(
+            type(t) is not nn.Parameter and is_lazy(t)
+            for t in (*module._parameters.values(), *module._buffers.values())
+        ):
+            raise ValueError(
+                f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model once on a batch, "
+                "model(X), which gives it its shapes."
+            )
+    return model, modules
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside of `DistributedDataParallel`."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | None) -> dict[str, int]:
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
+
+    Args:
+        given: Names of modules, or globs of names, to axes.
+
+    Raises:
+        TypeError: If one is no integer, or they are not in a dict.
+        ValueError: If a glob matches no module.
+    """
+    axes: dict[str, int] = {}
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for name, module in modules.items():
+        holder = module.self_attn if isinstance(module, layers) else module
+        if getattr(holder, "batch_first", None) is False:
+            axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
+    if given is not None and not (isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())):
+        raise TypeError(
+            f"example_axis={given!r} is no dict from names of modules to axes, as example_axis={{'name': 1}}, with '' "
+            "for the model itself."
+        )
+    for glob, axis in (given or {}).items():
+        matching = [name for name in modules if fnmatchcase(name, glob)]
+        if not matching:
+            raise ValueError(
+                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {[*modules][1:]}."
+            )
+        axes |= dict.fromkeys(matching, axis)
+    return axes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk.module_tree import modules_of, parameters_of
+from curvlinops_plus.risk.modules import modules_of, parameters_of
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
 # Options of embeddings that say nothing about the function they compute.

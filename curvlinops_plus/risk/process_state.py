@@ -16,10 +16,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 from torch._compile import _disable_dynamo
-
-from curvlinops_plus.risk.module_tree import modules_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,11 +108,6 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 def _is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
-
-
-def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that take hooks, with their names: all but those compiled by `torch.jit`."""
-    return ((name, m) for name, m in modules_of(model).items() if not isinstance(m, torch.jit.ScriptModule))
 
 
 class OwnThread:

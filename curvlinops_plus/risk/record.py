@@ -31,7 +31,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import products
 from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.functions import FunctionCalls, FunctionUses
+from curvlinops_plus.risk.function_reads import FunctionCalls, FunctionUses
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import Call, ModuleUse, title
 from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
@@ -365,7 +365,7 @@ class Recorder:
         """The error about rows of a layer that don't belong to examples."""
         return OutsideReads(
             f"{_of(use)} {what} in a batch of {self.num_examples} examples: its first axis should carry the examples, "
-            f"or a multiple of them. If another axis does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
+            f"or a multiple of them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
             "A table for all examples, as of positions, needs an axis of size 1 for them, as embedding(places[None]). "
             f"Or leave its parameters {list(use.keys.values())} out of `params`.",
             use.keys.values(),

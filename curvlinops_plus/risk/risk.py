@@ -22,11 +22,11 @@ from curvlinops_plus.risk.label_shift import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
-from curvlinops_plus.risk.model_parameters import ModelParameters
-from curvlinops_plus.risk.module_options import example_axes
 from curvlinops_plus.risk.parameter_reads import KeptParameters
+from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.replicas import common_processes, require_replicas
 from curvlinops_plus.risk.reading import (
     Batch,
     check_data,
@@ -36,11 +36,8 @@ from curvlinops_plus.risk.reading import (
     refuse_input,
     require_numbers,
 )
-from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
-from curvlinops_plus.risk.usable_model import require_module
 from curvlinops_plus.risk.vectors import Vectors
-from curvlinops_plus.risk.wrappers import common_processes
 
 T = TypeVar("T")
 
@@ -193,13 +190,13 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        inner, modules, owned = require_module(model)
+        inner, modules = require_module(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
         self.losses = Losses(loss, reduction)
-        super().__init__(inner, params, modules, owned, self.processes)
+        super().__init__(inner, params, modules, self.processes)
         self.options = RiskOptions(
             output,
             mask,

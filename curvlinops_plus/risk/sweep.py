@@ -18,7 +18,7 @@ from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
-from curvlinops_plus.risk.module_tree import modules_of
+from curvlinops_plus.risk.modules import modules_of
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads, Recorder

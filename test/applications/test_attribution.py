@@ -27,7 +27,7 @@ from curvlinops_plus import (
     self_influence,
 )
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure
-from curvlinops_plus.risk.functions import layers_of
+from curvlinops_plus.risk.function_reads import layers_of
 from test.fuzz.limits import small_buffers
 
 

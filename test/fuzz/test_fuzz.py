@@ -20,7 +20,7 @@ from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.linalg import Kronecker
-from curvlinops_plus.risk import EmpiricalRisk, functions
+from curvlinops_plus.risk import EmpiricalRisk, function_reads
 from curvlinops_plus.risk.layers import FoundReads
 
 from . import run, shrink
@@ -100,7 +100,7 @@ def test_a_broken_rule_is_noticed_by_the_package(kind: str, monkeypatch: pytest.
     """Without anybody's asking for it, and without a wrong number."""
     BROKEN[kind](monkeypatch)
     # Else the module around a layer would be run for each example, which has other blocks.
-    monkeypatch.setattr(functions, "find_functions", lambda *given: FoundReads())
+    monkeypatch.setattr(function_reads, "find_functions", lambda *given: FoundReads())
     outcomes = [run_case(draw_whole(seed)) for seed in range(RULE_SEEDS)]
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     assert any("by the layer's rule" in message for outcome in outcomes for message in outcome.refused)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from curvlinops_plus.risk.module_tree import modules_of, parameters_of
+from curvlinops_plus.risk.modules import modules_of, parameters_of
 
 
 def shared_modules() -> nn.Module:

@@ -28,7 +28,7 @@ from curvlinops_plus.optim.kfac.tensor_lists import norm
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.wrappers import wrapped_processes
+from curvlinops_plus.risk.replicas import wrapped_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

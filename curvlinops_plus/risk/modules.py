@@ -1,4 +1,8 @@
-"""Other values of a model's parameters, for one thread and a while."""
+"""The modules and parameters of a model by their names, and other values in their place, for one thread and a while.
+
+Names are those that `named_modules` and `named_parameters` of PyTorch give, whose nested generators take several times
+as long.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,67 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Va
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.run_again import as_parameters
 from curvlinops_plus.risk.process_state import OwnThread
 
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Name to module, each module once, under the first of its names.
+
+    Example:
+        >>> relu = nn.ReLU()
+        >>> list(modules_of(nn.Sequential(nn.Sequential(relu), nn.Linear(3, 2), relu)))
+        ['', '0', '0.0', '1']
+    """
+    names = {model: ""}
+    _name_inside(model, "", names)
+    return {name: module for module, name in names.items()}
+
+
+def _name_inside(module: nn.Module, prefix: str, names: dict[nn.Module, str]) -> None:
+    for own, child in module._modules.items():
+        if child is not None and child not in names:
+            names[child] = prefix + own
+            if child._modules:
+                _name_inside(child, f"{prefix}{own}.", names)
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Name to parameter, each parameter once, under the first of its names.
+
+    Args:
+        modules: What `modules_of` returns.
+
+    Example:
+        >>> list(parameters_of(modules_of(nn.Sequential(nn.Linear(3, 2), nn.PReLU()))))
+        ['0.weight', '0.bias', '1.weight']
+    """
+    named = {
+        f"{name}.{own}" if name else own: p
+        for name, module in modules.items()
+        if module._parameters
+        for own, p in module._parameters.items()
+        if p is not None
+    }
+    if len({*map(id, named.values())}) == len(named):
+        return named
+    first = {id(p): name for name, p in reversed(named.items())}
+    return {name: p for name, p in named.items() if first[id(p)] == name}
+
+
+def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that take hooks, with their names: all but those compiled by `torch.jit`."""
+    return ((name, m) for name, m in modules_of(model).items() if not isinstance(m, torch.jit.ScriptModule))
+
+
 #: Every module that holds a parameter, and the names in it and keys of those it holds.
 Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
-#: Parents, names and children of modules.
-Paths = Sequence[tuple[nn.Module, str, nn.Module]]
 
 
-class _Replaced(dict[str, Any]):
+class Replaced(dict[str, Any]):
     """The parameters or buffers of one module: those given to one thread, its own ones to all others."""
 
     def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any], ours: OwnThread) -> None:
@@ -48,42 +101,6 @@ def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor])
     return places
 
 
-def paths_in(modules: Iterable[nn.Module]) -> Paths:
-    """Parent, name and child of each module that holds parameters or other modules."""
-    return [
-        (module, name, child)
-        for module in modules
-        if module._modules
-        for name, child in module._modules.items()
-        if child is not None and (child._parameters or child._modules)
-    ]
-
-
-def require_places(
-    places: Places, paths: Sequence[tuple[nn.Module, str, nn.Module]], own: Mapping[str, Tensor]
-) -> None:
-    """Refuse a model that holds other tensors by now than it did.
-
-    Args:
-        paths: The modules on the way to these, and maybe others.
-    """
-    gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
-    inside = {module for child in gone for module in child.modules()} if gone else ()
-    other = [
-        key
-        for module, names in places
-        for name, key in names
-        if (name not in (held := module._parameters) or held[name] is not own[key] or module in inside)
-        and not isinstance(held, _Replaced)
-    ]
-    if other:
-        raise ValueError(
-            f"The model has other tensors in place of its parameters {other[:5]}{' …' if other[5:] else ''} than when "
-            "this risk was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). Make a new "
-            "EmpiricalRisk, or a new optimizer."
-        )
-
-
 @contextmanager
 def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which the modules have other parameters, by key; other threads see their own ones."""
@@ -93,7 +110,7 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
         for module, names in places:
             given = module._parameters
             replaced = {**given, **{name: values[key] for name, key in names}}
-            made = _Replaced(replaced, getattr(given, "own", given), ours)
+            made = Replaced(replaced, getattr(given, "own", given), ours)
             vars(module)["_parameters"] = made
             stack.callback(_restore, module, "_parameters", given, made, dict(names))
         yield
@@ -108,14 +125,14 @@ def copied_buffers(model: nn.Module) -> Iterator[None]:
             given = module._buffers
             if given:
                 copies = {name: None if b is None else b.clone() for name, b in given.items()}
-                made = _Replaced(copies, getattr(given, "own", given), ours)
+                made = Replaced(copies, getattr(given, "own", given), ours)
                 vars(module)["_buffers"] = made
                 stack.callback(_restore, module, "_buffers", given, made, copies)
         yield
 
 
 def _restore(
-    module: nn.Module, attribute: str, given: dict[str, Any], made: _Replaced, names: Mapping[str, Any]
+    module: nn.Module, attribute: str, given: dict[str, Any], made: Replaced, names: Mapping[str, Any]
 ) -> None:
     # What the model registered meanwhile stays.
     given.update({name: p for name, p in dict.items(made) if name not in names})
