@@ -228,7 +228,7 @@ LOSSES: dict[str, Callable[..., Targets]] = {
     "bce-weight": binary(weight=True),
     "bce-pos-weight": binary(pos_weight=True),
     "bce-all-soft": binary(weight=True, pos_weight=True, soft=True),
-}
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------- nets
 
@@ -642,79 +642,44 @@ NETS: dict[str, Callable[[], Net]] = {
     "linear": lambda: Net(nn.Linear(4, 3), _batches(4)),
     "mlp": lambda: Net(_mlp(), _batches(4)),
     "in-place relu": lambda: Net(_mlp(nn.ReLU(inplace=True)), _batches(4)),
-    "deep linear": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)), _batches(4), loss="mse"
-    ),
-    "one number": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), _batches(4), loss="bce"
-    ),
+    "deep linear": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)),
+        _batches(4), loss="mse"),
+    "one number": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)),
+        _batches(4), loss="bce"),
     "strided cnn": lambda: Net(_cnn(stride=2, padding=(1, 0)), _batches(2, 5, 6)),
     "same cnn": lambda: Net(_cnn(padding="same", padding_mode="reflect", dilation=(1, 2)), _batches(2, 4, 5)),
     "circular cnn": lambda: Net(_cnn(padding=1, padding_mode="circular"), _batches(2, 3, 4)),
     "replicate cnn": lambda: Net(_cnn(padding=(2, 1), padding_mode="replicate", stride=(2, 1)), _batches(2, 3, 4)),
     "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4)),
-    "depthwise cnn": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 4, 2, groups=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
-        _batches(2, 3),
-    ),
-    "conv1d": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)
-    ),
-    "conv3d": lambda: Net(
-        nn.Sequential(
-            nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)
-        ),
-        _batches(1, 2, 2, 3),
-    ),
-    "sequence": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))), _batches(2, 3)
-    ),
-    "grid": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))), _batches(2, 2, 3)
-    ),
+    "depthwise cnn": lambda: Net(nn.Sequential(nn.Conv1d(2, 4, 2, groups=2, padding=1), nn.Tanh(), nn.Flatten(),
+        nn.Linear(16, 3)), _batches(2, 3)),
+    "conv1d": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)),
+        _batches(2, 6)),
+    "conv3d": lambda: Net(nn.Sequential(nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.LazyLinear(3)), _batches(1, 2, 2, 3)),
+    "sequence": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))),
+        _batches(2, 3)),
+    "grid": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))),
+        _batches(2, 2, 3)),
     "attention": lambda: Net(Attention(), _batches(3, 3)),
-    "uneven sequences": lambda: Net(
-        Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)), *_batches(1, 3)]
-    ),
+    "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)),
+        *_batches(1, 3)]),
     "flattened": lambda: Net(Flattened(), _batches(3, 3)),
     "called twice": lambda: Net(Twice(), _batches(4)),
     "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
     "reached sometimes": lambda: Net(Sometimes(), _batches(4)),
     "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
     "two inputs": lambda: Net(TwoInputs(), _batches(4)),
-    "padding index": lambda: Net(
-        nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
-        [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])],
-    ),
-    "transposed convolution": lambda: Net(
-        nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)),
-        _batches(2, 2),
-    ),
-    "transposed convolution in groups": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=2),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(4, 2),
-    ),
-    "transposed convolution 2d": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2), padding=(0, 1), groups=2),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(2, 1, 2),
-    ),
-    "transposed convolution 3d": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2), padding=(0, 1, 0), bias=False),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(2, 1, 2, 1),
-    ),
+    "padding index": lambda: Net(nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
+        [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])]),
+    "transposed convolution": lambda: Net(nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2),
+        nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)), _batches(2, 2)),
+    "transposed convolution in groups": lambda: Net(nn.Sequential(nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1,
+        output_padding=1, dilation=2, groups=2), nn.Flatten(), nn.LazyLinear(3)), _batches(4, 2)),
+    "transposed convolution 2d": lambda: Net(nn.Sequential(nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2),
+        padding=(0, 1), groups=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2)),
+    "transposed convolution 3d": lambda: Net(nn.Sequential(nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2),
+        padding=(0, 1, 0), bias=False), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2, 1)),
     "tied": lambda: Net(Tied(), _tokens(5, 3)),
     "tied transformer": lambda: Net(GPT(), _tokens(5, 3, sizes=(3, 1)), fallback=("norm",)),
     "tied in one role": lambda: Net(SameRole(), _batches(2, 3)),
@@ -724,112 +689,60 @@ NETS: dict[str, Callable[[], Net]] = {
     "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),
     "self-attention with time first": lambda: Net(SelfAttention(bias=False), _batches(3, 2, sizes=(2, 1))),
     "cross-attention": lambda: Net(CrossAttention(), **_mappings("q", q=_batches(2, 2), k=_batches(3, 2))),
-    "cross-attention of three sizes": lambda: Net(
-        CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2), k=_batches(3, 3), v=_batches(3, 1))
-    ),
-    "more keys": lambda: Net(
-        SelfAttention(batch_first=True, add_bias_kv=True, add_zero_attn=True), _batches(2, 2), fallback=("attn",)
-    ),
-    "encoder layer": lambda: Net(
-        Evaluated(Transformer(nn.TransformerEncoderLayer)),
-        _batches(2, 2, sizes=(2, 1)),
-        fallback=("net.0.layer.norm1", "net.0.layer.norm2"),
-    ),
-    "encoder layer with norm and time first": lambda: Net(
-        Transformer(nn.TransformerEncoderLayer, first=False, norm_first=True, activation="gelu"),
-        _batches(3, 2, sizes=(2, 1)),
-        fallback=("layer.norm1", "layer.norm2"),
-        axes={f"layer.{name}": 1 for name in ("self_attn", "linear1", "linear2")},
-    ),
-    "decoder layer": lambda: Net(
-        Transformer(nn.TransformerDecoderLayer),
-        **_mappings("q", q=_batches(2, 2, sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))),
-        fallback=("layer.norm1", "layer.norm2", "layer.norm3"),
-    ),
+    "cross-attention of three sizes": lambda: Net(CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2),
+        k=_batches(3, 3), v=_batches(3, 1))),
+    "more keys": lambda: Net(SelfAttention(batch_first=True, add_bias_kv=True, add_zero_attn=True), _batches(2, 2),
+        fallback=("attn",)),
+    "encoder layer": lambda: Net(Evaluated(Transformer(nn.TransformerEncoderLayer)), _batches(2, 2, sizes=(2, 1)),
+        fallback=("net.0.layer.norm1", "net.0.layer.norm2")),
+    "encoder layer with norm and time first": lambda: Net(Transformer(nn.TransformerEncoderLayer, first=False,
+        norm_first=True, activation="gelu"), _batches(3, 2, sizes=(2, 1)), fallback=("layer.norm1", "layer.norm2"),
+        axes={f"layer.{name}": 1 for name in ("self_attn", "linear1", "linear2")}),
+    "decoder layer": lambda: Net(Transformer(nn.TransformerDecoderLayer), **_mappings("q", q=_batches(2, 2,
+        sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))), fallback=("layer.norm1", "layer.norm2",
+        "layer.norm3")),
     "lstm": lambda: Net(Recurrent(nn.LSTM, batch_first=True), _batches(2, 2), fallback=("rnn",)),
     "lstm with time first": lambda: Net(Recurrent(nn.LSTM), _batches(3, 2, sizes=(2, 1)), fallback=("rnn",)),
     "gru": lambda: Net(Recurrent(nn.GRU), _batches(3, 2, sizes=(1, 3)), fallback=("rnn",)),
     "lstm cells": lambda: Net(Cells(), _batches(3, 2), fallback=("cell",)),
-    "adapters": lambda: Net(
-        _frozen(Adapted(), "base", "head"),
-        _batches(4),
-        params=lambda model: [*model.down.parameters(), *model.up.parameters()],
-    ),
-    "checkpointed": lambda: Net(
-        Checkpointed(),
-        _batches(2, 3),
-        fallback=("block.1",),
-        plain=lambda model: setattr(model, "again", False),
-    ),
-    "compiled": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), backend="eager")),
-        _batches(4),
-    ),
-    "spectral norm": lambda: Net(
-        Evaluated(spectral_norm(nn.Conv1d(2, 2, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)),
-        _batches(2, 3),
-        fallback=("net.0",),
-    ),
+    "adapters": lambda: Net(_frozen(Adapted(), "base", "head"), _batches(4), params=lambda model:
+        [*model.down.parameters(), *model.up.parameters()]),
+    "checkpointed": lambda: Net(Checkpointed(), _batches(2, 3), fallback=("block.1",), plain=lambda model:
+        setattr(model, "again", False)),
+    "compiled": lambda: Net(nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)),
+        backend="eager")), _batches(4)),
+    "spectral norm": lambda: Net(Evaluated(spectral_norm(nn.Conv1d(2, 2, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(4,
+        3)), _batches(2, 3), fallback=("net.0",)),
     "frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True))), _batches(4)),
     "frozen sequence": lambda: Net(_frozen(Attention()), _batches(2, 3)),
-    "half frozen": lambda: Net(
-        _frozen(_mlp(nn.ReLU(inplace=True)), "0"),
-        _batches(4),
-        params=lambda model: [p for p in model.parameters() if p.requires_grad],
-    ),
+    "half frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True)), "0"), _batches(4), params=lambda model: [p for p
+        in model.parameters() if p.requires_grad]),
     "weights only": lambda: Net(_mlp(), _batches(4), params=lambda model: [model[2].weight, model[0].weight]),
-    "biases only": lambda: Net(
-        ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias, model.net[0].bias]
-    ),
+    "biases only": lambda: Net(ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias,
+        model.net[0].bias]),
     "shuffled": lambda: Net(_mlp(), _batches(4), params=lambda model: list(model.parameters())[::-1]),
     "named subset": lambda: Net(_cnn(), _batches(2, 3, 4), params=_named),
-    "generic layers": lambda: Net(
-        nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(), nn.Linear(8, 3)),
-        [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
-        fallback=("1", "2"),
-    ),
-    "group norm": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
-        _batches(2, 3),
-        fallback=("1",),
-    ),
-    "root mean square norm": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3), nn.Linear(4, 3))),
-        _batches(2, 3),
-        fallback=("net.1",),
-    ),
-    "instance norm": lambda: Net(
-        nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)),
-        _batches(2, 3),
-        fallback=("0",),
-    ),
-    "batch norm 2d": lambda: Net(
-        Evaluated(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4, 3)),
-        _batches(2, 2, 3),
-        fallback=("net.0",),
-    ),
-    "batch norm": lambda: Net(
-        nn.Sequential(
-            nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 3)
-        ).eval(),
-        _batches(2, 3),
-        fallback=("1",),
-    ),
+    "generic layers": lambda: Net(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(),
+        nn.Linear(8, 3)), [torch.randint(5, (n, 2)) for n in (3, 1, 2)], fallback=("1", "2")),
+    "group norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
+        _batches(2, 3), fallback=("1",)),
+    "root mean square norm": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3),
+        nn.Linear(4, 3))), _batches(2, 3), fallback=("net.1",)),
+    "instance norm": lambda: Net(nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(),
+        nn.Linear(6, 3)), _batches(2, 3), fallback=("0",)),
+    "batch norm 2d": lambda: Net(Evaluated(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.Linear(4, 3)), _batches(2, 2, 3), fallback=("net.0",)),
+    "batch norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.Linear(6, 3)).eval(), _batches(2, 3), fallback=("1",)),
     "bare parameters": lambda: Net(Bare(), _batches(4), fallback=("",)),
-    "mapping": lambda: Net(
-        FromMapping(),
-        [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
-        count=lambda X: len(X["u"]),
-        options={"batch_size_fn": lambda X: len(X["u"])},
-    ),
-    "two outputs": lambda: Net(
-        TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}
-    ),
-    "language model": lambda: Net(
-        Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("norm",)
-    ),
+    "mapping": lambda: Net(FromMapping(), [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
+        count=lambda X: len(X["u"]), options={"batch_size_fn": lambda X: len(X["u"])}),
+    "two outputs": lambda: Net(TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out:
+        out[1]}),
+    "language model": lambda: Net(Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True,
+        fallback=("norm",)),
     "time first": lambda: Net(TimeFirst(), _batches(4, 3), options={"example_axis": {"body": 1}}),
-}
+}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------- problems
 

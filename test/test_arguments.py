@@ -1,4 +1,4 @@
-"""Unusual arguments of the public names that work and are right, and refusals about files, dtypes and weights that move.
+"""Unusual arguments that work and are right, and refusals about files, dtypes and weights that move.
 
 All other refusals are in `test_messages.py`.
 """

@@ -575,10 +575,7 @@ def bert_masked_lm() -> Problem:
         hidden = (torch.arange(7) % 3 == 1) & b["attention_mask"].bool()
         data.append(
             b
-            | {
-                "input_ids": b["input_ids"].masked_fill(hidden, 39),
-                "labels": b["input_ids"].masked_fill(~hidden, -100),
-            }
+            | {"input_ids": b["input_ids"].masked_fill(hidden, 39), "labels": b["input_ids"].masked_fill(~hidden, -100)}
         )
     return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm"}, {"mask": attended})
 

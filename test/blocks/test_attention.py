@@ -91,15 +91,14 @@ FORMS: dict[str, Form] = {
     "time first, two inputs": Form(2, options={"batch_first": False}, inputs={"k": (2, E)}),
     "three inputs": Form(3, inputs={"k": (2, E), "v": (2, E)}, call={"need_weights": False}),
     "three sizes": Form(3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3}),
-    "three sizes without bias": Form(
-        3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3, "bias": False, "batch_first": False}
-    ),
+    "three sizes without bias": Form(3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3, "bias":
+        False, "batch_first": False}),
     "padding": Form(padding=SOME),
     "padding and a mask": Form(padding=SOME, call={"attn_mask": UPPER, "need_weights": False}),
     "float mask": Form(call={"attn_mask": torch.linspace(-1, 1, L * L, dtype=torch.float64).view(L, L)}),
     "a mask for every head": Form(masks=True),
     "causal": Form(call={"attn_mask": UPPER, "is_causal": True, "need_weights": False}),
-}
+}  # fmt: skip
 
 
 def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:

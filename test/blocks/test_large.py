@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus import (
-    EKFAC,
-    KFAC,
-    CurvatureEstimator,
-    EmpiricalRisk,
-    MonteCarlo,
-    curvature,
-)
+from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOperator, Kronecker
 
 ROWS, D, N, S = 50_000, 16, 8, 32

@@ -10,15 +10,7 @@ import torch
 from cases import NETS, problem
 from torch import nn
 
-from curvlinops_plus import (
-    EKFAC,
-    EKFACLinearOperator,
-    EmpiricalRisk,
-    Exact,
-    MonteCarlo,
-    NearestKronecker,
-    curvature,
-)
+from curvlinops_plus import EKFAC, EKFACLinearOperator, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.reading import Batch
