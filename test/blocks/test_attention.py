@@ -244,29 +244,6 @@ def test_encoders_of_padded_sequences(first: bool, train: bool, frozen: bool) ->
 # --------------------------------------------------------------------------------------------- other parameters, calls
 
 
-@pytest.mark.parametrize(
-    ("more", "form"),
-    [
-        ({"add_bias_kv": True}, "padding"),
-        ({"add_zero_attn": True}, "self"),
-        ({"add_bias_kv": True, "bias": False}, "self"),
-    ],
-)
-def test_more_keys_and_values(more: dict[str, Any], form: str) -> None:
-    """`bias_k` and `bias_v` have no factors: their block is exact."""
-    p = attention(form, **more)
-    p.net.fallback = ("attn",) if "add_bias_kv" in more else ()
-    check(p)
-
-
-@pytest.mark.parametrize("form", ["self", "three sizes", "padding"])
-def test_frozen_attention_is_the_same(form: str) -> None:
-    p = attention(form)
-    p.exact.ggn()
-    p.model.requires_grad_(False)
-    check(p)
-
-
 class MyAttention(nn.MultiheadAttention):
     """A user's own forward around PyTorch's."""
 

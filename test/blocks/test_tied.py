@@ -20,7 +20,6 @@ from curvlinops_plus import (
     DiagonalBlock,
     EmpiricalRisk,
     FullBlock,
-    MonteCarlo,
     curvature,
 )
 
@@ -46,22 +45,6 @@ def untied(p: Problem, use: Callable[[nn.Module], nn.Module]) -> Problem:
 
 
 # ---------------------------------------------------------------------------------------------------- exact blocks
-
-
-@pytest.mark.parametrize("name", TIED)
-@pytest.mark.parametrize("separate", [False, True])
-def test_exact_blocks_have_the_cross_terms(name: str, separate: bool) -> None:
-    """One block per tied weight, against one autograd call per output number of the user's model."""
-    p = problem(name)
-    params = list(p.keyed.values())
-    total: Any = 0.0
-    for (X, _), b in zip(p.data, p.exact.batches, strict=True):
-        rows = [torch.autograd.grad(one, params, retain_graph=True) for one in p.model(X).flatten()]
-        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-        total = total + J.T @ b.H @ J
-    exact = p.exact.only_blocks(p.exact.c * total, separate)
-    close(p.curvature(FullBlock, separate_weight_and_bias=separate).to_dense(), exact, what="FullBlock")
-    close(p.curvature(DiagonalBlock, separate_weight_and_bias=separate).diagonal(), exact.diagonal(), what="Diagonal")
 
 
 # --------------------------------------------------------------------------------------------------------- factors
@@ -198,13 +181,6 @@ def test_what_leaves_no_factors() -> None:
         warnings.simplefilter("error")
         K = curvature(EmpiricalRisk(p.model, p.loss, p.data, [p.model.one.weight]), KFAC)
     assert type(K.blocks["one"]).__name__ == "Kronecker"
-
-
-@pytest.mark.parametrize("name", ["tied", "tied transformer"])
-def test_random_vectors(name: str) -> None:
-    """EKFAC's trace is the full block's for the same draws."""
-    p, draws = problem(name), MonteCarlo(samples=3, seed=2)
-    close(p.curvature(EKFAC, vectors=draws).trace, p.curvature(FullBlock, vectors=draws).trace)
 
 
 def test_a_product_with_a_table_outside_of_any_module_is_one_more_use() -> None:
