@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import Written
 from reference import Reference
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -281,65 +282,43 @@ def _mappings(count: str, **inputs: list[Any]) -> dict[str, Any]:
     }
 
 
-class Twice(nn.Module):
+def twice() -> Written:
     """One module called twice, at two depths."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(torch.tanh(m.shared(torch.tanh(m.shared(m.first(x))))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(self.first(x))))))
+    return Written(forward, first=nn.Linear(4, 3), shared=nn.Linear(3, 3), last=nn.Linear(3, 3))
 
 
-class Sometimes(nn.Module):
+def sometimes() -> Written:
     """A layer that only some batches reach, called with a keyword."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.first(input=x)
+        return m.last(torch.tanh(m.rare(input=h)) if len(x) == 2 else h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(input=x)
-        return self.last(torch.tanh(self.rare(input=h)) if len(x) == 2 else h)
+    return Written(forward, first=nn.Linear(4, 3), rare=nn.Linear(3, 3), last=nn.Linear(3, 3))
 
 
-class Residual(nn.Module):
+def residual() -> Written:
     """In-place sums on views of layer outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
         h += x
-        out = self.second(torch.tanh(h))
+        out = m.second(torch.tanh(h))
         out += h
         return out.movedim(-1, 1)
 
-
-class TwoInputs(nn.Module):
-    """A layer of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product, self.last = nn.Bilinear(4, 4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.product(x, torch.tanh(x)))
+    return Written(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
-class Tied(nn.Module):
+def tied() -> Written:
     """An embedding whose weight is the head's too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.embedding(x)))).movedim(-1, 1)
+    parts = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    parts["head"].weight = parts["embedding"].weight
+    return Written(lambda m, x: m.head(torch.tanh(m.body(m.embedding(x)))).movedim(-1, 1), **parts)
 
 
 class Attention(nn.Module):
@@ -357,17 +336,6 @@ class Attention(nn.Module):
         return out.movedim(-1, 1) if self.classes_first else out
 
 
-class Flattened(nn.Module):
-    """Outputs [N·R, C]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.flatten(0, 1))
-
-
 class ByPosition(nn.Module):
     """A net applied to every position, classes on axis 1 of the output."""
 
@@ -379,39 +347,25 @@ class ByPosition(nn.Module):
         return self.net(x).movedim(-1, 1)
 
 
-class Bare(nn.Module):
+def bare() -> Written:
     """Parameters held by the container itself, beside its layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(()))
-        self.inner = nn.Linear(4, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.inner(torch.tanh(x * m.scale + m.shift) + m.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(x * self.scale + self.shift) + self.scale)
-
-
-class FromMapping(nn.Module):
-    """Inputs in a mapping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(2, 3), nn.Linear(3, 3)
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return torch.tanh(self.left(inputs["u"])) * self.right(inputs["v"])
+    return Written(
+        forward, scale=nn.Parameter(torch.rand(4)), shift=nn.Parameter(torch.rand(())), inner=nn.Linear(4, 3)
+    )
 
 
-class TwoOutputs(nn.Module):
+def two_outputs() -> Written:
     """A tuple of which the loss reads the second part."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.body(x))
+        return h, m.head(h)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.body(x))
-        return h, self.head(h)
+    return Written(forward, body=nn.Linear(4, 3), head=nn.Linear(3, 3))
 
 
 @dataclass
@@ -438,15 +392,13 @@ class Language(nn.Module):
         return LanguageOutput(self.head(h), h)
 
 
-class TimeFirst(nn.Module):
+def time_first() -> Written:
     """A layer that sees [T, N, d]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
+    return Written(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3))
 
 
 class GPT(nn.Module):
@@ -467,40 +419,29 @@ class GPT(nn.Module):
         return self.head(h).movedim(-1, 1)
 
 
-class SameRole(nn.Module):
+def same_role() -> Written:
     """Two modules that multiply with one weight, once at more positions than the other time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, S, 3]
+        return m.last(torch.tanh(m.two(torch.tanh(m.one(x)).sum(1))))
 
-    def forward(self, x: Tensor) -> Tensor:  # [N, S, 3]
-        return self.last(torch.tanh(self.two(torch.tanh(self.one(x)).sum(1))))
+    model = Written(forward, one=nn.Linear(3, 3), two=nn.Linear(3, 3), last=nn.Linear(3, 3))
+    model.two.weight, model.two.bias = model.one.weight, model.one.bias
+    return model
 
 
-class Autoencoder(nn.Module):
+def autoencoder() -> Written:
     """A weight and its transpose, one with a bias: `Conv1D` and `Linear` see the same numbers turned around."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(4, 2, bias=False), Conv1D(4, 2)
-        self.up.weight = self.down.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(torch.tanh(self.down(x)))
+    model = Written(lambda m, x: m.up(torch.tanh(m.down(x))), down=nn.Linear(4, 2, bias=False), up=Conv1D(4, 2))
+    model.up.weight = model.down.weight
+    return model
 
 
-class Incompatible(nn.Module):
+def incompatible() -> Written:
     """One weight with two biases: no matrix has both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
+    model = Written(lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Linear(3, 3), two=nn.Linear(3, 3))
+    model.two.weight = model.one.weight
+    return model
 
 
 class SelfAttention(nn.Module):
@@ -545,31 +486,26 @@ class Recurrent(nn.Module):
         return self.head(out + last[-1][:, None]).movedim(-1, 1)
 
 
-class Cells(nn.Module):
+def cells() -> Written:
     """A recurrent cell, called once for every step with its own states."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(2, 2), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, T, 2]
         state = None
         for step in x.unbind(1):
-            state = self.cell(step, state)
-        assert state is not None
-        return self.head(state[0] + state[1])
+            state = m.cell(step, state)
+        return m.head(state[0] + state[1])
+
+    return Written(forward, cell=nn.LSTMCell(2, 2), head=nn.Linear(2, 3))
 
 
-class Adapted(nn.Module):
+def adapted() -> Written:
     """Two small layers beside a large one that is frozen."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.base(x) + 2 * m.up(m.down(x))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.base(x) + 2 * self.up(self.down(x))))
+    small = {"down": nn.Linear(4, 2, bias=False), "up": nn.Linear(2, 4, bias=False)}
+    return Written(forward, base=nn.Linear(4, 4), head=nn.Linear(4, 3), **small)
 
 
 class Checkpointed(nn.Module):
@@ -621,8 +557,8 @@ def _frozen(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _mlp(activation: nn.Module | None = None) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 5), activation or nn.Tanh(), nn.Linear(5, 3))
+def _mlp(activation: nn.Module | None = None, i: int = 4, h: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(i, h), activation or nn.Tanh(), nn.Linear(h, 3))
 
 
 def _cnn(**options: Any) -> nn.Sequential:
@@ -664,12 +600,13 @@ NETS: dict[str, Callable[[], Net]] = {
     "attention": lambda: Net(Attention(), _batches(3, 3)),
     "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)),
         *_batches(1, 3)]),
-    "flattened": lambda: Net(Flattened(), _batches(3, 3)),
-    "called twice": lambda: Net(Twice(), _batches(4)),
-    "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
-    "reached sometimes": lambda: Net(Sometimes(), _batches(4)),
-    "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
-    "two inputs": lambda: Net(TwoInputs(), _batches(4)),
+    "flattened": lambda: Net(Written(lambda m, x: m.net(x.flatten(0, 1)), net=_mlp(i=3, h=4)), _batches(3, 3)),
+    "called twice": lambda: Net(twice(), _batches(4)),
+    "called twice on sequences": lambda: Net(ByPosition(twice()), _batches(2, 4)),
+    "reached sometimes": lambda: Net(sometimes(), _batches(4)),
+    "in-place residual": lambda: Net(residual(), _batches(2, 4)),
+    "two inputs": lambda: Net(Written(lambda m, x: m.last(m.product(x, torch.tanh(x))), product=nn.Bilinear(4, 4,
+        3), last=nn.Linear(3, 3)), _batches(4)),
     "padding index": lambda: Net(nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
         [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])]),
     "transposed convolution": lambda: Net(nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2),
@@ -680,11 +617,11 @@ NETS: dict[str, Callable[[], Net]] = {
         padding=(0, 1), groups=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2)),
     "transposed convolution 3d": lambda: Net(nn.Sequential(nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2),
         padding=(0, 1, 0), bias=False), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2, 1)),
-    "tied": lambda: Net(Tied(), _tokens(5, 3)),
+    "tied": lambda: Net(tied(), _tokens(5, 3)),
     "tied transformer": lambda: Net(GPT(), _tokens(5, 3, sizes=(3, 1)), fallback=("norm",)),
-    "tied in one role": lambda: Net(SameRole(), _batches(2, 3)),
-    "tied autoencoder": lambda: Net(Autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
-    "tied with two biases": lambda: Net(Incompatible(), _batches(3), fallback=("one",)),
+    "tied in one role": lambda: Net(same_role(), _batches(2, 3)),
+    "tied autoencoder": lambda: Net(autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
+    "tied with two biases": lambda: Net(incompatible(), _batches(3), fallback=("one",)),
     "right-hand weight": lambda: Net(ByPosition(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
     "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),
     "self-attention with time first": lambda: Net(SelfAttention(bias=False), _batches(3, 2, sizes=(2, 1))),
@@ -704,8 +641,8 @@ NETS: dict[str, Callable[[], Net]] = {
     "lstm": lambda: Net(Recurrent(nn.LSTM, batch_first=True), _batches(2, 2), fallback=("rnn",)),
     "lstm with time first": lambda: Net(Recurrent(nn.LSTM), _batches(3, 2, sizes=(2, 1)), fallback=("rnn",)),
     "gru": lambda: Net(Recurrent(nn.GRU), _batches(3, 2, sizes=(1, 3)), fallback=("rnn",)),
-    "lstm cells": lambda: Net(Cells(), _batches(3, 2), fallback=("cell",)),
-    "adapters": lambda: Net(_frozen(Adapted(), "base", "head"), _batches(4), params=lambda model:
+    "lstm cells": lambda: Net(cells(), _batches(3, 2), fallback=("cell",)),
+    "adapters": lambda: Net(_frozen(adapted(), "base", "head"), _batches(4), params=lambda model:
         [*model.down.parameters(), *model.up.parameters()]),
     "checkpointed": lambda: Net(Checkpointed(), _batches(2, 3), fallback=("block.1",), plain=lambda model:
         setattr(model, "again", False)),
@@ -734,14 +671,15 @@ NETS: dict[str, Callable[[], Net]] = {
         nn.Flatten(), nn.Linear(4, 3)), _batches(2, 2, 3), fallback=("net.0",)),
     "batch norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True),
         nn.Flatten(), nn.Linear(6, 3)).eval(), _batches(2, 3), fallback=("1",)),
-    "bare parameters": lambda: Net(Bare(), _batches(4), fallback=("",)),
-    "mapping": lambda: Net(FromMapping(), [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
+    "bare parameters": lambda: Net(bare(), _batches(4), fallback=("",)),
+    "mapping": lambda: Net(Written(lambda m, X: torch.tanh(m.left(X["u"])) * m.right(X["v"]), left=nn.Linear(2, 3),
+        right=nn.Linear(3, 3)), [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
         count=lambda X: len(X["u"]), options={"batch_size_fn": lambda X: len(X["u"])}),
-    "two outputs": lambda: Net(TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out:
+    "two outputs": lambda: Net(two_outputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out:
         out[1]}),
     "language model": lambda: Net(Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True,
         fallback=("norm",)),
-    "time first": lambda: Net(TimeFirst(), _batches(4, 3), options={"example_axis": {"body": 1}}),
+    "time first": lambda: Net(time_first(), _batches(4, 3), options={"example_axis": {"body": 1}}),
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------- problems

@@ -248,9 +248,9 @@ def text_model(**options: Any) -> nn.Module:
         x = m.encoder(x, src_key_padding_mask=padding).masked_fill(padding[..., None], 0)
         return m.head(x.sum(1) / (~padding).sum(1, keepdim=True))
 
+    tables = {"tokens": nn.Embedding(20, 8, padding_idx=0), "positions": nn.Embedding(10, 8)}
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True, **options)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    tables = {"tokens": nn.Embedding(20, 8, padding_idx=0), "positions": nn.Embedding(10, 8)}
     return lived_in(Written(forward, **tables, encoder=encoder, head=nn.Linear(8, 3)))
 
 
