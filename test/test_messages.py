@@ -243,7 +243,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     # parameters
     (whole_numbers, ValueError, "torch.int64.*only real floating-point parameters"),
     (lambda: risk(params=MODEL.named_parameters()), ValueError, r"a tuple; .*dict\(model.named_par"),
-    (lambda: risk(params=[*MODEL.named_parameters()]), ValueError, r"Of pairs .* make a dict: params=dict\(model.named_p"),
+    (lambda: risk(params=[*MODEL.named_parameters()]), ValueError, r"Of pairs .* make a dict: params=dict\(model.nam"),
     (lambda: risk(params=["0.weight"]), ValueError, r"params\[0\] is a str; .*\[model.get_parameter\(name\)\]"),
     (lambda: risk(params=[{"params": []}]), ValueError, r"params\[0\] is a dict; .*group\['params'\]"),
     (lambda: risk(params=[MODEL[0]]), ValueError, r"params\[0\] is a Linear; .*\[\*module.parameters\(\)\]"),
