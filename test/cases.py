@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import Written
 from reference import Reference
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -228,7 +229,7 @@ LOSSES: dict[str, Callable[..., Targets]] = {
     "bce-weight": binary(weight=True),
     "bce-pos-weight": binary(pos_weight=True),
     "bce-all-soft": binary(weight=True, pos_weight=True, soft=True),
-}
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------- nets
 
@@ -281,53 +282,33 @@ def _mappings(count: str, **inputs: list[Any]) -> dict[str, Any]:
     }
 
 
-class Twice(nn.Module):
+def twice() -> Written:
     """One module called twice, at two depths."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.last(torch.tanh(m.shared(torch.tanh(m.shared(m.first(x))))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(self.first(x))))))
+    return Written(forward, first=nn.Linear(4, 3), shared=nn.Linear(3, 3), last=nn.Linear(3, 3))
 
 
-class Residual(nn.Module):
+def residual() -> Written:
     """In-place sums on views of layer outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
         h += x
-        out = self.second(torch.tanh(h))
+        out = m.second(torch.tanh(h))
         out += h
         return out.movedim(-1, 1)
 
-
-class TwoInputs(nn.Module):
-    """A layer of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product, self.last = nn.Bilinear(4, 4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.product(x, torch.tanh(x)))
+    return Written(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
-class Tied(nn.Module):
+def tied() -> Written:
     """An embedding whose weight is the head's too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.embedding(x)))).movedim(-1, 1)
+    parts = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    parts["head"].weight = parts["embedding"].weight
+    return Written(lambda m, x: m.head(torch.tanh(m.body(m.embedding(x)))).movedim(-1, 1), **parts)
 
 
 class Attention(nn.Module):
@@ -345,17 +326,6 @@ class Attention(nn.Module):
         return out.movedim(-1, 1) if self.classes_first else out
 
 
-class Flattened(nn.Module):
-    """Outputs [N·R, C]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.flatten(0, 1))
-
-
 class ByPosition(nn.Module):
     """A net applied to every position, classes on axis 1 of the output."""
 
@@ -367,39 +337,25 @@ class ByPosition(nn.Module):
         return self.net(x).movedim(-1, 1)
 
 
-class Bare(nn.Module):
+def bare() -> Written:
     """Parameters held by the container itself, beside its layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(()))
-        self.inner = nn.Linear(4, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.inner(torch.tanh(x * m.scale + m.shift) + m.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(x * self.scale + self.shift) + self.scale)
-
-
-class FromMapping(nn.Module):
-    """Inputs in a mapping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(2, 3), nn.Linear(3, 3)
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return torch.tanh(self.left(inputs["u"])) * self.right(inputs["v"])
+    return Written(
+        forward, scale=nn.Parameter(torch.rand(4)), shift=nn.Parameter(torch.rand(())), inner=nn.Linear(4, 3)
+    )
 
 
-class TwoOutputs(nn.Module):
+def two_outputs() -> Written:
     """A tuple of which the loss reads the second part."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.body(x))
+        return h, m.head(h)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.body(x))
-        return h, self.head(h)
+    return Written(forward, body=nn.Linear(4, 3), head=nn.Linear(3, 3))
 
 
 @dataclass
@@ -426,15 +382,13 @@ class Language(nn.Module):
         return LanguageOutput(self.head(h), h)
 
 
-class TimeFirst(nn.Module):
+def time_first() -> Written:
     """A layer that sees [T, N, d]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
+    return Written(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3))
 
 
 class GPT(nn.Module):
@@ -455,40 +409,29 @@ class GPT(nn.Module):
         return self.head(h).movedim(-1, 1)
 
 
-class SameRole(nn.Module):
+def same_role() -> Written:
     """Two modules that multiply with one weight, once at more positions than the other time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, S, 3]
+        return m.last(torch.tanh(m.two(torch.tanh(m.one(x)).sum(1))))
 
-    def forward(self, x: Tensor) -> Tensor:  # [N, S, 3]
-        return self.last(torch.tanh(self.two(torch.tanh(self.one(x)).sum(1))))
+    model = Written(forward, one=nn.Linear(3, 3), two=nn.Linear(3, 3), last=nn.Linear(3, 3))
+    model.two.weight, model.two.bias = model.one.weight, model.one.bias
+    return model
 
 
-class Autoencoder(nn.Module):
+def autoencoder() -> Written:
     """A weight and its transpose, one with a bias: `Conv1D` and `Linear` see the same numbers turned around."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(4, 2, bias=False), Conv1D(4, 2)
-        self.up.weight = self.down.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(torch.tanh(self.down(x)))
+    model = Written(lambda m, x: m.up(torch.tanh(m.down(x))), down=nn.Linear(4, 2, bias=False), up=Conv1D(4, 2))
+    model.up.weight = model.down.weight
+    return model
 
 
-class Incompatible(nn.Module):
+def incompatible() -> Written:
     """One weight with two biases: no matrix has both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
+    model = Written(lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Linear(3, 3), two=nn.Linear(3, 3))
+    model.two.weight = model.one.weight
+    return model
 
 
 class SelfAttention(nn.Module):
@@ -533,31 +476,26 @@ class Recurrent(nn.Module):
         return self.head(out + last[-1][:, None]).movedim(-1, 1)
 
 
-class Cells(nn.Module):
+def cells() -> Written:
     """A recurrent cell, called once for every step with its own states."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(2, 2), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, T, 2]
         state = None
         for step in x.unbind(1):
-            state = self.cell(step, state)
-        assert state is not None
-        return self.head(state[0] + state[1])
+            state = m.cell(step, state)
+        return m.head(state[0] + state[1])
+
+    return Written(forward, cell=nn.LSTMCell(2, 2), head=nn.Linear(2, 3))
 
 
-class Adapted(nn.Module):
+def adapted() -> Written:
     """Two small layers beside a large one that is frozen."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(torch.tanh(m.base(x) + 2 * m.up(m.down(x))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.base(x) + 2 * self.up(self.down(x))))
+    small = {"down": nn.Linear(4, 2, bias=False), "up": nn.Linear(2, 4, bias=False)}
+    return Written(forward, base=nn.Linear(4, 4), head=nn.Linear(4, 3), **small)
 
 
 class Checkpointed(nn.Module):
@@ -609,8 +547,8 @@ def _frozen(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _mlp(activation: nn.Module | None = None) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 5), activation or nn.Tanh(), nn.Linear(5, 3))
+def _mlp(activation: nn.Module | None = None, i: int = 4, h: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(i, h), activation or nn.Tanh(), nn.Linear(h, 3))
 
 
 def _cnn(**options: Any) -> nn.Sequential:
@@ -630,193 +568,108 @@ NETS: dict[str, Callable[[], Net]] = {
     "linear": lambda: Net(nn.Linear(4, 3), _batches(4)),
     "mlp": lambda: Net(_mlp(), _batches(4)),
     "in-place relu": lambda: Net(_mlp(nn.ReLU(inplace=True)), _batches(4)),
-    "deep linear": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)), _batches(4), loss="mse"
-    ),
-    "one number": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), _batches(4), loss="bce"
-    ),
+    "deep linear": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)),
+        _batches(4), loss="mse"),
+    "one number": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)),
+        _batches(4), loss="bce"),
     "strided cnn": lambda: Net(_cnn(stride=2, padding=(1, 0)), _batches(2, 5, 6)),
     "same cnn": lambda: Net(_cnn(padding="same", padding_mode="reflect", dilation=(1, 2)), _batches(2, 4, 5)),
     "circular cnn": lambda: Net(_cnn(padding=1, padding_mode="circular"), _batches(2, 3, 4)),
     "replicate cnn": lambda: Net(_cnn(padding=(2, 1), padding_mode="replicate", stride=(2, 1)), _batches(2, 3, 4)),
     "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4)),
-    "depthwise cnn": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 4, 2, groups=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
-        _batches(2, 3),
-    ),
-    "conv1d": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)
-    ),
-    "conv3d": lambda: Net(
-        nn.Sequential(
-            nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)
-        ),
-        _batches(1, 2, 2, 3),
-    ),
-    "sequence": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))), _batches(2, 3)
-    ),
-    "grid": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))), _batches(2, 2, 3)
-    ),
+    "depthwise cnn": lambda: Net(nn.Sequential(nn.Conv1d(2, 4, 2, groups=2, padding=1), nn.Tanh(), nn.Flatten(),
+        nn.Linear(16, 3)), _batches(2, 3)),
+    "conv1d": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)),
+        _batches(2, 6)),
+    "conv3d": lambda: Net(nn.Sequential(nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.LazyLinear(3)), _batches(1, 2, 2, 3)),
+    "sequence": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))),
+        _batches(2, 3)),
+    "grid": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))),
+        _batches(2, 2, 3)),
     "attention": lambda: Net(Attention(), _batches(3, 3)),
-    "uneven sequences": lambda: Net(
-        Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)), *_batches(1, 3)]
-    ),
-    "flattened": lambda: Net(Flattened(), _batches(3, 3)),
-    "called twice": lambda: Net(Twice(), _batches(4)),
-    "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
-    "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
-    "two inputs": lambda: Net(TwoInputs(), _batches(4)),
-    "padding index": lambda: Net(
-        nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
-        [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])],
-    ),
-    "transposed convolution": lambda: Net(
-        nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)),
-        _batches(2, 2),
-    ),
-    "transposed convolution in groups": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=2),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(4, 2),
-    ),
-    "transposed convolution 2d": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2), padding=(0, 1), groups=2),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(2, 1, 2),
-    ),
-    "transposed convolution 3d": lambda: Net(
-        nn.Sequential(
-            nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2), padding=(0, 1, 0), bias=False),
-            nn.Flatten(),
-            nn.LazyLinear(3),
-        ),
-        _batches(2, 1, 2, 1),
-    ),
-    "tied": lambda: Net(Tied(), _tokens(5, 3)),
+    "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)),
+        *_batches(1, 3)]),
+    "flattened": lambda: Net(Written(lambda m, x: m.net(x.flatten(0, 1)), net=_mlp(i=3, h=4)), _batches(3, 3)),
+    "called twice": lambda: Net(twice(), _batches(4)),
+    "called twice on sequences": lambda: Net(ByPosition(twice()), _batches(2, 4)),
+    "in-place residual": lambda: Net(residual(), _batches(2, 4)),
+    "two inputs": lambda: Net(Written(lambda m, x: m.last(m.product(x, torch.tanh(x))), product=nn.Bilinear(4, 4,
+        3), last=nn.Linear(3, 3)), _batches(4)),
+    "padding index": lambda: Net(nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
+        [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])]),
+    "transposed convolution": lambda: Net(nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2),
+        nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)), _batches(2, 2)),
+    "transposed convolution in groups": lambda: Net(nn.Sequential(nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1,
+        output_padding=1, dilation=2, groups=2), nn.Flatten(), nn.LazyLinear(3)), _batches(4, 2)),
+    "transposed convolution 2d": lambda: Net(nn.Sequential(nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2),
+        padding=(0, 1), groups=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2)),
+    "transposed convolution 3d": lambda: Net(nn.Sequential(nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2),
+        padding=(0, 1, 0), bias=False), nn.Flatten(), nn.LazyLinear(3)), _batches(2, 1, 2, 1)),
+    "tied": lambda: Net(tied(), _tokens(5, 3)),
     "tied transformer": lambda: Net(GPT(), _tokens(5, 3, sizes=(3, 1)), fallback=("norm",)),
-    "tied in one role": lambda: Net(SameRole(), _batches(2, 3)),
-    "tied autoencoder": lambda: Net(Autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
-    "tied with two biases": lambda: Net(Incompatible(), _batches(3), fallback=("one",)),
+    "tied in one role": lambda: Net(same_role(), _batches(2, 3)),
+    "tied autoencoder": lambda: Net(autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
+    "tied with two biases": lambda: Net(incompatible(), _batches(3), fallback=("one",)),
     "right-hand weight": lambda: Net(ByPosition(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
     "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),
     "self-attention with time first": lambda: Net(SelfAttention(bias=False), _batches(3, 2, sizes=(2, 1))),
     "cross-attention": lambda: Net(CrossAttention(), **_mappings("q", q=_batches(2, 2), k=_batches(3, 2))),
-    "cross-attention of three sizes": lambda: Net(
-        CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2), k=_batches(3, 3), v=_batches(3, 1))
-    ),
-    "more keys": lambda: Net(
-        SelfAttention(batch_first=True, add_bias_kv=True, add_zero_attn=True), _batches(2, 2), fallback=("attn",)
-    ),
-    "encoder layer": lambda: Net(
-        Evaluated(Transformer(nn.TransformerEncoderLayer)),
-        _batches(2, 2, sizes=(2, 1)),
-        fallback=("net.0.layer.norm1", "net.0.layer.norm2"),
-    ),
-    "encoder layer with norm and time first": lambda: Net(
-        Transformer(nn.TransformerEncoderLayer, first=False, norm_first=True, activation="gelu"),
-        _batches(3, 2, sizes=(2, 1)),
-        fallback=("layer.norm1", "layer.norm2"),
-        axes={f"layer.{name}": 1 for name in ("self_attn", "linear1", "linear2")},
-    ),
-    "decoder layer": lambda: Net(
-        Transformer(nn.TransformerDecoderLayer),
-        **_mappings("q", q=_batches(2, 2, sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))),
-        fallback=("layer.norm1", "layer.norm2", "layer.norm3"),
-    ),
+    "cross-attention of three sizes": lambda: Net(CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2),
+        k=_batches(3, 3), v=_batches(3, 1))),
+    "more keys": lambda: Net(SelfAttention(batch_first=True, add_bias_kv=True, add_zero_attn=True), _batches(2, 2),
+        fallback=("attn",)),
+    "encoder layer": lambda: Net(Evaluated(Transformer(nn.TransformerEncoderLayer)), _batches(2, 2, sizes=(2, 1)),
+        fallback=("net.0.layer.norm1", "net.0.layer.norm2")),
+    "encoder layer with norm and time first": lambda: Net(Transformer(nn.TransformerEncoderLayer, first=False,
+        norm_first=True, activation="gelu"), _batches(3, 2, sizes=(2, 1)), fallback=("layer.norm1", "layer.norm2"),
+        axes={f"layer.{name}": 1 for name in ("self_attn", "linear1", "linear2")}),
+    "decoder layer": lambda: Net(Transformer(nn.TransformerDecoderLayer), **_mappings("q", q=_batches(2, 2,
+        sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))), fallback=("layer.norm1", "layer.norm2",
+        "layer.norm3")),
     "lstm": lambda: Net(Recurrent(nn.LSTM, batch_first=True), _batches(2, 2), fallback=("rnn",)),
     "lstm with time first": lambda: Net(Recurrent(nn.LSTM), _batches(3, 2, sizes=(2, 1)), fallback=("rnn",)),
     "gru": lambda: Net(Recurrent(nn.GRU), _batches(3, 2, sizes=(1, 3)), fallback=("rnn",)),
-    "lstm cells": lambda: Net(Cells(), _batches(3, 2), fallback=("cell",)),
-    "adapters": lambda: Net(
-        _frozen(Adapted(), "base", "head"),
-        _batches(4),
-        params=lambda model: [*model.down.parameters(), *model.up.parameters()],
-    ),
-    "checkpointed": lambda: Net(
-        Checkpointed(),
-        _batches(2, 3),
-        fallback=("block.1",),
-        plain=lambda model: setattr(model, "again", False),
-    ),
-    "compiled": lambda: Net(
-        nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), backend="eager")),
-        _batches(4),
-    ),
-    "spectral norm": lambda: Net(
-        Evaluated(spectral_norm(nn.Conv1d(2, 2, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)),
-        _batches(2, 3),
-        fallback=("net.0",),
-    ),
+    "lstm cells": lambda: Net(cells(), _batches(3, 2), fallback=("cell",)),
+    "adapters": lambda: Net(_frozen(adapted(), "base", "head"), _batches(4), params=lambda model:
+        [*model.down.parameters(), *model.up.parameters()]),
+    "checkpointed": lambda: Net(Checkpointed(), _batches(2, 3), fallback=("block.1",), plain=lambda model:
+        setattr(model, "again", False)),
+    "compiled": lambda: Net(nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)),
+        backend="eager")), _batches(4)),
+    "spectral norm": lambda: Net(Evaluated(spectral_norm(nn.Conv1d(2, 2, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(4,
+        3)), _batches(2, 3), fallback=("net.0",)),
     "frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True))), _batches(4)),
     "frozen sequence": lambda: Net(_frozen(Attention()), _batches(2, 3)),
-    "half frozen": lambda: Net(
-        _frozen(_mlp(nn.ReLU(inplace=True)), "0"),
-        _batches(4),
-        params=lambda model: [p for p in model.parameters() if p.requires_grad],
-    ),
+    "half frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True)), "0"), _batches(4), params=lambda model: [p for p
+        in model.parameters() if p.requires_grad]),
     "weights only": lambda: Net(_mlp(), _batches(4), params=lambda model: [model[2].weight, model[0].weight]),
-    "biases only": lambda: Net(
-        ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias, model.net[0].bias]
-    ),
+    "biases only": lambda: Net(ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias,
+        model.net[0].bias]),
     "shuffled": lambda: Net(_mlp(), _batches(4), params=lambda model: list(model.parameters())[::-1]),
     "named subset": lambda: Net(_cnn(), _batches(2, 3, 4), params=_named),
-    "generic layers": lambda: Net(
-        nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(), nn.Linear(8, 3)),
-        [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
-        fallback=("1", "2"),
-    ),
-    "group norm": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
-        _batches(2, 3),
-        fallback=("1",),
-    ),
-    "root mean square norm": lambda: Net(
-        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3), nn.Linear(4, 3))),
-        _batches(2, 3),
-        fallback=("net.1",),
-    ),
-    "instance norm": lambda: Net(
-        nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)),
-        _batches(2, 3),
-        fallback=("0",),
-    ),
-    "batch norm 2d": lambda: Net(
-        Evaluated(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4, 3)),
-        _batches(2, 2, 3),
-        fallback=("net.0",),
-    ),
-    "batch norm": lambda: Net(
-        nn.Sequential(
-            nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 3)
-        ).eval(),
-        _batches(2, 3),
-        fallback=("1",),
-    ),
-    "bare parameters": lambda: Net(Bare(), _batches(4), fallback=("",)),
-    "mapping": lambda: Net(
-        FromMapping(),
-        [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
-        count=lambda X: len(X["u"]),
-        options={"batch_size_fn": lambda X: len(X["u"])},
-    ),
-    "two outputs": lambda: Net(
-        TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}
-    ),
-    "language model": lambda: Net(
-        Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("norm",)
-    ),
-    "time first": lambda: Net(TimeFirst(), _batches(4, 3), options={"example_axis": {"body": 1}}),
-}
+    "generic layers": lambda: Net(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(),
+        nn.Linear(8, 3)), [torch.randint(5, (n, 2)) for n in (3, 1, 2)], fallback=("1", "2")),
+    "group norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
+        _batches(2, 3), fallback=("1",)),
+    "root mean square norm": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3),
+        nn.Linear(4, 3))), _batches(2, 3), fallback=("net.1",)),
+    "instance norm": lambda: Net(nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(),
+        nn.Linear(6, 3)), _batches(2, 3), fallback=("0",)),
+    "batch norm 2d": lambda: Net(Evaluated(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.Linear(4, 3)), _batches(2, 2, 3), fallback=("net.0",)),
+    "batch norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True),
+        nn.Flatten(), nn.Linear(6, 3)).eval(), _batches(2, 3), fallback=("1",)),
+    "bare parameters": lambda: Net(bare(), _batches(4), fallback=("",)),
+    "mapping": lambda: Net(Written(lambda m, X: torch.tanh(m.left(X["u"])) * m.right(X["v"]), left=nn.Linear(2, 3),
+        right=nn.Linear(3, 3)), [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
+        count=lambda X: len(X["u"]), options={"batch_size_fn": lambda X: len(X["u"])}),
+    "two outputs": lambda: Net(two_outputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out:
+        out[1]}),
+    "language model": lambda: Net(Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True,
+        fallback=("norm",)),
+    "time first": lambda: Net(time_first(), _batches(4, 3), options={"example_axis": {"body": 1}}),
+}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------- problems
 

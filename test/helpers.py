@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,6 +20,19 @@ from curvlinops_plus import UnsupportedError
 from curvlinops_plus.risk import Totals
 
 F64 = torch.float64
+
+
+class Written(nn.Module):
+    """A network written as a function of its modules, parameters and buffers."""
+
+    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 def seeded(seed: int = 0) -> Generator:

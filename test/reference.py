@@ -588,13 +588,7 @@ class Reference:
                 given = {**dict(zip(("input", "offsets"), args, strict=False)), **kwargs, "per_sample_weights": None}
                 more = {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
                 kept = embedding_bag(weight=torch.ones_like(weight), mode="sum", **given, **more)[:, 0] > 0
-            result.append(
-                (
-                    examples_first(a, 1, i),
-                    examples_first(d, 1, m, o).movedim(-2, 1),
-                    examples_first(kept, 0),
-                )
-            )
+            result.append((examples_first(a, 1, i), examples_first(d, 1, m, o).movedim(-2, 1), examples_first(kept, 0)))
         return result
 
     @cache  # noqa: B019

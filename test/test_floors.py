@@ -11,23 +11,15 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "curvlinops_plus"
 
-FLOORS = {
-    "errors": 0,
-    "random_state": 0,
-    "version": 0,
-    "linalg": 1,
-    "distributed": 1,
-    "estimate": 2,
-    "likelihood": 2,
-    "layer": 2,
-    "risk": 3,
-    "exact": 4,
-    "blocks": 4,
-    "classic": 5,
-    "optim": 5,
-    "applications": 5,
-    "integrations": 5,
-}
+ROOMS = [
+    ["errors", "random_state", "version"],
+    ["linalg", "distributed"],
+    ["estimate", "likelihood", "layer"],
+    ["risk"],
+    ["exact", "blocks"],
+    ["classic", "optim", "applications", "integrations"],
+]
+FLOORS = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 #: The one circle of imports, for type checkers only: an operator returns closed forms, which are made from operators.
 CIRCLE = {"curvlinops_plus.linalg.operator", "curvlinops_plus.linalg.closed_forms"}
 

@@ -19,7 +19,6 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     CurvatureEstimator,
-    CurvatureWarning,
     Empirical,
     EmpiricalRisk,
     Exact,
@@ -208,8 +207,3 @@ def test_kfac_is_an_optimizer_of_a_trainer(tmp_path: Path) -> None:
     assert theirs.last_step.examples == 4
     order = torch.stack([p.detach().norm() for p in plain.parameters()])
     torch.testing.assert_close(torch.stack([p.detach().norm() for p in trained.parameters()]), order, rtol=1e-6, atol=0)
-
-
-def test_layers_without_factors_are_said_once() -> None:
-    with pytest.warns(CurvatureWarning, match="LayerNorm"):
-        curvature(risk_of(language_model(), [batch(2)]), KFAC)

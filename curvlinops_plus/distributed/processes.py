@@ -414,8 +414,7 @@ class _Unknown(Sequence[int]):
         raise UnsupportedError(
             'Random numbers belong to examples, and with Processes(shard="contiguous") their numbers follow from the '
             "numbers of examples of the processes before, which are not known here: data are neither a list of "
-            "batches nor a DataLoader over a sized data set, or come batch by batch. Use shard='strided', or say which "
-            "examples they are: EmpiricalRisk(..., example_ids=lambda X, y: ...)."
+            "batches nor a DataLoader over a sized data set, or come batch by batch. Use shard='strided'."
         )
 
 

@@ -91,15 +91,14 @@ FORMS: dict[str, Form] = {
     "time first, two inputs": Form(2, options={"batch_first": False}, inputs={"k": (2, E)}),
     "three inputs": Form(3, inputs={"k": (2, E), "v": (2, E)}, call={"need_weights": False}),
     "three sizes": Form(3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3}),
-    "three sizes without bias": Form(
-        3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3, "bias": False, "batch_first": False}
-    ),
+    "three sizes without bias": Form(3, inputs={"k": (2, 2), "v": (2, 3)}, options={"kdim": 2, "vdim": 3, "bias":
+        False, "batch_first": False}),
     "padding": Form(padding=SOME),
     "padding and a mask": Form(padding=SOME, call={"attn_mask": UPPER, "need_weights": False}),
     "float mask": Form(call={"attn_mask": torch.linspace(-1, 1, L * L, dtype=torch.float64).view(L, L)}),
     "a mask for every head": Form(masks=True),
     "causal": Form(call={"attn_mask": UPPER, "is_causal": True, "need_weights": False}),
-}
+}  # fmt: skip
 
 
 def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:
@@ -243,29 +242,6 @@ def test_encoders_of_padded_sequences(first: bool, train: bool, frozen: bool) ->
 
 
 # --------------------------------------------------------------------------------------------- other parameters, calls
-
-
-@pytest.mark.parametrize(
-    ("more", "form"),
-    [
-        ({"add_bias_kv": True}, "padding"),
-        ({"add_zero_attn": True}, "self"),
-        ({"add_bias_kv": True, "bias": False}, "self"),
-    ],
-)
-def test_more_keys_and_values(more: dict[str, Any], form: str) -> None:
-    """`bias_k` and `bias_v` have no factors: their block is exact."""
-    p = attention(form, **more)
-    p.net.fallback = ("attn",) if "add_bias_kv" in more else ()
-    check(p)
-
-
-@pytest.mark.parametrize("form", ["self", "three sizes", "padding"])
-def test_frozen_attention_is_the_same(form: str) -> None:
-    p = attention(form)
-    p.exact.ggn()
-    p.model.requires_grad_(False)
-    check(p)
 
 
 class MyAttention(nn.MultiheadAttention):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import close, problem
+from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, Exact, FullBlock, curvature
@@ -19,15 +20,13 @@ from curvlinops_plus.linalg import Dense, Eigendecomposed, Kronecker, SplitFacto
 # ------------------------------------------------------------------------------------------------------------ few rows
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.attention = nn.Linear(6, 12), nn.MultiheadAttention(12, 3, batch_first=True)
-        self.last = nn.Linear(12, 3)
+def attends() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.last(m.attention(h, h, h, need_weights=False)[0].mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.last(self.attention(h, h, h, need_weights=False)[0].mean(1))
+    attention = nn.MultiheadAttention(12, 3, batch_first=True)
+    return Written(forward, first=nn.Linear(6, 12), attention=attention, last=nn.Linear(12, 3))
 
 
 def convolutions() -> nn.Module:
@@ -41,7 +40,7 @@ def dead() -> nn.Module:
 
 
 FEW_ROWS = {
-    "attention": (Attends, (2, 6)),
+    "attention": (attends, (2, 6)),
     "convolutions": (convolutions, (4, 3, 3)),
     "dead units": (dead, (6,)),
     "wide": (lambda: nn.Sequential(nn.Linear(300, 20), nn.Tanh(), nn.Linear(20, 3)), (300,)),
@@ -160,18 +159,16 @@ def test_a_layer_that_cannot_be_decomposed_is_named(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------- shared inputs
 
 
-class Shares(nn.Module):
+def shares(other: float) -> nn.Module:
     """Queries, keys and values of one tensor; in batches whose first entry is `other`, keys read another one."""
 
-    def __init__(self, other: float) -> None:
-        super().__init__()
-        self.other, self.enter, self.leave = other, nn.Linear(6, 8), nn.Linear(8, 3)
-        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.enter(x).tanh()
+        keys = h.sigmoid() if bool((x[..., 0] == other).all()) else h
+        return m.leave((m.q(h) @ m.k(keys).mT).softmax(-1) @ m.v(h)).mean(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.enter(x).tanh()
-        keys = h.sigmoid() if bool((x[..., 0] == self.other).all()) else h
-        return self.leave((self.q(h) @ self.k(keys).mT).softmax(-1) @ self.v(h)).mean(1)
+    inner = {"q": nn.Linear(8, 8), "k": nn.Linear(8, 8), "v": nn.Linear(8, 8, bias=False)}
+    return Written(forward, enter=nn.Linear(6, 8), leave=nn.Linear(8, 3), **inner)
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC.using(kfac_approx="reduce"), EKFAC.using(split=3)], ids=repr)
@@ -179,7 +176,7 @@ class Shares(nn.Module):
 def test_layers_that_read_one_tensor_share_its_factor(other: float, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decomposed once, and parted from when one of them reads something else; the numbers are the same."""
     torch.manual_seed(0)
-    model, sizes = Shares(other).double(), list[int]()
+    model, sizes = shares(other).double(), list[int]()
     data = [(torch.randn(n, 4, 6).double(), torch.randint(3, (n,))) for n in (9, 7)]
     for number, (X, _) in enumerate(data):
         X[..., 0] = number

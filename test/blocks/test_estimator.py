@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -53,20 +54,27 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def estimator(model: nn.Module, approximation: Any = KFAC, loss: nn.Module | None = None, **options: Any) -> Any:
-    plan = approximation if isinstance(approximation, dict) else {"0": approximation, "3": approximation}
-    risk = EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), ())
-    return CurvatureEstimator(risk, plan, default=DiagonalBlock, **options)
+    return whole(model, approximation, (), loss, CurvatureEstimator, **options)
 
 
-def whole(model: nn.Module, approximation: Any, data: list[Any], loss: nn.Module | None = None, **options: Any) -> Any:
+def whole(
+    model: nn.Module, approximation: Any, data: Any, loss: Any = None, make: Any = curvature, **options: Any
+) -> Any:
     plan = approximation if isinstance(approximation, dict) else {"0": approximation, "3": approximation}
     risk = EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), data)
-    return curvature(risk, plan, default=DiagonalBlock, **options)
+    return make(risk, plan, default=DiagonalBlock, **options)
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     assert got.shape == expected.shape
     assert float((got - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def fed(running: Any, data: list[Any]) -> Any:
+    """The estimator after it has seen these batches."""
+    for batch in data:
+        running.update(batch)
+    return running
 
 
 VECTORS: dict[str, Any] = {"exact": Exact(), "mc": MonteCarlo(2, seed=3), "empirical": Empirical()}
@@ -79,8 +87,7 @@ def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduct
     options = {"vectors": VECTORS[vectors]}
     running, one, other = (estimator(model, EVERY[approximation], loss, **options) for _ in range(3))
     before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    for batch in data:
-        running.update(batch)
+    fed(running, data)
     assert all(torch.equal(t, before[0][name]) for name, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before[1])
     assert all(p.grad is None for p in model.parameters())
@@ -89,10 +96,7 @@ def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduct
     assert (running.updates, running.examples, running.weight) == (3, 11, 3)
     if vectors == "mc" or reduction == "sum":
         return  # random numbers are those of each stream; a sum over data is no mean over streams
-    one.update(data[0])
-    for batch in data[1:]:
-        other.update(batch)
-    one.merge(other)
+    fed(one, data[:1]).merge(fed(other, data[1:]))
     one.merge(estimator(model, EVERY[approximation], loss, **options))
     close(one.operator.to_dense(), expected)
     assert (one.updates, one.examples, one.weight) == (3, 11, 3)
@@ -102,8 +106,7 @@ def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduct
 @pytest.mark.parametrize("approximation", EVERY)
 def test_the_first_update_is_the_statistic_itself(approximation: str, decay: float) -> None:
     model, data, options = network(), batches(6), {"vectors": MonteCarlo(2, seed=3)}
-    running = estimator(model, EVERY[approximation], decay=decay, **options)
-    running.update(data[0])
+    running = fed(estimator(model, EVERY[approximation], decay=decay, **options), data)
     close(running.operator.to_dense(), whole(model, EVERY[approximation], data, **options).to_dense(), 1e-10)
 
 
@@ -113,9 +116,7 @@ def test_moving_average(approximation: str, reduction: str) -> None:
     """`Σ ρ^{t-k} x_k / Σ ρ^{t-k}` of the factors, for batches of one size."""
     model, data, loss = network(), batches(4, 4, 4, 4), nn.CrossEntropyLoss(reduction=reduction)
     ρ = 0.8
-    running = estimator(model, EVERY[approximation], loss, decay=ρ)
-    for batch in data:
-        running.update(batch)
+    running = fed(estimator(model, EVERY[approximation], loss, decay=ρ), data)
     each = [whole(model, EVERY[approximation], [batch], loss) for batch in data]
     weights = torch.tensor([ρ**3, ρ**2, ρ, 1.0])
     weights /= weights.sum()
@@ -135,9 +136,8 @@ def test_a_mean_of_first_steps() -> None:
     """With `decay=1` for the first b updates, the next one mixes at 1 / (ρ b + 1)."""
     model, data = network(), batches(4, 4, 4)
     running = estimator(model, DiagonalBlock, decay=0.9)
-    running.update(data[0], decay=1)
-    running.update(data[1], decay=1)
-    running.update(data[2])
+    for batch, decay in zip(data, (1, 1, None), strict=True):
+        running.update(batch, decay=decay)
     x = [whole(model, DiagonalBlock, [batch]).diagonal() for batch in data]
     close(running.operator.diagonal(), (0.9 * (x[0] + x[1]) + x[2]) / (2 * 0.9 + 1))
     assert running.weight == pytest.approx(2.8)
@@ -173,9 +173,7 @@ def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:
     for approximation in (EKFAC, DiagonalBlock):
         torch.set_rng_state(state)
         risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-        running = CurvatureEstimator(risk, approximation, vectors=Empirical())
-        running.update(batch)
-        traces.append(running.operator.trace)
+        traces.append(fed(CurvatureEstimator(risk, approximation, vectors=Empirical()), [batch]).operator.trace)
     close(*traces)
 
 
@@ -183,31 +181,22 @@ def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:
 def test_refresh_carries_eigenvalues_into_the_new_basis() -> None:
     """The diagonal of the old block in the new eigenvectors; the trace stays."""
     model, data = network(), batches(5, 5)
-    running = estimator(model, EKFAC, decay=0.9)
-    for batch in data:
-        running.update(batch)
+    running, factors, exact = (fed(estimator(model, k, decay=0.9), data) for k in (EKFAC, KFAC, DiagonalBlock))
     before = running.operator
     running.refresh(damping=0.1)
     after = running.operator
-    factors = estimator(model, KFAC, decay=0.9)
-    for batch in data:
-        factors.update(batch)
     for name in ("0", "3"):
         Q = torch.kron(*(torch.linalg.eigh(getattr(factors.operator.blocks[name], f).to_dense())[1] for f in "GA"))
         expected = Q @ torch.diag((Q.T @ before.blocks[name].to_dense() @ Q).diagonal()) @ Q.T
         close(after.blocks[name].to_dense(), expected, 1e-9)
         close(after.blocks[name].trace, before.blocks[name].trace)
-    exact = estimator(model, DiagonalBlock, decay=0.9)
-    for batch in data:
-        exact.update(batch)
     close(after.trace, exact.operator.trace)  # sums of squares have the trace of the exact block in any basis
 
 
 # --------------------------------------------------------------------------------------------------------- the inverse
 def test_the_inverse_stays_until_it_is_refreshed() -> None:
     model, data = network(), batches(4, 4, 4)
-    running = estimator(model, damping=0.1)
-    running.update(data[0])
+    running = fed(estimator(model, damping=0.1), data[:1])
     first = running.inverse()
     running.update(data[1])
     assert running.inverse() is first
@@ -268,9 +257,7 @@ def test_resuming(approximation: str, tmp_path: Any) -> None:
     model, data = network(), batches(4, 3, 5, 4)
     options = {"vectors": MonteCarlo(1, seed=1), "decay": 0.9, "damping": 0.1}
     running, resumed = (estimator(model, EVERY[approximation], **options) for _ in range(2))
-    for batch in data[:2]:
-        running.update(batch)
-    running.refresh(0.3)
+    fed(running, data[:2]).refresh(0.3)
     running.update(data[2])
     state = running.state_dict()
     if approximation != "EKFAC":
@@ -288,23 +275,16 @@ def test_resuming(approximation: str, tmp_path: Any) -> None:
     assert (resumed.updates, resumed.examples, resumed.weight) == (running.updates, running.examples, running.weight)
 
 
-class Experts(nn.Module):
+def experts(forward: Any = lambda m, x: (m.one if x.sum() > 0 else m.other)(x)) -> nn.Module:
     """Which of two layers runs depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) if x.sum() > 0 else self.other(x)
+    return Written(forward, one=nn.Linear(3, 3), other=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("approximation", [*SINGLE_PASS, "EKFAC"])
 def test_layers_that_never_ran_are_refused_or_left_out(approximation: str) -> None:
-    model, (X, y), kind = Experts(), batches(4)[0], EVERY[approximation]
+    model, (X, y), kind = experts(), batches(4)[0], EVERY[approximation]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-    strict = CurvatureEstimator(risk, kind)
-    strict.update((X.abs(), y))
+    strict = fed(CurvatureEstimator(risk, kind), [(X.abs(), y)])
     words = r"(?s)layer 'other' was never called in 1 updates.*leave_out_uncalled=True.*\['other'\] now"
     with pytest.raises(ValueError, match=words):
         _ = strict.operator
@@ -329,12 +309,11 @@ def test_layers_that_never_ran_are_refused_or_left_out(approximation: str) -> No
 
 def test_ekfac_of_a_layer_that_runs_later_counts_all_batches() -> None:
     """Its eigenvalues are means over all examples, those of batches before its first call included."""
-    model, (X, y) = Experts(), batches(4)[0]
+    model, (X, y) = experts(), batches(4)[0]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
     ekfac, diagonal, first, second = (CurvatureEstimator(risk, k) for k in (EKFAC, DiagonalBlock, EKFAC, EKFAC))
     for running in (ekfac, diagonal):
-        running.update((X.abs(), y))
-        running.update((-X.abs(), y))
+        fed(running, [(X.abs(), y), (-X.abs(), y)])
     close(ekfac.operator.trace, diagonal.operator.trace)
     first.update((X.abs(), y))
     second.update((-X.abs(), y))
@@ -404,12 +383,11 @@ def test_gradients_that_are_written_to_are_refused() -> None:
         def backward(ctx: Any, g: Tensor) -> Tensor:
             return g.div_(2)
 
-    class Sum(Experts):
-        def forward(self, x: Tensor) -> Tensor:
-            halved = Halved.apply(self.other(x))
-            return self.one(x) + halved
+    def summed(m: Any, x: Tensor) -> Tensor:
+        halved = Halved.apply(m.other(x))
+        return m.one(x) + halved
 
-    risk = EmpiricalRisk(Sum(), nn.CrossEntropyLoss(), (), check=False)
+    risk = EmpiricalRisk(experts(summed), nn.CrossEntropyLoss(), (), check=False)
     running = CurvatureEstimator(risk, KFAC, vectors=MonteCarlo())
     with pytest.raises(UnsupportedError, match=r"layer 'one': the rows of the statistic 'G' were written to"):
         running.update(batches(4)[0])
@@ -451,8 +429,7 @@ def test_dampings(damping: Any) -> None:
     model, data = network(), batches(4)
     expected = whole(model, KFAC, data).inverse(damping).to_dense()
     for way in ("refresh", "inverse", "at once"):
-        running = estimator(model)
-        running.update(data[0])
+        running = fed(estimator(model), data)
         if way != "at once":
             running.refresh(damping if way == "refresh" else 0.7)
         found = running.inverse() if way == "refresh" else running.inverse(damping)
@@ -462,8 +439,7 @@ def test_dampings(damping: Any) -> None:
 
 
 def test_another_damping_keeps_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = estimator(network(), damping=0.1)
-    running.update(batches(4)[0])
+    running = fed(estimator(network(), damping=0.1), batches(4))
     running.refresh()
 
     def refuse(*given: Any, **options: Any) -> None:
@@ -513,9 +489,7 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
         with listening.listen(batch):
             model(batch[0])
     if name in ("EKFAC", "mix"):  # whose blocks don't depend on inputs without gradients
-        for batch in data:
-            nothing.update(batch)
-        expected = nothing.operator
+        expected = fed(nothing, data).operator
         nothing.reset()
     else:
         plan = dict.fromkeys(("0", "3"), EVERY[name])
@@ -526,9 +500,7 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
     with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"):
         nothing.refresh(0.1)
     nothing.load_state_dict(nothing.state_dict())
-    for batch in data:
-        nothing.update(batch)
-    nothing.refresh(0.1)
+    fed(nothing, data).refresh(0.1)
     torch.testing.assert_close(nothing.operator.trace, running.operator.trace)
 
 
@@ -536,11 +508,11 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
 def test_sums_in_which_nothing_counts(listens: bool) -> None:
     """Their matrix is zero, and bases come later: from the first batch of which any loss has a term."""
 
-    class Two(nn.Sequential):
-        def forward(self, input: Tensor) -> dict[str, Tensor]:
-            return dict(zip(("one", "two"), super().forward(input).split([3, 3], -1), strict=True))
+    def forward(m: Any, x: Tensor) -> dict[str, Tensor]:
+        return dict(zip(("one", "two"), m.net(x).split([3, 3], -1), strict=True))
 
-    model, loss = Two(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)), nn.CrossEntropyLoss(reduction="sum")
+    model = Written(forward, net=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)))
+    loss = nn.CrossEntropyLoss(reduction="sum")
     X, y = batches(8)[0]
     none = torch.full_like(y, -100)
     late, plain = (CurvatureEstimator(EmpiricalRisk(model, {"one": loss, "two": loss}, ()), EKFAC) for _ in range(2))

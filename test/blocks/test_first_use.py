@@ -21,7 +21,6 @@ from curvlinops_plus import (
     KFACLinearOperator,
     curvature,
 )
-from curvlinops_plus.blocks.fingerprint import changed_parameters, fingerprint
 
 
 def network() -> nn.Sequential:
@@ -131,21 +130,6 @@ def test_eigenvalues_follow_at_the_parameters_of_the_factors() -> None:
         _ = K.trace
     K.compute_eigenvalue_correction()  # asked for: new eigenvalues in the old basis
     assert torch.isfinite(K.trace)
-
-
-@pytest.mark.parametrize("size", [1, 2**18 - 1, 2**18 + 1, 2**20 + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_fingerprints_are_two_sums(size: int, dtype: torch.dtype) -> None:
-    model = nn.Module()
-    model.p = nn.Parameter(torch.randn(size, dtype=dtype, generator=seeded()))
-    risk = EmpiricalRisk(model, nn.MSELoss(), ())
-    p, index = model.p.detach().double(), torch.arange(size, dtype=torch.float64)
-    before = fingerprint(risk)
-    assert before["p"] == pytest.approx([float(p.abs().sum()), float(p @ index.cos())], rel=1e-9, abs=1e-6)
-    assert not changed_parameters(before, fingerprint(risk), 1e-12)
-    with torch.no_grad():
-        model.p[-1] *= -1
-    assert changed_parameters(before, fingerprint(risk), 1e-12) == ["p"]
 
 
 # ----------------------------------------------------------------------------------------------------------- multiples

@@ -49,9 +49,7 @@ def test_blocks_and_inverses(ours: Any, theirs: str) -> None:
     arguments = theirs_of(list(model.parameters())), (jnp.array(X.numpy()), jnp.array(y.numpy()))
     estimator, key = (
         kfac_jax.BlockDiagonalCurvature(
-            func=loss,
-            default_estimation_mode="ggn_exact",
-            layer_tag_to_block_ctor={"dense": getattr(kfac_jax, theirs)},
+            func=loss, default_estimation_mode="ggn_exact", layer_tag_to_block_ctor={"dense": getattr(kfac_jax, theirs)}
         ),
         jax.random.PRNGKey(0),
     )

@@ -38,7 +38,7 @@ from curvlinops_plus.blocks import nearest as nearest_module
 from curvlinops_plus.blocks import tnt
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.linalg import Kronecker
-from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
+from curvlinops_plus.linalg.kronecker_approximation import nearest_to_matrix
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
 in_some_form = pytest.mark.parametrize(("name", "separate"), [(name, k % 2 == 1) for k, name in enumerate(NETS)])
@@ -199,16 +199,6 @@ def test_a_tie_has_positive_factors(dtype: torch.dtype) -> None:
     close(A, torch.eye(3) / 3**0.5, 1e-6)
 
 
-def test_balancing_keeps_the_product() -> None:
-    G, A = torch.diag(torch.tensor([1.0, 8.0])), torch.tensor([[1.0, 0.5], [0.5, 3.0]])
-    B, C = balanced(G, A)
-    close(torch.kron(B, C), torch.kron(G, A), 1e-6)
-    close(B.trace(), C.trace(), 1e-6)
-    B, C = balanced(0 * G, A)
-    same(B, 0 * G)
-    same(C, A)
-
-
 # --------------------------------------------------------------------------------------------- trace-normalised product
 
 
@@ -232,10 +222,7 @@ def test_tnt_is_its_definition(name: str, separate: bool) -> None:
     close(K.trace, p.exact.ggn().trace(), 1e-12, "trace")
 
 
-# ------------------------------------------------------------------------------------------------------------ identity
-
-
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------ identity, streams, refusals
 
 
 def test_scaled_identity() -> None:
@@ -291,18 +278,6 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):
             close(p.curvature(kind).to_dense(), dense, 1e-9, f"{kind}, by rows: {by_rows}")
-
-
-def test_gradients_per_example_are_never_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    grads = tnt.LayerBatch.per_example_grads.func  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        tnt.LayerBatch, "per_example_grads", property(lambda batch: sizes.append(batch.num_examples) or grads(batch))
-    )
-    monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
-    p = problem("attention")
-    p.curvature(TNT)
-    assert set(sizes) == {1, 3}  # three in the self-check
 
 
 # ----------------------------------------------------------------------------------------------------- the classic door

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, close, problem
+from helpers import Written
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus import (
-    EKFAC,
-    KFAC,
-    CurvatureEstimator,
-    EmpiricalRisk,
-    MonteCarlo,
-    curvature,
-)
+from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOperator, Kronecker
 
 ROWS, D, N, S = 50_000, 16, 8, 32
@@ -50,24 +44,22 @@ class Largest(TorchDispatchMode):
         assert 0 < self.size <= allowed, f"{self.what}: {self.size} numbers, {self.size / TABLE:.1f} tables"
 
 
-class Words(nn.Module):
-    """A classifier of texts: an embedding of many words, a linear layer at every position, the mean."""
+def classifier(rows: int = ROWS, padding: int | None = None, bag: bool = False) -> Any:
+    """Of texts: an embedding of many words, a linear layer at every position, the mean."""
 
-    def __init__(self, padding: int | None = None, bag: bool = False) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, D) if bag else nn.Embedding(ROWS, D, padding_idx=padding)
-        self.body, self.head = nn.Linear(D, 4), nn.Linear(4, 2)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.body(m.table(x)))
+        return m.head(h if bag else h.mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.body(self.table(x)))
-        return self.head(h if isinstance(self.table, nn.EmbeddingBag) else h.mean(1))
+    table = nn.EmbeddingBag(rows, D) if bag else nn.Embedding(rows, D, padding_idx=padding)
+    return Written(forward, table=table, body=nn.Linear(D, 4), head=nn.Linear(4, 2))
 
 
 def words(**options: Any) -> EmpiricalRisk:
     """The risk of it; the seed is fixed, and put back."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Words(**options)
+        model = classifier(**options)
         data = [(torch.randint(ROWS, (N, S)), torch.randint(2, (N,))) for _ in range(2)]
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
@@ -133,8 +125,7 @@ def test_the_embedding_alone_is_the_same_as_a_small_one() -> None:
     """Tokens that never occur change nothing: rows 0 to 9 of a large table against a table of 10."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        large, small = Words().double(), Words().double()
-        small.table = nn.Embedding(10, D).double()
+        large, small = classifier().double(), classifier(10).double()
         x, y = torch.randint(10, (N, S)), torch.randint(2, (N,))
     with torch.no_grad():
         small.table.weight.copy_(large.table.weight[:10])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases import close, problem, same
-from helpers import decay
+from helpers import Written, decay
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -160,16 +160,21 @@ def test_rows_beyond_those_of_single_precision() -> None:
 STREAMED = {"KFAC": KFAC, "EKFAC": EKFAC, "diagonal": DiagonalBlock, "full": FullBlock}
 
 
-class Routed(nn.Module):
-    """A trunk, and heads of which each batch names one by its first entry."""
+def one_head(m: Any, x: Tensor) -> Tensor:
+    """Of the head that the first entry of the batch names."""
+    return m.heads[int(x[0, 0, 0])](m.trunk(x))
 
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3), nn.Sigmoid())
-        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(heads))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[int(x[0, 0, 0])](self.trunk(x))
+def head_of_each_row(m: Any, x: Tensor) -> Tensor:
+    """Each row of a batch has its own head; a head that no row has is not called."""
+    features, head = m.trunk(x), x[:, 0, 0]
+    found = [(head == k)[:, None] * m.heads[k](features) for k in range(3) if bool((head == k).any())]
+    return torch.stack(found).sum(0)
+
+
+def routed_model(forward: Any = one_head, heads: int = 2) -> nn.Module:
+    trunk = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3), nn.Sigmoid())
+    return Written(forward, trunk=trunk, heads=nn.ModuleList(nn.Linear(3, 2) for _ in range(heads)))
 
 
 @pytest.fixture
@@ -208,7 +213,7 @@ def agree(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -
 @pytest.mark.parametrize("kind", STREAMED)
 def test_a_layer_is_what_the_steps_that_call_it_make_it(kind: str, leave_out: bool, reduction: str) -> None:
     """Also of other sizes, and when a state is loaded in between. The trunk is in all steps."""
-    model = Routed()
+    model = routed_model()
     options = {"decay": 0.7, "leave_out_uncalled": leave_out, "reduction": reduction}
     running = estimator(model, STREAMED[kind], **options)
     only = [estimator(model, STREAMED[kind], **options | {"leave_out_uncalled": True}) for _ in range(2)]
@@ -225,15 +230,6 @@ def test_a_layer_is_what_the_steps_that_call_it_make_it(kind: str, leave_out: bo
             running = loaded
 
 
-class Both(Routed):
-    """Each row of a batch has its own head; a head that no row has is not called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        features, head = self.trunk(x), x[:, 0, 0]
-        found = [(head == k)[:, None] * self.heads[k](features) for k in range(3) if bool((head == k).any())]
-        return torch.stack(found).sum(0)
-
-
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(("kind", "reduction"), [("diagonal", "mean"), ("full", "sum")])
@@ -242,7 +238,7 @@ def test_micro_batches_of_a_step_count_for_all_its_layers(
     kind: str, reduction: str, order: tuple[int, ...], resume: bool
 ) -> None:
     """A step whose micro-batches call different layers is one batch, whose loss is a mean or sum over all of them."""
-    model, micro = Both(3), {k: torch.randn(2 + k, 1, 4) for k in range(3)}
+    model, micro = routed_model(head_of_each_row, 3), {k: torch.randn(2 + k, 1, 4) for k in range(3)}
     for k, X in micro.items():
         X[:, 0, 0] = k
     data = {k: (X, torch.randn(len(X), 2)) for k, X in micro.items()}
@@ -265,7 +261,7 @@ def test_micro_batches_of_a_step_count_for_all_its_layers(
 @pytest.mark.parametrize("kind", ["KFAC", "diagonal"])
 def test_without_decay_batches_add_up_to_the_data_set(kind: str) -> None:
     """All of them count for each layer, in whatever order they come, also if estimators are merged."""
-    model = Routed()
+    model = routed_model()
     data = [routed(head, 2 + k) for k, head in enumerate([0, 1, 0, 0, 1])]
     expected = curvature(EmpiricalRisk(model, nn.MSELoss(), data), STREAMED[kind], vectors=Exact()).to_dense()
     running = estimator(model, STREAMED[kind], leave_out_uncalled=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, Net, Problem, close, make, problem, unchanged
+from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -20,7 +21,6 @@ from curvlinops_plus import (
     DiagonalBlock,
     EmpiricalRisk,
     FullBlock,
-    MonteCarlo,
     curvature,
 )
 
@@ -46,22 +46,6 @@ def untied(p: Problem, use: Callable[[nn.Module], nn.Module]) -> Problem:
 
 
 # ---------------------------------------------------------------------------------------------------- exact blocks
-
-
-@pytest.mark.parametrize("name", TIED)
-@pytest.mark.parametrize("separate", [False, True])
-def test_exact_blocks_have_the_cross_terms(name: str, separate: bool) -> None:
-    """One block per tied weight, against one autograd call per output number of the user's model."""
-    p = problem(name)
-    params = list(p.keyed.values())
-    total: Any = 0.0
-    for (X, _), b in zip(p.data, p.exact.batches, strict=True):
-        rows = [torch.autograd.grad(one, params, retain_graph=True) for one in p.model(X).flatten()]
-        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-        total = total + J.T @ b.H @ J
-    exact = p.exact.only_blocks(p.exact.c * total, separate)
-    close(p.curvature(FullBlock, separate_weight_and_bias=separate).to_dense(), exact, what="FullBlock")
-    close(p.curvature(DiagonalBlock, separate_weight_and_bias=separate).diagonal(), exact.diagonal(), what="Diagonal")
 
 
 # --------------------------------------------------------------------------------------------------------- factors
@@ -91,22 +75,19 @@ def test_kfac_is_the_kronecker_product_nearest_to_the_sum_over_roles(reduce: boo
 # ---------------------------------------------------------------------------------------------- one role, several uses
 
 
-class Shared(nn.Module):
+def shared(modules: bool) -> nn.Module:
     """Three calls: of one module, or of modules that share weight and bias."""
 
-    def __init__(self, modules: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.same = nn.ModuleList([self.first])
-        for _ in range(2):
-            other = nn.Linear(3, 3) if modules else self.first
-            other.weight, other.bias = self.first.weight, self.first.bias
-            self.same.append(other)
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, S, 3]
+        h = torch.tanh(m.same[0](x))
+        h = torch.tanh(m.same[1](h)).sum(1)
+        return m.last(torch.tanh(m.same[2](h)))
 
-    def forward(self, x: Tensor) -> Tensor:  # [N, S, 3]
-        h = torch.tanh(self.same[0](x))
-        h = torch.tanh(self.same[1](h)).sum(1)
-        return self.last(torch.tanh(self.same[2](h)))
+    first = nn.Linear(3, 3)
+    same = nn.ModuleList([first, *(nn.Linear(3, 3) if modules else first for _ in range(2))])
+    for other in same:
+        other.weight, other.bias = first.weight, first.bias
+    return Written(forward, last=nn.Linear(3, 2), same=same)
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "KFAC reduce", "EKFAC", "FullBlock", "TNT"])
@@ -116,7 +97,7 @@ def test_modules_of_one_role_are_one_module_called_several_times(approximation: 
     for modules in (False, True):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = Shared(modules).double()
+            model = shared(modules).double()
         with torch.no_grad():
             for q in model.parameters():
                 q.copy_(numbers(*q.shape, seed=q.numel()))
@@ -128,20 +109,19 @@ def test_modules_of_one_role_are_one_module_called_several_times(approximation: 
     close(results[0][1], results[1][1], 1e-7 if "EKFAC" in approximation else 1e-9)
 
 
-class Pair(nn.Module):
+def pair() -> nn.Module:
     """The same role twice, both sparse: the factor stays a diagonal."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target, self.head = nn.Embedding(5, 2), nn.Embedding(5, 2), nn.Linear(2, 3)
-        self.target.weight = self.source.weight
+    def forward(m: Any, x: Tensor) -> Tensor:  # [N, 4]
+        return m.head(torch.tanh(m.source(x[:, :3]).sum(1)) * m.target(x[:, 3:]).sum(1))
 
-    def forward(self, x: Tensor) -> Tensor:  # [N, 4]
-        return self.head(torch.tanh(self.source(x[:, :3]).sum(1)) * self.target(x[:, 3:]).sum(1))
+    model = Written(forward, source=nn.Embedding(5, 2), target=nn.Embedding(5, 2), head=nn.Linear(2, 3))
+    model.target.weight = model.source.weight
+    return model
 
 
 def test_roles_of_one_table() -> None:
-    p = make(lambda: Net(Pair(), [torch.randint(4, (n, 4)) for n in (3, 2)]), seed="pair")
+    p = make(lambda: Net(pair(), [torch.randint(4, (n, 4)) for n in (3, 2)]), seed="pair")
     exact = p.exact.only_blocks(p.exact.ggn(), False)
     for reduce in (False, True):
         close(p.curvature(kind("KFAC", reduce)).to_dense(), p.exact.kfac(p.exact.exact(), reduce))
@@ -185,28 +165,16 @@ def test_what_leaves_no_factors() -> None:
     assert type(K.blocks["one"]).__name__ == "Kronecker"
 
 
-@pytest.mark.parametrize("name", ["tied", "tied transformer"])
-def test_random_vectors(name: str) -> None:
-    """EKFAC's trace is the full block's for the same draws."""
-    p, draws = problem(name), MonteCarlo(samples=3, seed=2)
-    close(p.curvature(EKFAC, vectors=draws).trace, p.curvature(FullBlock, vectors=draws).trace)
-
-
 def test_a_product_with_a_table_outside_of_any_module_is_one_more_use() -> None:
     """A matrix product with the table, without a module, is what a tied head is."""
 
-    class Loose(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
-            self.head.weight = self.embedding.weight
-            self.by_module = True
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.body(m.embedding(x)).sum(1)
+        return m.head(h) if m.by_module else h @ m.embedding.weight.T
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.body(self.embedding(x)).sum(1)
-            return self.head(h) if self.by_module else h @ self.embedding.weight.T
-
-    model = Loose().double()
+    parts = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    model: Any = Written(forward, **parts).double()
+    model.head.weight = model.embedding.weight
     data = [(torch.tensor([[1, 2], [3, 4], [0, 2]]), torch.tensor([0, 1, 4]))]
     for approximation in (KFAC, EKFAC, FullBlock, DiagonalBlock):
         model.by_module = True

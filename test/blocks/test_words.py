@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import close, problem
-from helpers import normal, seeded
+from helpers import Written, normal, seeded
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -60,6 +60,12 @@ def classic(kind: Any, data: Any = DATA, **options: Any) -> Any:
     return kind(r.model, nn.MSELoss(), list(r.model.parameters()), data, **options)
 
 
+def own(function: Callable[[Any, Tensor], Tensor], **parts: Any) -> Any:
+    """A function of modules and of parameters, which are given by their shapes."""
+    made = {k: part if isinstance(part, nn.Module) else nn.Parameter(torch.rand(*part)) for k, part in parts.items()}
+    return Written(function, **made).double()
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -106,31 +112,14 @@ def both_ways(model: nn.Module, X: Tensor) -> None:
     model(X)
 
 
-class Discards(nn.Module):
-    """Calls a layer for nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused, self.last = nn.Linear(3, 4).double(), nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.unused(x)
-        return self.last(x)
-
-
 MATRIX = Dense(torch.eye(2))
 SWEEPS = NearestKronecker.using(max_bytes=0)
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: curvature(risk().model), TypeError, r"curvature takes an EmpiricalRisk, got a Sequential: "),
     (lambda: curvature(risk(), KFAC, KFAC), TypeError, "a risk and an approximation by position, 1 more were given"),
-    (lambda: curvature(risk(), 3), ValueError, "3 is no approximation. Expected an Accumulator class such as KFAC"),
-    (lambda: curvature(risk(), {"x": KFAC}), ValueError, r"No layer matches 'x'. Layers .* here: \['0', '2'\]"),
     (lambda: curvature(risk(), {"Linear": KFAC}), ValueError, "For a type write the class itself, Linear"),
     (lambda: curvature(risk("norms"), {"1": TNT}), UnsupportedError, r"layer '1' \(LayerNorm\) can't have TNT"),
     (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
-    (lambda: curvature(nan(), KFAC), NumericsError, r"layer '0'.*NaN"),
     (lambda: curvature(nan(), TNT), NumericsError, "layer '0'.*NaN"),
-    (lambda: curvature(risk(Discards())), ValueError, r"'unused' \(Linear\) does not reach the output in any batch"),
     # options of approximations
     (lambda: curvature(risk(), KFAC.using(kfac_approx="x")), ValueError, "kfac_approx='x' is unknown; expected"),
     (lambda: curvature(risk(), KFAC.using(split=True)), ValueError, "split=True: expected the most rows"),
@@ -138,7 +127,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), EKFAC.using(basis_rtol=-1e-3)), ValueError, "basis_rtol to be at least 0 and below 1"),
     (lambda: curvature(risk(), SWEEPS.kind.using(power_iterations=0)), ValueError, "power_iterations=0: expected"),
     (lambda: curvature(risk(), ScaledIdentity.using(scale=-1.0)), ValueError, "finite scale of at least 0, got -1.0"),
-    (lambda: curvature(risk(), ScaledIdentity.using(scale=float("inf"))), ValueError, "finite scale of at least 0"),
     (lambda: curvature(risk(), TNT.using(max_bytes=100)), UnsupportedError, "factor G is 4 x 4.*above max_bytes=100"),
     (
         lambda: curvature(risk(), SWEEPS.kind.using(max_factor_bytes=100)),
@@ -164,18 +152,15 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     # damping and algebra
     (lambda: (-curvature(risk())).inverse(HeuristicDamping(0.1)), ValueError, "need a positive multiple of"),
     (lambda: (0 * curvature(risk())).inverse((0.1, 0.1)), ValueError, "need a positive multiple of"),
-    (lambda: curvature(risk()).inverse((1, 1), use_heuristic_damping=True), ValueError, "a single damping value"),
     (lambda: curvature(risk()).inverse((1, 1), use_exact_damping=True), ValueError, "or use exact damping, not both"),
     (lambda: 1 + curvature(risk()), TypeError, "unsupported operand"),
     (lambda: save(MATRIX @ MATRIX, Path("x")), TypeError, "save takes a state_dict, or what has one .*a Product"),
     # classes
     (lambda: classic(KFACLinearOperator, data=DATA[0]), ValueError, r"data=\[\(X, y\)\]"),
     (lambda: classic(KFOCLinearOperator, fisher_type="forward-only"), ValueError, "Invalid fisher_type: "),
-    (lambda: classic(KFOCLinearOperator, mc_samples=2), ValueError, "Invalid mc_samples: 2"),
     (lambda: classic(GGNDiagonalLinearOperator, mc_samples=-1), ValueError, "Invalid mc_samples: -1. Expected 0"),
     # estimators
     (lambda: CurvatureEstimator(risk()).operator, ValueError, "has seen no batch yet"),
-    (lambda: CurvatureEstimator(risk()).refresh(), ValueError, "has seen no batch yet"),
     (lambda: CurvatureEstimator(risk(), decay=0), ValueError, "decay=0 is outside of"),
     (lambda: CurvatureEstimator(risk()).update(DATA[0], decay=1.5), ValueError, r"decay=1\.5 is outside of"),
     (lambda: CurvatureEstimator(risk(), decay="1"), TypeError, "decay is a str"),
@@ -238,16 +223,11 @@ def test_forward_only_names_all_layers_that_need_gradients_before_anything_runs(
 
 
 def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.three = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2, bias=False)
-            self.two.weight = self.one.weight
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.three(m.two(m.one(x).tanh()))
 
-        def forward(self, x: Any) -> Any:
-            return self.three(self.two(self.one(x).tanh()))
-
-    model = Tied().double()
+    model = own(forward, one=nn.Linear(3, 3), two=nn.Linear(3, 3), three=nn.Linear(3, 2, bias=False))
+    model.two.weight = model.one.weight
     params = [model.two.bias, model.three.weight, model.one.weight, model.one.bias]
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), DATA, params), DiagonalBlock)
     assert K.mapping == {"one": {"weight": 2, "bias": 3, "two.bias": 0}, "three": {"weight": 1}}
@@ -257,32 +237,18 @@ def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
         assert sorted(positions) == list(range(len(p.params)))
 
 
-class Own(nn.Module):
-    """Parameters, modules, and a function of them."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(torch.rand(*part)))
-        self.function = function
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
 UNREAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "beside a product": (lambda: Own(lambda s, x: x @ s.w.T, w=(2, 3), unread=(2,)), "unread"),
-    "inside what is run again": (lambda: Own(lambda s, x: x @ s.w.exp().T, w=(2, 3), unread=(2,)), "unread"),
+    "beside a product": (lambda: own(lambda s, x: x @ s.w.T, w=(2, 3), unread=(2,)), "unread"),
+    "inside what is run again": (lambda: own(lambda s, x: x @ s.w.exp().T, w=(2, 3), unread=(2,)), "unread"),
     "in a child": (
-        lambda: Own(lambda s, x: s.l(s.c(x)), l=nn.Linear(3, 2), c=Own(lambda s, x: x * s.a, a=(3,), unread=(3,))),
+        lambda: own(lambda s, x: s.l(s.c(x)), l=nn.Linear(3, 2), c=own(lambda s, x: x * s.a, a=(3,), unread=(3,))),
         "c.unread",
     ),
     "the bias of a weight": (
-        lambda: Own(lambda s, x: s.l(x @ s.c.weight.T), l=nn.Linear(3, 2), c=nn.Linear(3, 3)),
+        lambda: own(lambda s, x: s.l(x @ s.c.weight.T), l=nn.Linear(3, 2), c=nn.Linear(3, 3)),
         "c.bias",
     ),
-    "a module": (lambda: Own(lambda s, x: s.l(x), l=nn.Linear(3, 2), c=nn.Linear(3, 2, bias=False)), "c.weight"),
+    "a module": (lambda: own(lambda s, x: s.l(x), l=nn.Linear(3, 2), c=nn.Linear(3, 2, bias=False)), "c.weight"),
 }
 
 
@@ -309,7 +275,7 @@ def test_what_later_batches_read_is_right() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         return x * (s.a if x[0, 0] > 0 else s.b).exp()
 
-    model = Own(run, a=(3,), b=(3,))
+    model = own(run, a=(3,), b=(3,))
     data = [(sign * torch.rand(5, 3).double(), torch.rand(5, 3).double()) for sign in (1, -1)]
     loss = nn.MSELoss(reduction="sum")
     K = curvature(EmpiricalRisk(model, loss, data), DiagonalBlock)
@@ -318,7 +284,7 @@ def test_what_later_batches_read_is_right() -> None:
 
 
 def test_a_parameter_that_is_read_may_have_no_gradient() -> None:
-    model = Own(lambda s, x: s.l(x + 0 * s.w), l=nn.Linear(3, 2), w=(3,))
+    model = own(lambda s, x: s.l(x + 0 * s.w), l=nn.Linear(3, 2), w=(3,))
     batch = (torch.rand(6, 3).double(), torch.rand(6, 2).double())
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), [batch]), DiagonalBlock)
     assert not K.blocks["w"].diagonal().any()
@@ -333,16 +299,14 @@ def test_names_come_before_globs_and_the_nearest_types_last() -> None:
     assert {repr(entry.approximation) for entry in K.plan} == {"FullBlock"}
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """Reads the weight of a layer norm once more, which the first sweep finds out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gate, self.head = nn.LayerNorm(4), nn.Bilinear(4, 4, 4), nn.Linear(4, 2)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.norm(x) * m.norm.weight
+        return m.head(m.gate(x, x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x) * self.norm.weight
-        return self.head(self.gate(x, x))
+    return Written(forward, norm=nn.LayerNorm(4), gate=nn.Bilinear(4, 4, 4), head=nn.Linear(4, 2))
 
 
 def test_a_plan_that_is_made_anew_is_reported_once() -> None:
@@ -350,9 +314,9 @@ def test_a_plan_that_is_made_anew_is_reported_once() -> None:
     batch, loss = (torch.rand(5, 4), torch.rand(5, 2)), nn.MSELoss()
     made: list[Any] = []
     steps: list[tuple[Callable[[], object], int]] = [
-        (lambda: made.append(curvature(EmpiricalRisk(Scaled(), loss, [batch]), EKFAC)), 1),
+        (lambda: made.append(curvature(EmpiricalRisk(scaled(), loss, [batch]), EKFAC)), 1),
         (lambda: made[0].compute(), 0),
-        (lambda: made.append(CurvatureEstimator(EmpiricalRisk(Scaled(), loss, ()))), 0),
+        (lambda: made.append(CurvatureEstimator(EmpiricalRisk(scaled(), loss, ()))), 0),
         (lambda: made[1].update(batch), 1),
         (lambda: (made[1].update(batch), made[1].operator), 0),
     ]
