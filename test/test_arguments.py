@@ -17,12 +17,10 @@ import pytest
 import torch
 from helpers import Written, normal
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from curvlinops_plus import (
     EKFAC,
     GGN,
-    KFAC,
     BlockwiseLinearOperator,
     CurvatureEstimator,
     EmpiricalRisk,
@@ -36,7 +34,6 @@ from curvlinops_plus import (
     load,
     save,
 )
-from curvlinops_plus.errors import CurvatureWarning
 
 X, Y = normal(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 DATA, LOSS = [(X, Y)], nn.CrossEntropyLoss()
@@ -74,13 +71,6 @@ def test_batch_sizes_are_any_integers() -> None:
         assert torch.equal(risk(batch_size_fn=lambda X, n=number: n).loss(), risk().loss())
 
 
-def test_rows_of_the_model_itself() -> None:
-    """A single layer that sees its rows in an order of its own."""
-    order, layer = torch.tensor([3, 1, 0, 2, 5, 4]), nn.Linear(4, 3).double()
-    shuffled = risk(layer, [(X[order], Y[order])], example_of_row={"": lambda X, y: torch.arange(6)})
-    torch.testing.assert_close(curvature(shuffled, FullBlock).to_dense(), curvature(risk(layer), FullBlock).to_dense())
-
-
 class Pair(NamedTuple):
     """Two inputs of a model."""
 
@@ -92,27 +82,6 @@ def test_inputs_in_a_named_tuple() -> None:
     gain, model = normal(6, 4, seed=1), Written(lambda m, pair: m.inner(pair.x * pair.gain), inner=net())
     found = curvature(risk(model, [(Pair(X, gain), Y)], batch_size_fn=lambda pair: len(pair.x)), FullBlock)
     torch.testing.assert_close(found.to_dense(), curvature(risk(data=[(X * gain, Y)]), FullBlock).to_dense())
-
-
-def packed_like(x: Tensor, values: Tensor) -> PackedSequence:
-    return pack_padded_sequence(values, x.any(2).sum(1), batch_first=True, enforce_sorted=False)
-
-
-def test_rows_of_packed_sequences() -> None:
-    """Without the function a warning names the option, and with it the block is that of the padded sequences."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:  # the layer sees the steps of all examples interleaved
-        packed = packed_like(x, x)
-        out = PackedSequence(m.fc(packed.data).tanh(), *packed[1:])
-        return pad_packed_sequence(out, batch_first=True)[0].sum(1)
-
-    x, y, model = normal(3, 4, 4), Y[:3], Written(forward, fc=nn.Linear(4, 3).double())
-    x[0, 2:] = x[1, 1:] = 0  # 2 + 1 + 4 steps
-    with pytest.warns(CurvatureWarning, match=r"or see rows in an order of their own, which example_of_row= can tell"):
-        curvature(risk(model, [(x, y)]), KFAC)
-    rows: Any = {"fc": lambda X, y: packed_like(X, torch.arange(len(X))[:, None].expand(X.shape[:2])).data}
-    found = curvature(risk(model, [(x, y)], example_of_row=rows), FullBlock)
-    torch.testing.assert_close(found.to_dense(), GGN(risk(model, [(x, y)])).to_dense())
 
 
 # -------------------------------------------------------------------------------------------------- weights that move

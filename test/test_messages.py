@@ -115,8 +115,8 @@ CLASSES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     (CLASSIC, {"data": [(X, torch.full((6,), -100))]}, ValueError, "No term of CrossEntropyLoss counts: every target"),
     (CLASSIC, {"data": [(X.float(), Y)]}, TypeError, "float32.*float64.*Convert the data or the model"),
     (CLASSIC, {"data": [(X.long(), Y)]}, TypeError, "failed on an input of dtype int64; its parameters have float64"),
-    (CLASSIC, {"data": [(X, Y), (NAN, Y)]}, NumericsError, r"(input|output) of layer '0' \(Linear\) in batch 1 has"),
-    (KFACS, {"data": [(X, Y), (NAN, Y)], "check_deterministic": False}, NumericsError, "layer '0' .Linear. in batch"),
+    (CLASSIC, {"data": [(X, Y), (NAN, Y)]}, NumericsError, "layer '0'.*statistic|The total loss is nan"),
+    (KFACS, {"data": [(X, Y), (NAN, Y)], "check_deterministic": False}, NumericsError, "layer '0': the statistic"),
     (KFACS, {"of": MAPPED}, ValueError, "dict-like custom data, `batch_size_fn` is required"),
     (CLASSIC, {"of": TWO}, ValueError, r"The model returned a tuple of length 2.*output=lambda o: o\[0\]"),
     (CLASSIC, {"of": TWO, "output": lambda out: out}, ValueError, "`output` selected a tuple; expected the tensor"),
@@ -150,17 +150,6 @@ def no_shapes(params: Any = None) -> EmpiricalRisk:
     return risk(model, params=params and params(model))
 
 
-def in_inference_mode() -> EmpiricalRisk:
-    with torch.inference_mode():
-        model = lin()
-    return risk(model)
-
-
-def half_meta() -> EmpiricalRisk:
-    model = nn.Sequential(lin(4, 5), lin(5, 3).to("meta"))
-    return risk(model, params=[model[0].weight])
-
-
 def whole_numbers() -> EmpiricalRisk:
     model = lin()
     model.scale = nn.Parameter(torch.ones(3, dtype=torch.long), requires_grad=False)
@@ -173,17 +162,6 @@ def same_name(x: Tensor) -> Any:
 
 def packed(m: Any, x: Tensor) -> Any:
     return m.inner(x)[0]
-
-
-class Words(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return ["x"]
-
-
-class Packed(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        h = functional.linear(x, 2 * self.weight, self.bias)  # a product with the weight itself would be a layer
-        return nn.utils.rnn.pack_padded_sequence(h[:, None], torch.ones(len(x)), batch_first=True)
 
 
 def noisy(inner: nn.Module) -> Written:
@@ -234,30 +212,22 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: risk(lambda x: x), ValueError, r"`model` is a function; .* A function \(params, X\) is a model for"),
     (lambda: risk(nn.Linear), ValueError, r"`model` is the class Linear; .* Call it: Linear\(\.\.\.\)"),
     (lambda: risk([(X, Y)]), ValueError, "`model` is a list; layers can only be recorded in a torch.nn.Module.$"),
-    (lambda: risk(CE), ValueError, "has no parameters. The arguments are model, loss and data, in this order"),
-    (lambda: risk(lin().requires_grad_(False)), ValueError, "No parameter of the model requires a gradient"),
-    (lambda: no_shapes(), ValueError, r"\['1.weight', '1.bias'\] of the model have no shapes yet.*Call the model once"),
-    (lambda: no_shapes(lambda model: [model[0].weight]), ValueError, r"'1.bias'\] of the model have no shapes yet"),
-    (in_inference_mode, UnsupportedError, r"\['weight', .*made in torch.inference_mode.*copy.deepcopy\(model\)"),
-    (half_meta, UnsupportedError, r"The parameters \['1.weight', '1.bias'\] are on the meta device"),
+    (lambda: risk(CE), ValueError, "has 0 parameters.*The arguments are model, loss and data, in this order"),
+    (lambda: risk(lin().requires_grad_(False)), ValueError, "has 2 parameters; by default those that require"),
+    (lambda: no_shapes(), ValueError, "The module '1' has no shapes yet: it is lazy.*Call the model once"),
     # parameters
     (whole_numbers, ValueError, "torch.int64.*only real floating-point parameters"),
     (lambda: risk(params=MODEL.named_parameters()), ValueError, r"a tuple; .*dict\(model.named_par"),
-    (lambda: risk(params=[*MODEL.named_parameters()]), ValueError, r"Of pairs .* make a dict: params=dict\(model.nam"),
-    (lambda: risk(params=["0.weight"]), ValueError, r"params\[0\] is a str; .*\[model.get_parameter\(name\)\]"),
-    (lambda: risk(params=[{"params": []}]), ValueError, r"params\[0\] is a dict; .*group\['params'\]"),
-    (lambda: risk(params=[MODEL[0]]), ValueError, r"params\[0\] is a Linear; .*\[\*module.parameters\(\)\]"),
-    (lambda: risk(params=MODEL), TypeError, r"`params` is a Sequential; .*: list\(model.parameters\(\)\)"),
-    (lambda: risk(params=W), TypeError, r"`params` is a Parameter; .*: \[p\] for a single one"),
-    (lambda: risk(params="0.weight"), TypeError, r"`params` is a str; .*\[model.get_parameter\(name\)\] for a single"),
+    (lambda: risk(params=[*MODEL.named_parameters()]), ValueError, r"a tuple; .*dict\(model.named_par"),
+    (lambda: risk(params=["0.weight"]), ValueError, r"params\[0\] is a str; .*list\(model.parameters\(\)\)"),
+    (lambda: risk(params=MODEL), TypeError, r"`params` is a Sequential; .*list\(model.parameters\(\)\)"),
+    (lambda: risk(params=W), TypeError, "`params` is a Parameter; expected a list"),
+    (lambda: risk(params="0.weight"), TypeError, "`params` is a str; expected a list"),
     (lambda: risk(params=5), TypeError, "`params` is a int; expected a list or a dict"),
-    (lambda: risk(params={0: W}), TypeError, "`params` has the key 0, a int; expected names"),
+    (lambda: risk(params={0: W}), ValueError, r"params\[0\].*or a dict of them by name"),
     # options of a risk
-    (lambda: risk(example_of_row=len), TypeError, r"example_of_row is a builtin.*; expected a dict .*\"name\": lamb"),
-    (lambda: risk(example_axis=1), TypeError, 'example_axis is a int; expected a dict .*example_axis={"name": 1}'),
-    (lambda: risk(example_axis={"0": True}), TypeError, "example_axis={'0': True} is a bool; expected an int"),
-    (lambda: risk(example_of_row={"0": Y}), TypeError, "example_of_row={'0': ...} is a Tensor; expected a function"),
-    (lambda: risk(example_of_row={"a": len}), ValueError, "example_of_row={'a': ...} matches no module of the model;"),
+    (lambda: risk(example_axis=1), TypeError, "example_axis=1 is no dict from names of modules to axes"),
+    (lambda: risk(example_axis={"0": True}), TypeError, "example_axis={'0': True} is no dict from names"),
     (lambda: TIMES.risk(example_axis={"bdy": 1}), ValueError,
      r"example_axis=\{'bdy': 1\} matches no module of the model; its modules are \['body', 'head'\]"),
     (lambda: risk(output="logits"), TypeError, r"output is a str; expected a function, for instance output=lambda o:"),
@@ -265,9 +235,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: risk(batch_size_fn=6), TypeError, "batch_size_fn is a int; expected a function, for instance"),
     (lambda: risk(batch_size_fn=lambda X: "6").loss(), TypeError, "batch_size_fn returned .* for batch 0; expected"),
     (lambda: risk(batch_size_fn=lambda X: X.shape).loss(), TypeError, "batch_size_fn returned .* for batch 0;"),
-    (lambda: curvature(risk(Written(lambda m, x: x @ m.w.T, w=nn.Parameter(normal(3, 4))),
-                            example_of_row={"": lambda X, y: torch.arange(6)})),
-     UnsupportedError, r"example_of_row= can't be said for layer 'w' \(Written\)"),
     (lambda: curvature(ATTENTION.risk(mask=lambda X, y: None)), ValueError, "`mask` returned NoneType; expected a"),
     (lambda: curvature(ATTENTION.risk(mask=lambda X, y: torch.ones(len(y), 3))), ValueError,
      r"`mask` returned torch.float32 \[3, 3\]; expected a bool tensor \[3, T\]"),
@@ -287,12 +254,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
      r"The loss mse_loss failed on an output of shape \[6, 3\], torch.float64, and a target of shape \[6\], torch"),
     (lambda: risk(loss=torch.square).loss(), TypeError, "The loss square failed .* Its own message: square"),
     # what layers did
-    (lambda: curvature(risk(Written(packed, inner=lin(kind=Words)))), NotImplementedError,
-     r"layer 'inner' \(Words\) returned a list; expected floating-point tensors"),
-    (lambda: curvature(risk(Written(packed, inner=lin(kind=Packed))), DiagonalBlock), NotImplementedError,
-     r"layer 'inner' \(Packed\) returned a PackedSequence.*Pad the sequences"),
-    (lambda: curvature(risk(Written(turned, body=lin(3)), [(SEQUENCES, Y)])), UnsupportedError,
-     r"layer 'body' \(Linear\) returned shape \[5, 6, 3\] in a batch of 6 examples: axis 0"),
     (lambda: curvature(risk(branch(reentrant), [(X.clone(), Y)])), UnsupportedError,
      r"layer 'first' ran under torch.no_grad\(\).*use_reentrant=False"),
     (lambda: curvature(risk(noisy(nn.BatchNorm1d(4, affine=False)).double()), DiagonalBlock),
@@ -300,9 +261,9 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(noisy(nn.Dropout(0.5))), DiagonalBlock), (NotImplementedError, RuntimeError),
      r"'inner' \(Dropout\).*model.eval"),
     (lambda: curvature(risk(Written(blows, first=lin(4, 5), second=lin(5), div=Written(lambda m, x: x / 0.0)))),
-     NumericsError, r"output of layer 'div' \(Written\) in batch 0 has NaN or infinite"),
+     NumericsError, "layer 'first': the statistic .* NaN or infinite entries"),
     (lambda: curvature(risk(Written(lambda m, x: (m.l(x) * 0).sqrt(), l=lin())), EKFAC, vectors=MonteCarlo()),
-     NumericsError, "layer 'l': the statistic .* NaN or infinite entries.*The forward pass is finite"),
+     NumericsError, "layer 'l': the statistic .* NaN or infinite entries"),
     # approximations
     (lambda: curvature(GENERIC.risk(), {"head": KFAC}), ValueError, r"No layer matches 'head'.*'1', '2', '4'\].*'Li"),
     (lambda: curvature(GENERIC.risk(), {nn.Conv2d: KFAC}), ValueError, r"No layer matches .*Conv2d.*\['0', '1', '2',"),
@@ -420,7 +381,7 @@ def test_weights_that_the_loss_s_output_reads(frozen: bool) -> None:
     """Outside of the model there is no module that could be run again; `test_functions.py` has what is read inside."""
     model = Written(lambda m, x: m.layer(x), layer=lin()).requires_grad_(not frozen)
     outside = risk(model, params=list(model.parameters()), output=lambda f: f / model.layer.weight.norm())
-    with unchanged(model), pytest.raises(ValueError, match=r"'layer.weight'.*outside.*read by `norm` in the selec"):
+    with unchanged(model), pytest.raises(ValueError, match=r"layer 'layer'.*\['layer.weight'\].*something else read"):
         curvature(outside, KFAC)
 
 
@@ -465,9 +426,7 @@ def test_embeddings_that_scale_gradients() -> None:
         table = risk(Written(looks_up, table=model[0].weight, last=model[2]), [(TOKENS, Y)])
         dense.append([kind(table).to_dense() for kind in (GGN, Hessian, Jacobian)])
         if scales:
-            with pytest.raises(
-                UnsupportedError, match=r"scale_grad_by_freq=True\), which divides gradients by how often"
-            ):
+            with pytest.warns(CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"):
                 curvature(table, KFAC)
     torch.testing.assert_close(found[:3], found[3:], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*dense)
@@ -639,8 +598,6 @@ MIXED = Written(lambda m, x: m.last(m.first(x) - m.first(x).mean(0)), first=lin(
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: curvature(risk(nn.Sequential(Kernel()), check=False)).verify(), VerificationError,
      r"layer '0', check \(a\) gradients.*differ from plain autodiff"),
-    (lambda: curvature(risk(nn.Sequential(Kernel()))), UnsupportedError,
-     r"layer '0' \(Kernel\).*by the layer's rule and .* by autograd"),
     (lambda: BlockwiseLinearOperator(risk(MIXED), KFAC, compute=False).verify(), VerificationError, "layer 'first',"),
     (lambda: curvature(risk(data=problem("mlp, mse").data, loss=Scaled())).verify(), VerificationError,
      r"check \(c\) loss Hessian"),

@@ -146,8 +146,8 @@ def _why_not_affine(layer: Layer) -> str:
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
         return (
-            f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, or see "
-            "rows in an order of their own"
+            f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, see "
+            "rows in an order of their own, or have a rule that autograd contradicts"
         )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 

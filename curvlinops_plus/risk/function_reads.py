@@ -266,7 +266,7 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
             batch = next(risk.batches("functions"), None) if batch is None else batch
             for enclosed in attempts if batch is not None else ():  # else other processes have examples, and tell
                 risk.reads = find_functions(risk, batch, {*enclosed, *known})
-                if risk.reads.enclosing.items() - known.items() or (before is None and risk.reads.products):
+                if risk.reads.enclosing.keys() - known.keys() or (before is None and risk.reads.products):
                     return
     if error is not None and batch is not None:
         raise UnsupportedError(str(error)) from error

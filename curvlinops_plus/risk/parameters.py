@@ -57,8 +57,8 @@ class ModelParameters:
         for module, names in self._places:
             if isinstance(module, torch.jit.ScriptModule):
                 raise UnsupportedError(
-                    f"{[key for _, key in names]} are parameters of a {type(module).__name__} (torch.jit): they can't be "
-                    "replaced, and hooks inside it do not run. Pass the Python module that it was made from, or leave "
+                    f"{[key for _, key in names]} are parameters of a {type(module).__name__} (torch.jit): they can't "
+                    "be replaced, and hooks inside do not run. Pass the Python module that it was made from, or leave "
                     "its parameters out of `params`."
                 )
         self.space, self.device = Space.of(self.params), common_device(self.params)
@@ -163,7 +163,7 @@ class ModelParameters:
     def require_in_place(self) -> None:
         """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
         self.whole.give_up()
-        gone = [m for parent, name, m in self._paths if parent._modules.get(name) is not m]
+        gone = [m for parent, name, m in self._paths if name not in parent._modules or parent._modules[name] is not m]
         inside = {module for child in gone for module in child.modules()}
         other = [
             key

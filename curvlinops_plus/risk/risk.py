@@ -26,7 +26,6 @@ from curvlinops_plus.risk.parameter_reads import KeptParameters
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.replicas import common_processes, require_replicas
 from curvlinops_plus.risk.reading import (
     Batch,
     check_data,
@@ -36,6 +35,7 @@ from curvlinops_plus.risk.reading import (
     refuse_input,
     require_numbers,
 )
+from curvlinops_plus.risk.replicas import common_processes, require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.vectors import Vectors
 

@@ -225,31 +225,8 @@ def test_nothing_is_changed_between_batches() -> None:
         close(risk.space.flatten_rows(gradients), plain_gradients(model, *batch))
 
 
-class ByFunction(nn.Module):
-    """Later batches read the first layer's weight by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        return self.head(h * (self.first.bias + self.head.weight.sum() if x.shape[1] and x[0, 0] > 50 else 1.0))
 
 
-def test_parameters_that_functions_read_in_a_later_batch() -> None:
-    torch.manual_seed(0)
-    model, X, y = ByFunction().double(), normal(9, 4), torch.arange(9) % 3
-    X[6:, 0] = 100.0
-    data = [(X[:3], y[:3]), (X[3:6], y[3:6]), (X[6:], y[6:])]
-    G = plain_gradients(model, X, y)
-    A = normal(len(G.T), len(G.T))
-    for rank in (None, 100):
-        train = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
-        queries = EmpiricalRisk(model, nn.CrossEntropyLoss(), data[:1])
-        close(attribution_scores(Dense(A), queries, train, rank=rank), G[:3] @ A @ G.T)
-    found = torch.cat([train.space.flatten_rows(g) for g in per_example_gradients(queries.with_data(data))])
-    close(found, G)
 
 
 def test_empty_and_uncalled() -> None:
