@@ -136,7 +136,7 @@ KINDS = {
     "biases": ({"bias": "all"}, {"EKFAC", "DiagonalBlock"}),
     "norms": ({"modules_to_save": ["ln_f"]}, {"EKFAC", "DiagonalBlock"}),
     "embedding": ({"target_modules": ["wte"]}, {"EKFAC", "DiagonalBlock"}),
-    "magnitudes": ({"use_dora": True}, {"DiagonalBlock"}),
+    "magnitudes": ({"use_dora": True}, {"DiagonalBlock", "EKFAC"}),
 }
 
 

@@ -18,7 +18,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.examples import call_model
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
-from curvlinops_plus.risk.label_shift import are_labels_shifted, shifted_labels
+from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
@@ -270,9 +270,8 @@ class EmpiricalRisk(ModelParameters):
         """
         options = self.options
         batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight, first)
-        if batch.unpack and options.check and self.checked.shift is None:
-            said = options.shift_labels
-            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
+        if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
+            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
 
     def read_input(self, X: Any, unpack: bool) -> Batch:

@@ -225,10 +225,6 @@ def test_nothing_is_changed_between_batches() -> None:
         close(risk.space.flatten_rows(gradients), plain_gradients(model, *batch))
 
 
-
-
-
-
 def test_empty_and_uncalled() -> None:
     """A layer that no batch calls has gradients of zero; the data may be read once."""
     model, X, y = small_net()

@@ -155,7 +155,7 @@ def test_other_models_and_losses(processes: Processes) -> None:
     case("same", right)
     for name, (change, pattern) in CHANGES.items():
         case(name, MODEL + pattern, change)
-    case("weights", f"{MODEL}the loss, the buffer 'weight' is{WHERE}", loss=nn.CrossEntropyLoss(weight=weights))
+    case("weights", f"{MODEL}.weight. of the loss is{WHERE}", loss=nn.CrossEntropyLoss(weight=weights))
     case("count", f"{MODEL}num_data= is 10{WHERE}", num_data=10 + last)
     case("afterwards", right)
     require_of_all(processes, found, words)
