@@ -453,24 +453,6 @@ def test_numbers_that_follow_from_structure(name: str, approximation: str) -> No
     close(half @ damped @ half, eye, 1e-8, "power")
 
 
-@pytest.mark.one_in(3)
-@every_layer
-def test_single_precision(name: str) -> None:
-    p = alone(name)
-    copied(p)  # see there
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*mkldnn.*")
-        q = p.to(torch.device("cpu"), torch.float32)
-        for approximation, expected in (
-            ("FullBlock", p.exact.only_blocks(p.exact.ggn(), False)),
-            ("KFAC", p.exact.kfac(p.exact.exact())),
-        ):
-            K = q.curvature(APPROXIMATIONS[approximation])
-            assert K.to_dense().dtype == torch.float32
-            close(K.to_dense(), expected, 3e-4, approximation)
-        close(q.curvature(APPROXIMATIONS["EKFAC"]).trace, p.exact.ggn().trace(), 3e-4, "trace of EKFAC")
-
-
 @pytest.mark.one_in(2)
 @every_layer
 def test_verification_passes(name: str) -> None:
@@ -560,41 +542,3 @@ def test_every_module_of_pytorch_that_holds_parameters_is_here() -> None:
                 missing.append(name)
                 break
     assert not missing, f"layers with parameters and no test: {missing}"
-
-
-def test_groups_are_not_mixed() -> None:
-    """Nothing between groups in KFAC, something in the exact block: the twin's zeros are not there by accident."""
-    p = alone("conv1d in groups")
-    K, exact = p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.ggn()
-    r, _ = p.exact.matrix_places(list(p.keyed))
-    between = (r[:, None] // 3) != (r // 3)
-    assert K[between].abs().max() == 0
-    assert exact[between].abs().max() > 1e-3
-
-
-def test_padding_changes_the_factors() -> None:
-    """Rows at the padding index leave A, G and the divisor; a twin that forgot about them would differ."""
-    p = alone("embedding with padding")
-    kept = sum((X != 1).sum() for X, _ in p.data)
-    counts = sum(torch.bincount(X.flatten(), minlength=4) for X, _ in p.data)
-    counts[1] = 0
-    A, G = p.exact.factors("layer", p.exact.exact())
-    close(A, (counts / kept).double().diag())
-    plain = Problem(replace(p.net, model=Alone(nn.Embedding(4, 2)).double()), p.loss, p.data)
-    plain.model.load_state_dict(p.model.state_dict())
-    A_plain, G_plain = plain.exact.factors("layer", plain.exact.exact())
-    assert (A - A_plain).norm() > 0.05
-    assert (G - G_plain).norm() > 1e-3 * G.norm()
-    block = p.curvature(APPROXIMATIONS["KFAC"]).blocks["layer"]
-    close(block.A.to_dense() if hasattr(block.A, "to_dense") else block.A, A, what="A")
-
-
-@pytest.mark.parametrize("name", ["lstm", "lstm cells", "decoder layer", "self-attention"])
-def test_a_wrong_layer_is_noticed(name: str) -> None:
-    """One example less, or one number moved, is no small error."""
-    p = problem(name)
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
-    with pytest.raises(AssertionError, match="relative error"):
-        close(p.curvature(FullBlock, p.data[:-1]).to_dense(), exact)
-    with pytest.raises(AssertionError, match="relative error"):
-        close(p.curvature(FullBlock).to_dense().roll(1, 0), exact)
