@@ -55,7 +55,7 @@ class Function:
         assert weight is not None
         options: dict[str, Any] = dict(self.options)
         if self.name == "embedding":
-            module: nn.Module = nn.Embedding(*weight.shape, device="meta", **options)
+            module: nn.Module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta", **options)
         else:
             channels = weight.shape[1] * options["groups"], weight.shape[0]
             kind = getattr(nn, self.name.replace("conv", "Conv"))

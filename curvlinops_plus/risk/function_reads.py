@@ -264,11 +264,13 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
             batch = next(risk.batches("functions"), None) if batch is None else batch
-            for enclosed in attempts if batch is not None else ():  # else other processes have examples, and tell
+            if batch is None:  # other processes have examples, and tell what they find
+                return
+            for enclosed in attempts:
                 risk.reads = find_functions(risk, batch, {*enclosed, *known})
                 if risk.reads.enclosing.keys() - known.keys() or (before is None and risk.reads.products):
                     return
-    if error is not None and batch is not None:
+    if error is not None:
         raise UnsupportedError(str(error)) from error
 
 
@@ -372,6 +374,7 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self._examples, self._stack = batch.num_examples, list[_Frame]()
+        self._held: dict[str, dict[str, Any]] = {}
         self.reads: dict[str, list[_Read]] = {}
         # Frozen ones, too, leave a trace in what is computed from these.
         self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}

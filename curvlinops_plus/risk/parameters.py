@@ -231,10 +231,10 @@ def named_params(
                 "list(model.parameters()), or a dict of them by name, as dict(model.named_parameters())."
             )
         name = name or by_memory.get((p.data_ptr(), p.shape, p.stride()))
-        if name is None and key in owned and owned[key].shape == p.shape:
+        if name is None and key is not None and key in owned and owned[key].shape == p.shape:
             name = key
         if name is None:
-            expected = f" (its own {key!r} has {list(owned[key].shape)})" if key in owned else ""
+            expected = f" (its own {key!r} has {list(owned[key].shape)})" if key is not None and key in owned else ""
             raise ValueError(
                 f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
                 "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "

@@ -130,14 +130,10 @@ def _submatrix(s: Subject, o: Options) -> None:
     sub = K[rows, columns]
     expected = dense[rows][:, columns]
     v = s.normal(len(columns), what="sub")
-    s.equal("K[rows, columns] @ v", sub @ v, expected @ v.double(), scale=float(dense.norm()))
-    s.equal("K[rows, columns].to_dense()", sub.to_dense(), expected, scale=float(dense.norm()))
-    s.equal(
-        "K[rows, rows].materialize()",
-        K[rows, rows].materialize().to_dense(),
-        dense[rows][:, rows],
-        scale=float(dense.norm()),
-    )
+    scale, square = float(dense.norm()), K[rows, rows].materialize().to_dense()
+    s.equal("K[rows, columns] @ v", sub @ v, expected @ v.double(), scale=scale)
+    s.equal("K[rows, columns].to_dense()", sub.to_dense(), expected, scale=scale)
+    s.equal("K[rows, rows].materialize()", square, dense[rows][:, rows], scale=scale)
 
 
 @check("states", draw_operator, 2)
@@ -192,12 +188,8 @@ def _classic(s: Subject, o: Options) -> None:
         if found is not None:
             u = torch.zeros_like(v)
             u[block.at] = v[block.at]
-            s.equal(
-                f"damped factors of {block.keys}",
-                (inverse @ u)[block.at],
-                torch.linalg.solve(found[0], v[block.at]),
-                10,
-            )
+            solved = torch.linalg.solve(found[0], v[block.at])
+            s.equal(f"damped factors of {block.keys}", (inverse @ u)[block.at], solved, 10)
 
 
 # ------------------------------------------------------------------------------------------------------ running sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -31,6 +32,7 @@ from .compare import holds, require
 from .exact_checks import draw_vectors
 from .kronecker import kfac_block
 from .pieces import Options
+from .truth import of_example
 
 
 def draw_blocks(r: Random) -> Options:
@@ -51,10 +53,8 @@ def _exact_blocks(s: Subject, o: Options) -> None:
     expected = s.truth.only_blocks(s.truth.matrix(o["vectors"]), o["separate"])
     kind = FullBlock if o["kind"] == "full" else DiagonalBlock
     expected = expected if o["kind"] == "full" else expected.diagonal().diag()
-    K = s.curvature(kind, **options_of(o))
-    s.equal(
-        f"{kind.__name__} is the exact block ({o['vectors']})", K.to_dense(), expected, scale=s.truth.size(o["vectors"])
-    )
+    dense = s.curvature(kind, **options_of(o)).to_dense()
+    s.equal(f"{kind.__name__} is the exact block ({o['vectors']})", dense, expected, scale=s.truth.size(o["vectors"]))
 
 
 @check("EKFAC's trace", draw_blocks, often=None)
@@ -242,24 +242,19 @@ def single(data: list[Any]) -> list[Any]:
     found = []
     for x, y in data:
         for n in range(len(x)):
-
-            def part(t: Tensor, n: int = n, N: int = len(x)) -> Tensor:
-                return t.reshape(N, -1, *t.shape[1:])[n] if len(t) != N else t[n : n + 1]
-
-            one = (
-                {k: part(t) for k, t in y.items()}
-                if isinstance(y, dict)
-                else (tuple(part(t) for t in y) if isinstance(y, tuple) else part(y))
-            )
+            part = partial(of_example, n=n, N=len(x))
+            one = {k: part(t) for k, t in y.items()} if isinstance(y, dict) else None
+            one = one or (tuple(part(t) for t in y) if isinstance(y, tuple) else part(y))
             found.append((x[n : n + 1], one))
     return found
 
 
-@check(
-    "batches don't matter", lambda r: {"kind": r.choice(["KFAC", "TNT", "full", "ekfac"]), "mc": r.random() < 0.6}, 2
-)
+KINDS = {"KFAC": KFAC, "TNT": TNT, "full": FullBlock, "ekfac": EKFAC}
+
+
+@check("batches don't matter", lambda r: {"kind": r.choice([*KINDS]), "mc": r.random() < 0.6}, 2)
 def _batches(s: Subject, o: Options) -> None:
-    kind = {"KFAC": KFAC, "TNT": TNT, "full": FullBlock, "ekfac": EKFAC}[o["kind"]]
+    kind = KINDS[o["kind"]]
     vectors = RANDOM["mc"] if o["mc"] else Exact()
     one = s.curvature(kind, vectors=vectors)
     other = curvature(s.risk(single(s.case.data)), kind, vectors=vectors)

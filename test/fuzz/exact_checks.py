@@ -58,10 +58,8 @@ def _ggn(s: Subject, o: Options) -> None:
 @check("GGN, dense", draw_vectors, 2)
 def _ggn_dense(s: Subject, o: Options) -> None:
     require(s.known or o["vectors"] == "exact")
-    G = GGN(s.risk(), VECTORS[o["vectors"]])
-    s.equal(
-        f"GGN({o['vectors']}).to_dense()", G.to_dense(), s.truth.matrix(o["vectors"]), scale=s.truth.size(o["vectors"])
-    )
+    dense, scale = GGN(s.risk(), VECTORS[o["vectors"]]).to_dense(), s.truth.size(o["vectors"])
+    s.equal(f"GGN({o['vectors']}).to_dense()", dense, s.truth.matrix(o["vectors"]), scale=scale)
 
 
 @check("Hessian", lambda r: {"dense": r.random() < 0.3}, 3)
@@ -105,19 +103,15 @@ def _forms(s: Subject, o: Options) -> None:
     v = s.normal(s.case.size, what="forms")
     expected, sizes = truth @ v.double(), s.truth.sizes
     parts = {key: t.view(p.shape) for t, (key, p) in zip(v.split(sizes), s.case.keyed.items(), strict=True)}
-    got: Any
-    if o["form"] == "list":
-        got = torch.cat([t.flatten() for t in G @ list(parts.values())])
-    elif o["form"] == "dict":
-        got = torch.cat([t.flatten() for t in (G @ parts).values()])
-    elif o["form"] == "numpy":
-        got = torch.as_tensor(G @ v.numpy())
-    elif o["form"] == "left":
-        got = v @ G
-    else:
-        given = {key: torch.stack([t, 2 * t], -1) for key, t in parts.items()}
-        got = torch.cat([t.reshape(-1, 2) for t in (G @ given).values()])
-        expected = torch.stack([expected, 2 * expected], 1)
+    columns = {key: torch.stack([t, 2 * t], -1) for key, t in parts.items()}
+    got = {
+        "list": lambda: torch.cat([t.flatten() for t in G @ list(parts.values())]),
+        "dict": lambda: torch.cat([t.flatten() for t in (G @ parts).values()]),
+        "numpy": lambda: torch.as_tensor(G @ v.numpy()),
+        "left": lambda: v @ G,
+        "columns": lambda: torch.cat([t.reshape(-1, 2) for t in (G @ columns).values()]),
+    }[o["form"]]()
+    expected = torch.stack([expected, 2 * expected], 1) if o["form"] == "columns" else expected
     s.equal(f"GGN @ v as {o['form']}", got, expected)
 
 

@@ -7,6 +7,7 @@ their inputs; `NO_ANSWER` those for which every number is wrong, such as dropout
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 
+from .modules import made, vector
+
 __all__ = ["HOSTILE", "NO_ANSWER"]
+
+linear = partial(nn.Linear, 3, 3)
 
 
 class Base(nn.Module):
@@ -23,7 +28,7 @@ class Base(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.first, self.last = nn.Linear(4, 3), linear()
 
     def middle(self, h: Tensor) -> Tensor:
         return h
@@ -36,11 +41,8 @@ def with_middle(function: Callable[[Any, Tensor], Tensor], **parts: Callable[[],
     """A network with a function in the middle, and parts that the function uses."""
 
     def make() -> nn.Module:
-        class Network(Base):
-            def middle(self, h: Tensor) -> Tensor:
-                return function(self, h)
-
-        model = Network()
+        kind: Any = type("Network", (Base,), {"middle": function})
+        model = kind()
         for name, part in parts.items():
             setattr(model, name, part())
         return model
@@ -48,77 +50,62 @@ def with_middle(function: Callable[[Any, Tensor], Tensor], **parts: Callable[[],
     return make
 
 
+def instead(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A network of the same two layers with another forward pass."""
+    return lambda: made(forward, Base)
+
+
+def inner(forward: Callable[[Any, Tensor], Tensor], *names: str, **attributes: Any) -> Callable[[], nn.Module]:
+    """A layer of its own with vectors as parameters."""
+    return lambda: made(forward, **{name: vector(3) for name in names or "w"}, **attributes)
+
+
 def norm() -> nn.Module:
     return nn.LayerNorm(3, eps=1e-3)
 
 
-def vector() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(3))
-
-
 # ----------------------------------------------------------------------------------- forward passes that differentiate
-class Forces(Base):
-    """The gradient of an energy in the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = torch.tanh(self.last(torch.tanh(self.first(x)))).sum(-1)
-            force = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
-        return torch.cat([energy[:, None], force[:, :2]], -1)
+def _forces(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = torch.tanh(m.last(torch.tanh(m.first(x)))).sum(-1)
+        force = torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+    return torch.cat([energy[:, None], force[:, :2]], -1)
 
 
-class Penalty(Base):
-    """Outputs and the squared norm of their gradient in the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            f = super().forward(x)
-            g = torch.autograd.grad(f.sum(), x, create_graph=True)[0]
-        return f + g.square().sum(-1, keepdim=True)
+def _penalty(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        f = Base.forward(m, x)
+        g = torch.autograd.grad(f.sum(), x, create_graph=True)[0]
+    return f + g.square().sum(-1, keepdim=True)
 
 
 # ----------------------------------------------------------------------------------- other tensors than the parameters
-class FastWeights(Base):
-    """A layer called with twice its weight."""
-
-    def middle(self, h: Tensor) -> Tensor:
-        values = {name: 2 * p for name, p in self.last.named_parameters()}
-        return functional_call(self.last, values, (h,))
+def _fast_weights(m: Any, h: Tensor) -> Tensor:
+    return functional_call(m.last, {name: 2 * p for name, p in m.last.named_parameters()}, (h,))
 
 
-class Swapped(Base):
+def _swapped(m: Any, x: Tensor) -> Tensor:
     """Another weight in place of the parameter during the call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.first._parameters.pop("weight")
-        assert weight is not None
-        self.first.weight = weight * torch.tensor([[1.0], [2.0], [3.0]], dtype=weight.dtype)  # type: ignore[assignment]
-        try:
-            return super().forward(x)
-        finally:
-            del self.first.weight
-            self.first._parameters["weight"] = weight
+    weight = m.first._parameters.pop("weight")
+    m.first.weight = weight * torch.tensor([[1.0], [2.0], [3.0]], dtype=weight.dtype)
+    try:
+        return Base.forward(m, x)
+    finally:
+        del m.first.weight
+        m.first._parameters["weight"] = weight
 
 
-class Doubled(nn.Module):
-    """A parametrization."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        return 2 * w
+def _two_calls_cached(m: Any, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return m.last(torch.tanh(m.last(torch.tanh(m.first(x)))))
 
 
-class Cached(Base):
-    """A parametrization that is computed once for two calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrize.register_parametrization(self.last, "weight", Doubled())
-
-    def forward(self, x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return self.last(torch.tanh(self.last(torch.tanh(self.first(x)))))
+def cached() -> nn.Module:
+    model = instead(_two_calls_cached)()
+    parametrize.register_parametrization(model.last, "weight", made(lambda m, w: 2 * w))  # type: ignore[arg-type]
+    return model
 
 
 def pruned() -> nn.Module:
@@ -128,141 +115,68 @@ def pruned() -> nn.Module:
 
 
 # ----------------------------------------------------------------------------------- calls that are not what they seem
-class Counted(Base):
-    """A layer of its own whose function depends on how often it ran in this forward pass."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.calls = vector(), 0
-
-        def forward(self, h: Tensor) -> Tensor:
-            self.calls += 1
-            return torch.sin(h * self.w) * (1 + self.calls % 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner.calls = 0
-        h = torch.tanh(self.first(x))
-        return self.last(self.inner(h) + self.inner(h.square()))
+def _counts(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return torch.sin(h * m.w) * (1 + m.calls % 2)
 
 
-class Told(Base):
-    """A layer of its own that reads an attribute set around the call."""
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.factor = vector(), 1.0
-
-        def forward(self, h: Tensor) -> Tensor:
-            return torch.sin(h * self.w) * self.factor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
-
-    def middle(self, h: Tensor) -> Tensor:
-        self.inner.factor = 3.0
-        out = self.inner(h)
-        self.inner.factor = 1.0
-        return out
+def _counted(m: Any, h: Tensor) -> Tensor:
+    m.inner.calls = 0
+    return m.inner(h) + m.inner(h.square())
 
 
-class Scaled(nn.Module):
-    """A layer of its own that is told a number for each example, or computes one from all of them."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.w, self.how, self.told = vector(), how, None
-
-    def forward(self, h: Tensor) -> Tensor:
-        if self.how == "length":
-            return h * self.w * len(h)
-        if self.how == "told":
-            assert self.told is not None
-            return h * self.w * self.told
-        return (h - h.mean(0)) / (h.var(0, correction=0) + 0.1).sqrt() * self.w + self.w.square()
+def _told(m: Any, h: Tensor) -> Tensor:
+    m.inner.factor = 3.0
+    out = m.inner(h)
+    m.inner.factor = 1.0
+    return out
 
 
-class Informed(Base):
-    """A layer with a number for each example that is stored before the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Scaled("told")
-
-    def middle(self, h: Tensor) -> Tensor:
-        self.inner.told = h.detach().square().sum(-1, keepdim=True)  # type: ignore[assignment]
-        return self.inner(h)
+def _informed(m: Any, h: Tensor) -> Tensor:
+    m.inner.told = h.detach().square().sum(-1, keepdim=True)
+    return m.inner(h)
 
 
-class Halves(nn.Module):
-    """Another function of the first half of a batch than of the second."""
+def _statistics(m: Any, h: Tensor) -> Tensor:
+    return (h - h.mean(0)) / (h.var(0, correction=0) + 0.1).sqrt() * m.w + m.w.square()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.v, self.w = vector(), vector()
 
-    def forward(self, h: Tensor) -> Tensor:
-        k = len(h) // 2
-        return torch.cat([h[:k] * self.v, torch.sin(h[k:] * self.w)])
+def _halves(m: Any, h: Tensor) -> Tensor:
+    k = len(h) // 2
+    return torch.cat([h[:k] * m.v, torch.sin(h[k:] * m.w)])
+
+
+def _quiet_first(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = torch.tanh(m.l(h))
+    return m.l(h)
 
 
 # ------------------------------------------------------------------------------------------------------ examples, axes
-class TimeMajor(nn.Module):
-    """Positions before examples, as one axis or as two."""
-
-    def __init__(self, flat: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.flat = nn.Linear(4, 3), nn.Linear(3, 3), flat
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-        N, T = x.shape[:2]
-        h = x.transpose(0, 1)
-        h = self.first(h.reshape(N * T, 4)).view(T, N, 3) if self.flat else self.first(h)
-        return self.last(torch.tanh(h).sum(0))
+def _time_major(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    return m.last(torch.tanh(m.first(x.transpose(0, 1))).sum(0))
 
 
-class Placed(nn.Module):
-    """Embeddings of positions without an axis of examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.places = nn.Linear(4, 3), nn.Embedding(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-        return torch.tanh(self.first(x) + self.places(torch.arange(x.shape[1]))).sum(1)
+def _time_major_rows(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    N, T = x.shape[:2]
+    return m.last(torch.tanh(m.first(x.transpose(0, 1).reshape(N * T, 4)).view(T, N, 3)).sum(0))
 
 
-class Biased(nn.Module):
-    """A bias of scores between positions, from an embedding of their distances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.distance = nn.Linear(4, 3), nn.Embedding(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-        h, t = self.first(x), torch.arange(x.shape[1])
-        bias = self.distance((t[:, None] - t).abs())[..., 0]
-        return ((h @ h.mT + bias).softmax(-1) @ h).sum(1)
+def _placed(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    return torch.tanh(m.first(x) + m.places(torch.arange(x.shape[1]))).sum(1)
 
 
-class Experts(Base):
-    """Examples that are sent to one of two layers each."""
+def _biased(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    h, t = m.first(x), torch.arange(x.shape[1])
+    bias = m.distance((t[:, None] - t).abs())[..., 0]
+    return ((h @ h.mT + bias).softmax(-1) @ h).sum(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        out, one = torch.zeros_like(h), x[:, 0] > 0
-        out[one], out[~one] = self.last(h[one]), self.other(h[~one])
-        return out
+def _experts(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    out, one = torch.zeros_like(h), x[:, 0] > 0
+    out[one], out[~one] = m.last(h[one]), m.other(h[~one])
+    return out
 
 
 def _sorted(model: Any, h: Tensor) -> Tensor:
@@ -277,147 +191,114 @@ def _doubled_rows(model: Any, h: Tensor) -> Tensor:
     return one * two
 
 
-class Shared(nn.Module):
+def _two_attentions(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    h = torch.tanh(m.first(x))
+    h = h + m.one(h, h, h, need_weights=False)[0]
+    return m.last((h + m.two(h, h, h, need_weights=False)[0]).sum(1))
+
+
+def shared(name: str) -> nn.Module:
     """Two attention modules that share one of their parameters."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 2), nn.Linear(2, 3)
-        self.one, self.two = (nn.MultiheadAttention(2, 1, batch_first=True) for _ in range(2))
-        owner, _, local = name.rpartition(".")
-        setattr(self.two.get_submodule(owner), local, getattr(self.one.get_submodule(owner), local))
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-        h = torch.tanh(self.first(x))
-        h = h + self.one(h, h, h, need_weights=False)[0]
-        return self.last((h + self.two(h, h, h, need_weights=False)[0]).sum(1))
+    one, two = (nn.MultiheadAttention(2, 1, batch_first=True) for _ in range(2))
+    owner, _, local = name.rpartition(".")
+    setattr(two.get_submodule(owner), local, getattr(one.get_submodule(owner), local))
+    return made(_two_attentions, first=nn.Linear(4, 2), last=nn.Linear(2, 3), one=one, two=two)
 
 
-def _hooked(model: nn.Module, hook: Callable[..., Any], before: bool = False) -> nn.Module:
-    layer = model.first
-    (layer.register_forward_pre_hook if before else layer.register_forward_hook)(hook)  # type: ignore[union-attr]
+def hooked(hook: Callable[..., Any], before: bool = False) -> nn.Module:
+    model = Base()
+    (model.first.register_forward_pre_hook if before else model.first.register_forward_hook)(hook)
     return model
 
 
-class InPlace(Base):
-    """Writes to its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.relu_(x))
+def _lists(m: Any, h: Tensor) -> Tensor:
+    return torch.sin(h @ m.weights[0] + m.weights[1]) * m.more["a"]
 
 
-class Lists(Base):
-    """Parameters in containers of PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(3, 3), torch.zeros(3)])
-        self.more = nn.ParameterDict({"a": torch.zeros(3)})
-
-    def middle(self, h: Tensor) -> Tensor:
-        return torch.sin(h @ self.weights[0] + self.weights[1]) * self.more["a"]
+def _of_images(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
+    h = m.norm(m.conv(x[:, None]))
+    return h.mean(-1)[..., 0] + m.norm(m.conv(x[:, None])).square().mean((2, 3))
 
 
-class Trained(Base):
-    """A norm in training mode."""
-
-    def __init__(self, affine: bool) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3, affine=affine, track_running_stats=False)
-
-    def middle(self, h: Tensor) -> Tensor:
-        return self.norm(h)
+def images(kind: Any) -> Callable[[], nn.Module]:
+    """A convolution and a norm of its output."""
+    return lambda: made(_of_images, conv=nn.Conv2d(1, 3, 2, padding=1), norm=kind(3))
 
 
-def _dropout() -> nn.Module:
-    model = with_middle(lambda m, h: m.drop(h), drop=lambda: nn.Dropout(0.5))()
-    return model.train()
+def training(**parts: Callable[[], Any]) -> Callable[[], nn.Module]:
+    return lambda: with_middle(lambda m, h: m.part(h), **parts)().train()
 
 
-class Images(nn.Module):
-    """A convolution and a norm of its output, classes for every pixel."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 3, 2, padding=1), kind(3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-        return self.norm(self.conv(x[:, None])).mean(-1)[..., 0] + self.norm(self.conv(x[:, None])).square().mean(
-            (2, 3)
-        )
+def untracked(affine: bool) -> Callable[[], nn.Module]:
+    return partial(nn.BatchNorm1d, 3, affine=affine, track_running_stats=False)
 
 
-FLAT, STEPS = (4,), (2, 4)
+FLAT: dict[str, Callable[[], nn.Module]] = {
+    "forces": instead(_forces),
+    "gradient penalty": instead(_penalty),
+    "functional_call inside": with_middle(_fast_weights),
+    "weight swapped around the call": instead(_swapped),
+    "parametrization cached": cached,
+    "pruned": pruned,
+    "old weight norm": with_middle(lambda m, h: m.w(h), w=lambda: nn.utils.weight_norm(linear())),
+    "layer norm's weight read outside": with_middle(lambda m, h: m.n(h) + m.n.weight.square(), n=norm),
+    "layer norm's weight in the output of a parent": with_middle(lambda m, h: m.n(h) * m.n.weight, n=norm),
+    "linear weight read outside": with_middle(lambda m, h: m.last(h) @ m.last.weight),
+    "linear weight by a function": with_middle(
+        lambda m, h: functional.linear(h, m.l.weight), l=partial(linear, bias=False)
+    ),
+    "linear bias by its owner": with_middle(lambda m, h: h + m.last.bias),
+    "scale held by the parent": with_middle(lambda m, h: h + m.s * m.n(h), s=lambda: vector(3), n=norm),
+    "gru's weights read outside": with_middle(
+        lambda m, h: m.c(h, h) + m.c.weight_ih.sum(0).tanh(), c=lambda: nn.GRUCell(3, 3)
+    ),
+    "weights detached in one place": with_middle(lambda m, h: functional.linear(m.last(h), m.last.weight.detach())),
+    "forward called without its hooks": with_middle(lambda m, h: m.l.forward(h), l=linear),
+    "a layer called under no_grad first": with_middle(_quiet_first, l=linear),
+    "call counter": with_middle(_counted, inner=inner(_counts, calls=0)),
+    "attribute set around the call": with_middle(
+        _told, inner=inner(lambda m, h: torch.sin(h * m.w) * m.factor, factor=1.0)
+    ),
+    "length of the batch": with_middle(lambda m, h: m.inner(h), inner=inner(lambda m, h: h * m.w * len(h))),
+    "batch statistics by hand": with_middle(lambda m, h: m.inner(h), inner=inner(_statistics)),
+    "batch statistics between layers": with_middle(lambda m, h: h - h.mean(0)),
+    "softmax over examples": with_middle(lambda m, h: h.softmax(0)),
+    "a buffer for each example": with_middle(_informed, inner=inner(lambda m, h: h * m.w * m.told, told=None)),
+    "experts": lambda: made(_experts, Base, other=linear()),
+    "examples sorted": with_middle(_sorted, inner=linear),
+    "two rows of each example": with_middle(_doubled_rows, inner=linear),
+    "halves of a batch": with_middle(lambda m, h: m.inner(h), inner=inner(_halves, "v", "w")),
+    "examples rolled": with_middle(lambda m, h: m.inner(h.roll(1, 0)), inner=linear),
+    "first example only": with_middle(lambda m, h: h + m.inner(h[:1]), inner=linear),
+    "hook that changes an output": lambda: hooked(lambda m, args, out: 2 * out),
+    "hook that changes an input": lambda: hooked(lambda m, args: (2 * args[0],), True),
+    "hook that reads the weight": lambda: hooked(lambda m, args, out: out + m.weight.sum(1)),
+    "input written to": instead(lambda m, x: Base.forward(m, functional.relu_(x))),
+    "parameters in lists": with_middle(
+        _lists,
+        weights=lambda: nn.ParameterList([torch.zeros(3, 3), torch.zeros(3)]),
+        more=lambda: nn.ParameterDict({"a": torch.zeros(3)}),
+    ),
+    "batch norm in training mode": training(part=untracked(True)),
+    "batch norm without parameters in training mode": training(part=untracked(False)),
+    "dropout in training mode": training(part=lambda: nn.Dropout(0.5)),
+}
+STEPS: dict[str, Callable[[], nn.Module]] = {
+    "time-major": instead(_time_major),
+    "time-major rows": instead(_time_major_rows),
+    "positions without examples": lambda: made(_placed, first=nn.Linear(4, 3), places=nn.Embedding(2, 3)),
+    "relative bias": lambda: made(_biased, first=nn.Linear(4, 3), distance=nn.Embedding(3, 1)),
+    "in_proj_weight shared": lambda: shared("in_proj_weight"),
+    "in_proj_bias shared": lambda: shared("in_proj_bias"),
+    "out_proj.weight shared": lambda: shared("out_proj.weight"),
+    "instance norm of images": images(lambda c: nn.InstanceNorm2d(c, affine=True)),
+    "batch norm of images": images(nn.BatchNorm2d),
+    "group norm of images": images(lambda c: nn.GroupNorm(1, c)),
+}
 #: Name to a maker of the network, and the shape of an example.
 HOSTILE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "forces": (Forces, FLAT),
-    "gradient penalty": (Penalty, FLAT),
-    "functional_call inside": (FastWeights, FLAT),
-    "weight swapped around the call": (Swapped, FLAT),
-    "parametrization cached": (Cached, FLAT),
-    "pruned": (pruned, FLAT),
-    "old weight norm": (
-        lambda: with_middle(lambda m, h: m.w(h), w=lambda: nn.utils.weight_norm(nn.Linear(3, 3)))(),
-        FLAT,
-    ),
-    "layer norm's weight read outside": (with_middle(lambda m, h: m.n(h) + m.n.weight.square(), n=norm), FLAT),
-    "layer norm's weight in the output of a parent": (with_middle(lambda m, h: m.n(h) * m.n.weight, n=norm), FLAT),
-    "linear weight read outside": (with_middle(lambda m, h: m.last(h) @ m.last.weight), FLAT),
-    "linear weight by a function": (
-        with_middle(lambda m, h: functional.linear(h, m.l.weight), l=lambda: nn.Linear(3, 3, bias=False)),
-        FLAT,
-    ),
-    "linear bias by its owner": (with_middle(lambda m, h: h + m.last.bias), FLAT),
-    "scale held by the parent": (with_middle(lambda m, h: h + m.s * m.n(h), s=vector, n=norm), FLAT),
-    "gru's weights read outside": (
-        with_middle(lambda m, h: m.c(h, h) + m.c.weight_ih.sum(0).tanh(), c=lambda: nn.GRUCell(3, 3)),
-        FLAT,
-    ),
-    "weights detached in one place": (
-        with_middle(lambda m, h: functional.linear(m.last(h), m.last.weight.detach())),
-        FLAT,
-    ),
-    "forward called without its hooks": (with_middle(lambda m, h: m.l.forward(h), l=lambda: nn.Linear(3, 3)), FLAT),
-    "a layer called under no_grad first": (
-        with_middle(lambda m, h: m.l(_quiet(m.l, h)), l=lambda: nn.Linear(3, 3)),
-        FLAT,
-    ),
-    "call counter": (Counted, FLAT),
-    "attribute set around the call": (Told, FLAT),
-    "length of the batch": (with_middle(lambda m, h: m.inner(h), inner=lambda: Scaled("length")), FLAT),
-    "batch statistics by hand": (with_middle(lambda m, h: m.inner(h), inner=lambda: Scaled("statistics")), FLAT),
-    "batch statistics between layers": (with_middle(lambda m, h: h - h.mean(0)), FLAT),
-    "softmax over examples": (with_middle(lambda m, h: h.softmax(0)), FLAT),
-    "a buffer for each example": (Informed, FLAT),
-    "time-major": (lambda: TimeMajor(False), STEPS),
-    "time-major rows": (lambda: TimeMajor(True), STEPS),
-    "positions without examples": (Placed, STEPS),
-    "relative bias": (Biased, STEPS),
-    "experts": (Experts, FLAT),
-    "examples sorted": (with_middle(_sorted, inner=lambda: nn.Linear(3, 3)), FLAT),
-    "two rows of each example": (with_middle(_doubled_rows, inner=lambda: nn.Linear(3, 3)), FLAT),
-    "halves of a batch": (with_middle(lambda m, h: m.inner(h), inner=Halves), FLAT),
-    "examples rolled": (with_middle(lambda m, h: m.inner(h.roll(1, 0)), inner=lambda: nn.Linear(3, 3)), FLAT),
-    "first example only": (with_middle(lambda m, h: h + m.inner(h[:1]), inner=lambda: nn.Linear(3, 3)), FLAT),
-    "in_proj_weight shared": (lambda: Shared("in_proj_weight"), STEPS),
-    "in_proj_bias shared": (lambda: Shared("in_proj_bias"), STEPS),
-    "out_proj.weight shared": (lambda: Shared("out_proj.weight"), STEPS),
-    "hook that changes an output": (lambda: _hooked(Base(), lambda m, args, out: 2 * out), FLAT),
-    "hook that changes an input": (lambda: _hooked(Base(), lambda m, args: (2 * args[0],), True), FLAT),
-    "hook that reads the weight": (lambda: _hooked(Base(), lambda m, args, out: out + m.weight.sum(1)), FLAT),
-    "input written to": (InPlace, FLAT),
-    "parameters in lists": (Lists, FLAT),
-    "batch norm in training mode": (lambda: Trained(True).train(), FLAT),
-    "batch norm without parameters in training mode": (lambda: Trained(False).train(), FLAT),
-    "instance norm of images": (lambda: Images(lambda c: nn.InstanceNorm2d(c, affine=True)), STEPS),
-    "batch norm of images": (lambda: Images(nn.BatchNorm2d), STEPS),
-    "group norm of images": (lambda: Images(lambda c: nn.GroupNorm(1, c)), STEPS),
-    "dropout in training mode": (_dropout, FLAT),
+    **{name: (make, (4,)) for name, make in FLAT.items()},
+    **{name: (make, (2, 4)) for name, make in STEPS.items()},
 }
 #: Every number is wrong for them.
 NO_ANSWER = {"dropout in training mode"}
-
-
-def _quiet(layer: nn.Module, h: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.tanh(layer(h))

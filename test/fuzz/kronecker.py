@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .modules import Conv1D
-from .truth import Block, Truth
+from .truth import TRANSPOSED, Block, Truth
 
 __all__ = ["Rows", "kfac_block", "matrix_of", "rows_of"]
-
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(eq=False)
@@ -37,17 +35,13 @@ def matrix_of(truth: Truth, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     assert weight is not None
     m, r, c, width = _places(module, weight)
     ids = {id(p): local for local, p in module._parameters.items()}
-    found = []
+    found, rows = [], int(r.max()) + 1
     for key in block.keys:
-        p = truth.params[key]
-        if ids[id(p)] == "weight":
-            found.append((m, r, c))
-        else:
-            rows = int(r.max()) + 1
-            at = torch.arange(p.numel())
-            found.append((at // rows, at % rows, torch.full_like(at, width)))
-    parts = [torch.cat([one[k] for one in found]) for k in range(3)]
-    return parts[0], parts[1], parts[2]
+        at = torch.arange(truth.params[key].numel())
+        bias = (at // rows, at % rows, torch.full_like(at, width))
+        found.append((m, r, c) if ids[id(truth.params[key])] == "weight" else bias)
+    m, r, c = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return m, r, c
 
 
 def _places(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

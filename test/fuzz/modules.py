@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,276 +27,186 @@ except ImportError:
     Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
 
 
-class Function(nn.Module):
+def made(forward: Callable[[Any, Any], Tensor], base: type[nn.Module] = nn.Module, **parts: Any) -> nn.Module:
+    """A module of a class of its own: `forward(self, x)`, and what it uses, in the order of its parameters."""
+    module = type("Made", (base,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def vector(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))
+
+
+def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
     """A function without parameters."""
-
-    def __init__(self, function: Any, text: str) -> None:
-        super().__init__()
-        self.function, self.text = function, text
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-    def extra_repr(self) -> str:
-        return self.text
+    return made(lambda m, x: of(x))
 
 
-class Keyword(nn.Module):
+def keyword(layer: nn.Module) -> nn.Module:
     """A layer that is called with a keyword."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(input=x)
+    return made(lambda m, x: m.layer(input=x), layer=layer)
 
 
-class Contiguous(nn.Module):
+def contiguous(layer: nn.Module) -> nn.Module:
     """A layer that takes views of its input."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.contiguous())
+    return made(lambda m, x: m.layer(x.contiguous()), layer=layer)
 
 
-class Residual(nn.Module):
+def _added(m: Any, x: Tensor) -> Tensor:
+    h = m.inner(x)
+    h += x
+    return h
+
+
+def residual(inner: nn.Module, in_place: bool) -> nn.Module:
     """`x + inner(x)`; in place it writes to the output of a layer."""
-
-    def __init__(self, inner: nn.Module, in_place: bool) -> None:
-        super().__init__()
-        self.inner, self.in_place = inner, in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x)
-        if self.in_place:
-            h += x
-            return h
-        return x + h
+    return made(_added if in_place else lambda m, x: x + m.inner(x), inner=inner)
 
 
-class Branches(nn.Module):
+def branches(one: nn.Module, two: nn.Module, join: str) -> nn.Module:
     """Two modules that read one tensor, and what becomes of their outputs."""
-
-    def __init__(self, one: nn.Module, two: nn.Module, join: str) -> None:
-        super().__init__()
-        self.one, self.two, self.join = one, two, join
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.one(x), self.two(x)
-        if self.join == "cat":
-            return torch.cat([a, b], -1)
-        if self.join == "gate":
-            return a.mul_(torch.sigmoid(b))
-        return a * b if self.join == "mul" else a - b
+    joined: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "cat": lambda a, b: torch.cat([a, b], -1),
+        "gate": lambda a, b: a.mul_(torch.sigmoid(b)),
+        "mul": lambda a, b: a * b,
+        "sub": lambda a, b: a - b,
+    }
+    return made(lambda m, x: joined[join](m.one(x), m.two(x)), one=one, two=two)
 
 
-class Repeated(nn.Module):
+def repeated(inner: nn.Module, times: int) -> nn.Module:
     """One module that is called several times, with an activation in between."""
 
-    def __init__(self, inner: nn.Module, times: int) -> None:
-        super().__init__()
-        self.inner, self.times = inner, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = torch.tanh(self.inner(x))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = torch.tanh(m.inner(x))
         return x
 
+    return made(forward, inner=inner)
 
-class Tied(nn.Module):
+
+def tied(d: int, how: str, bias: bool) -> nn.Module:
     """Two layers that share a weight: in the same way, or one of them transposed."""
-
-    def __init__(self, d: int, how: str, bias: bool) -> None:
-        super().__init__()
-        self.one = nn.Linear(d, d, bias=bias and how != "transposed")
-        if how == "transposed":
-            self.two: nn.Module = Conv1D(d, d)
-        else:
-            self.two = nn.Linear(d, d, bias=bias)
-            if bias and how == "both":
-                self.two.bias = self.one.bias
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x)))
+    one = nn.Linear(d, d, bias=bias and how != "transposed")
+    two: Any = Conv1D(d, d) if how == "transposed" else nn.Linear(d, d, bias=bias)
+    two.weight = one.weight
+    if bias and how == "both":
+        two.bias = one.bias
+    return made(lambda m, x: m.two(torch.tanh(m.one(x))), one=one, two=two)
 
 
-class Bare(nn.Module):
+def bare(d: int) -> nn.Module:
     """Parameters that a container holds itself, beside a layer: a vector that is used twice, and a number."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.zeros(d)), nn.Parameter(torch.zeros(()))
-        self.inner = nn.Linear(d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(x * self.scale + self.shift) + self.scale)
+    parts = {"scale": vector(d), "shift": vector(), "inner": nn.Linear(d, d)}
+    return made(lambda m, x: m.inner(torch.tanh(x * m.scale + m.shift) + m.scale), **parts)
 
 
-class Wave(nn.Module):
-    """A layer without a rule of its own: `sin(x w) + m(w) x`, nonlinear in its parameter."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x * self.w) + self.w.square().mean() * x
+def wave(d: int) -> nn.Module:
+    """A layer without a rule of its own, nonlinear in its parameter."""
+    return made(lambda m, x: torch.sin(x * m.w) + m.w.square().mean() * x, w=vector(d))
 
 
-class TwoInputs(nn.Module):
+def two_inputs(d: int, out: int, bias: bool) -> nn.Module:
     """A bilinear layer of a tensor and a function of it."""
-
-    def __init__(self, d: int, out: int, bias: bool) -> None:
-        super().__init__()
-        self.product = nn.Bilinear(d, d, out, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, torch.tanh(x))
+    return made(lambda m, x: m.product(x, torch.tanh(x)), product=nn.Bilinear(d, d, out, bias=bias))
 
 
-class Positions(nn.Module):
+def positions(length: int, d: int, plain: bool) -> nn.Module:
     """Adds the embedding of each position, one row for all examples; it has an axis of examples, or not."""
 
-    def __init__(self, length: int, d: int, plain: bool) -> None:
-        super().__init__()
-        self.embedding, self.plain = nn.Embedding(length, d), plain
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])
-        return x + (self.embedding(places) if self.plain else self.embedding(places[None]))
+        return x + m.embedding(places if plain else places[None])
+
+    return made(forward, embedding=nn.Embedding(length, d))
 
 
-class ByHandAttention(nn.Module):
+def attention_by_hand(d: int) -> nn.Module:
     """One head made of linear layers."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(d, 2), nn.Linear(d, 2, bias=False), nn.Linear(d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)
+    parts = {"q": nn.Linear(d, 2), "k": nn.Linear(d, 2, bias=False), "v": nn.Linear(d, d)}
+    return made(lambda m, x: (m.q(x) @ m.k(x).mT).softmax(-1) @ m.v(x), **parts)
 
 
-class Attention(nn.Module):
+def attention(d: int, cross: bool, **options: Any) -> nn.Module:
     """`nn.MultiheadAttention` of one input, or between the input and a function of it."""
+    first = options["batch_first"]
 
-    def __init__(self, d: int, cross: bool, **options: Any) -> None:
-        super().__init__()
-        self.cross = cross
-        self.attention = nn.MultiheadAttention(d, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.attention.batch_first
+    def forward(m: Any, x: Tensor) -> Tensor:
         x = x if first else x.transpose(0, 1)
-        other = torch.sin(2 * x) if self.cross else x
-        h = self.attention(x, other, other, need_weights=False)[0]
+        other = torch.sin(2 * x) if cross else x
+        h = m.attention(x, other, other, need_weights=False)[0]
         return h if first else h.transpose(0, 1)
 
+    return made(forward, attention=nn.MultiheadAttention(d, **options))
 
-class Recurrent(nn.Module):
+
+def recurrent(kind: str, d: int, **options: Any) -> nn.Module:
     """A recurrent layer; its sequence, and its last state added to it."""
+    first = options["batch_first"]
 
-    def __init__(self, kind: str, d: int, **options: Any) -> None:
-        super().__init__()
-        self.rnn = getattr(nn, kind)(d, 2, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.rnn.batch_first
-        out, state = self.rnn(x if first else x.transpose(0, 1))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out, state = m.rnn(x if first else x.transpose(0, 1))
         last = (state[0] if isinstance(state, tuple) else state)[-1]
         out = out if first else out.transpose(0, 1)
         return out + last.repeat(1, out.shape[-1] // last.shape[-1])[:, None]
 
+    return made(forward, rnn=getattr(nn, kind)(d, 2, **options))
 
-class Cells(nn.Module):
+
+def cells(kind: str, d: int) -> nn.Module:
     """A recurrent cell that is called for every step."""
 
-    def __init__(self, kind: str, d: int) -> None:
-        super().__init__()
-        self.cell = getattr(nn, kind)(d, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
+    def forward(m: Any, x: Tensor) -> Tensor:
+        state: Any = None
         for step in x.unbind(1):
-            state = self.cell(step, state)
-        return state[0] + state[1] if isinstance(state, tuple) else state  # type: ignore[return-value]
+            state = m.cell(step, state)
+        return state[0] + state[1] if isinstance(state, tuple) else state
+
+    return made(forward, cell=getattr(nn, kind)(d, 2))
 
 
-class Encoder(nn.Module):
+def encoder(d: int, batch_first: bool, norm_first: bool) -> nn.Module:
     """A transformer's layer."""
-
-    def __init__(self, d: int, batch_first: bool, norm_first: bool) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            d, 1, 2, dropout=0.0, activation="gelu", batch_first=batch_first, norm_first=norm_first
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.layer.self_attn.batch_first:
-            return self.layer(x)
-        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+    options: Any = {"activation": "gelu", "batch_first": batch_first, "norm_first": norm_first}
+    layer = nn.TransformerEncoderLayer(d, 1, 2, dropout=0.0, **options)
+    if batch_first:
+        return made(lambda m, x: m.layer(x), layer=layer)
+    return made(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1), layer=layer)
 
 
-class Again(nn.Module):
+def again(inner: nn.Module) -> nn.Module:
     """A module that runs again in the backward pass."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.inner, x, use_reentrant=False) if torch.is_grad_enabled() else m.inner(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.inner(x)
-        return checkpoint(self.inner, x, use_reentrant=False)
+    return made(forward, inner=inner)
 
 
-class Halves(nn.Module):
-    """Parts of a layer's output, which are views of it; one of them is overwritten."""
+def halves(d: int) -> nn.Module:
+    """Parts of a layer's output, which are views of it."""
 
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(d, 2 * d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.layer(x).tensor_split(2, -1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        a, b = m.layer(x).tensor_split(2, -1)
         return torch.relu(a) + b.tanh()
 
+    return made(forward, layer=nn.Linear(d, 2 * d))
 
-class Stopped(nn.Module):
+
+def stopped(d: int) -> nn.Module:
     """A branch whose input is detached."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) + self.layer(x.detach())
+    return made(lambda m, x: torch.tanh(x) + m.layer(x.detach()), layer=nn.Linear(d, d))
 
 
-class Bag(nn.Module):
+def bag(vocabulary: int, d: int, mode: str, padding: int | None) -> nn.Module:
     """An embedding bag of each example's tokens."""
-
-    def __init__(self, vocabulary: int, d: int, mode: str, padding: int | None) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(vocabulary, d, mode=mode, padding_idx=padding)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bag(x)
+    return made(lambda m, x: m.bag(x), bag=nn.EmbeddingBag(vocabulary, d, mode=mode, padding_idx=padding))
 
 
-class TiedHead(nn.Module):
+def tied_head(embedding: nn.Embedding, body: nn.Module) -> nn.Module:
     """Token embedding, something in between, and a head with the embedding's weight."""
-
-    def __init__(self, embedding: nn.Embedding, body: nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.body = embedding, body
-        self.head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
-        self.head.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.embedding(x)))
+    head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
+    head.weight = embedding.weight
+    return made(lambda m, x: m.head(m.body(m.embedding(x))), embedding=embedding, body=body, head=head)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from . import modules
-from .modules import Function
 
 __all__ = ["PIECES", "TOKENS", "Invalid", "Options", "Piece", "Shape", "draw_piece", "sequence"]
 
@@ -85,7 +84,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "silu in place": lambda: nn.SiLU(inplace=True),
     "softplus": nn.Softplus,
-    "sigmoid_": lambda: Function(torch.sigmoid_, "sigmoid_"),
+    "sigmoid_": lambda: modules.function(torch.sigmoid_),
     "leaky in place": lambda: nn.LeakyReLU(0.3, inplace=True),
     "elu": nn.ELU,
 }
@@ -93,19 +92,11 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 def _conv(shape: Shape, o: Options) -> nn.Module:
     groups = o["groups"] if shape[0] % o["groups"] == 0 else 1
-    kind = getattr(nn, f"Conv{len(shape) - 1}d")
+    kernel = tuple(min(k, size) for k, size in zip(o["kernel"], shape[1:], strict=False))
     padding = o["padding"] if o["stride"] == 1 or o["padding"] != "same" else 1
-    return kind(
-        shape[0],
-        o["out"] * groups,
-        tuple(min(k, size) for k, size in zip(o["kernel"], shape[1:], strict=False)),
-        stride=o["stride"],
-        padding=padding,
-        dilation=o["dilation"],
-        groups=groups,
-        bias=o["bias"],
-        padding_mode=o["mode"],
-    )
+    more = {"padding": padding, "groups": groups, "padding_mode": o["mode"]}
+    more |= {key: o[key] for key in ("stride", "dilation", "bias")}
+    return getattr(nn, f"Conv{len(shape) - 1}d")(shape[0], o["out"] * groups, kernel, **more)
 
 
 def _draw_conv(r: Random, shape: Shape) -> Options:
@@ -144,18 +135,15 @@ def _draw_transposed(r: Random, shape: Shape) -> Options:
 
 
 def _norm(shape: Shape, o: Options) -> nn.Module:
-    axes = len(shape) - 1
+    axes, channels, options = len(shape) - 1, shape[0], {"eps": 1e-3, "affine": o["affine"]}
     if o["kind"] == "layer":
-        last = shape[-o["axes"] :]
-        return nn.LayerNorm(last, eps=1e-3, elementwise_affine=o["affine"], bias=o["bias"])
+        return nn.LayerNorm(shape[-o["axes"] :], eps=1e-3, elementwise_affine=o["affine"], bias=o["bias"])
     if o["kind"] == "rms":
         return nn.RMSNorm(shape[-1:], eps=1e-3, elementwise_affine=o["affine"])
     if o["kind"] == "group":
-        groups = o["groups"] if shape[0] % o["groups"] == 0 else 1
-        return nn.GroupNorm(groups, shape[0], eps=1e-3, affine=o["affine"])
-    if o["kind"] == "batch" or axes == 0:
-        return getattr(nn, f"BatchNorm{max(axes, 1)}d")(shape[0], eps=1e-3, affine=o["affine"])
-    return getattr(nn, f"InstanceNorm{axes}d")(shape[0], eps=1e-3, affine=o["affine"])
+        return nn.GroupNorm(o["groups"] if channels % o["groups"] == 0 else 1, channels, **options)
+    kind = "InstanceNorm" if o["kind"] == "instance" and axes else "BatchNorm"
+    return getattr(nn, f"{kind}{max(axes, 1)}d")(channels, **options)
 
 
 def _draw_norm(r: Random, shape: Shape) -> Options:
@@ -168,31 +156,27 @@ def _draw_norm(r: Random, shape: Shape) -> Options:
     }
 
 
-def _prelu(shape: Shape, o: Options) -> nn.Module:
-    return nn.PReLU(shape[0] if o["channels"] else 1)
-
-
 def _parametrized(shape: Shape, o: Options) -> nn.Module:
     layer = nn.Linear(shape[-1], o["out"])
     torch.manual_seed(0)  # spectral_norm starts from random vectors
     return (weight_norm if o["how"] == "weight" else spectral_norm)(layer.eval())
 
 
-def _function(name: str) -> Callable[[Shape, Options], nn.Module]:
-    functions: dict[str, Callable[[Any], Any]] = {
-        "swap": lambda x: x.transpose(1, 2),
-        "mean": lambda x: x.mean(1),
-        "flip": lambda x: x.flip(-1).contiguous(),
-        "pairs": lambda x: torch.nn.functional.max_pool1d(x.flatten(1)[:, None], 2, ceil_mode=True)[:, 0],
-        "square": lambda x: x + 0.3 * x.square(),
-    }
-    return lambda shape, o: Function(functions[name], name)
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "swap": lambda x: x.transpose(1, 2),
+    "mean": lambda x: x.mean(1),
+    "flip": lambda x: x.flip(-1).contiguous(),
+    "pairs": lambda x: torch.nn.functional.max_pool1d(x.flatten(1)[:, None], 2, ceil_mode=True)[:, 0],
+    "square": lambda x: x + 0.3 * x.square(),
+}
+
+
+def _function(name: str) -> nn.Module:
+    return modules.function(FUNCTIONS[name])
 
 
 def _attention(shape: Shape, o: Options) -> nn.Module:
-    options = {key: value for key, value in o.items() if key != "cross"}
-    options["num_heads"] = o["num_heads"] if shape[-1] % o["num_heads"] == 0 else 1
-    return modules.Attention(shape[-1], o["cross"], **options)
+    return modules.attention(shape[-1], **{**o, "num_heads": o["num_heads"] if shape[-1] % o["num_heads"] == 0 else 1})
 
 
 def _draw_attention(r: Random, shape: Shape) -> Options:
@@ -204,7 +188,7 @@ def _draw_attention(r: Random, shape: Shape) -> Options:
 def _recurrent(shape: Shape, o: Options) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return modules.Recurrent(o["kind"], shape[-1], **{k: v for k, v in o.items() if k != "kind"})
+        return modules.recurrent(d=shape[-1], **o)
 
 
 def _draw_recurrent(r: Random, shape: Shape) -> Options:
@@ -234,9 +218,9 @@ def _draw_branches(r: Random, shape: Shape) -> Options:
 
 def _linear(shape: Shape, o: Options) -> nn.Module:
     if o["how"] == "Conv1D":
-        return modules.Contiguous(modules.Conv1D(o["out"], shape[-1]))
+        return modules.contiguous(modules.Conv1D(o["out"], shape[-1]))
     layer = nn.Linear(shape[-1], o["out"], bias=o["bias"])
-    return modules.Keyword(layer) if o["how"] == "keyword" else layer
+    return modules.keyword(layer) if o["how"] == "keyword" else layer
 
 
 def _draw_linear(r: Random, shape: Shape) -> Options:
@@ -245,80 +229,81 @@ def _draw_linear(r: Random, shape: Shape) -> Options:
 
 
 ANY, SEVERAL = (1, 2, 3, 4), (2, 3, 4)
+
+
+def plain(dims: tuple[int, ...], build: Callable[[Shape], nn.Module], often: float) -> Piece:
+    """A piece without options."""
+    return Piece(dims, lambda r, s: {}, lambda s, o: build(s), often)
+
+
 PIECES: dict[str, Piece] = {
     "linear": Piece(ANY, _draw_linear, _linear, 4),
     "activation": Piece(ANY, lambda r, s: {"name": r.choice([*ACTIVATIONS])}, lambda s, o: ACTIVATIONS[o["name"]](), 4),
     "conv": Piece(SEVERAL, _draw_conv, _conv, 4),
     "transposed conv": Piece(SEVERAL, _draw_transposed, _transposed, 1.5),
     "norm": Piece(ANY, _draw_norm, _norm, 2.5),
-    "prelu": Piece(ANY, lambda r, s: {"channels": r.random() < 0.5}, _prelu),
+    "prelu": Piece(
+        ANY, lambda r, s: {"channels": r.random() < 0.5}, lambda s, o: nn.PReLU(s[0] if o["channels"] else 1)
+    ),
     "bilinear": Piece(
         ANY,
         lambda r, s: {"out": r.randint(1, 3), "bias": r.random() < 0.7},
-        lambda s, o: modules.TwoInputs(s[-1], o["out"], o["bias"]),
+        lambda s, o: modules.two_inputs(s[-1], **o),
         0.7,
     ),
-    "bare": Piece(ANY, lambda r, s: {}, lambda s, o: modules.Bare(s[-1]), 0.7),
-    "wave": Piece(ANY, lambda r, s: {}, lambda s, o: modules.Wave(s[-1]), 0.7),
+    "bare": plain(ANY, lambda s: modules.bare(s[-1]), 0.7),
+    "wave": plain(ANY, lambda s: modules.wave(s[-1]), 0.7),
     "parametrized": Piece(
         ANY, lambda r, s: {"out": r.randint(1, 3), "how": r.choice(["weight", "spectral"])}, _parametrized, 0.5
     ),
     "residual": Piece(
         ANY,
         lambda r, s: {"in_place": r.random() < 0.5, "inner": _draw_same(r, s)},
-        lambda s, o: modules.Residual(_inner(s, o["inner"], True), o["in_place"]),
+        lambda s, o: modules.residual(_inner(s, o["inner"], True), o["in_place"]),
         1.5,
     ),
     "branches": Piece(
-        ANY,
-        _draw_branches,
-        lambda s, o: modules.Branches(_inner(s, o["one"]), _inner(s, o["two"]), o["join"]),
-        1.5,
+        ANY, _draw_branches, lambda s, o: modules.branches(_inner(s, o["one"]), _inner(s, o["two"]), o["join"]), 1.5
     ),
     "repeated": Piece(
         ANY,
         lambda r, s: {"times": r.randint(2, 3), "inner": _draw_same(r, s)},
-        lambda s, o: modules.Repeated(_inner(s, o["inner"], True), o["times"]),
+        lambda s, o: modules.repeated(_inner(s, o["inner"], True), o["times"]),
         1.5,
     ),
     "again": Piece(
-        ANY,
-        lambda r, s: {"inner": _draw_same(r, s)},
-        lambda s, o: modules.Again(_inner(s, o["inner"])),
-        0.5,
+        ANY, lambda r, s: {"inner": _draw_same(r, s)}, lambda s, o: modules.again(_inner(s, o["inner"])), 0.5
     ),
     "tied": Piece(
         ANY,
         lambda r, s: {"how": r.choice(["both", "weight", "transposed"]), "bias": r.random() < 0.6},
-        lambda s, o: modules.Tied(s[-1], o["how"], o["bias"]),
+        lambda s, o: modules.tied(s[-1], **o),
         1.2,
     ),
-    "halves": Piece(ANY, lambda r, s: {}, lambda s, o: modules.Halves(s[-1]), 0.7),
-    "stopped": Piece(ANY, lambda r, s: {}, lambda s, o: modules.Stopped(s[-1]), 0.5),
-    "dropout": Piece(ANY, lambda r, s: {}, lambda s, o: nn.Dropout(0.5), 0.3),
-    "function": Piece(
-        ANY, lambda r, s: {"name": r.choice(["flip", "square"])}, lambda s, o: _function(o["name"])(s, o), 0.5
-    ),
-    "swap": Piece((2, 3), lambda r, s: {}, _function("swap"), 0.7),
-    "mean": Piece(SEVERAL, lambda r, s: {}, _function("mean"), 0.7),
-    "pairs": Piece(ANY, lambda r, s: {}, _function("pairs"), 0.5),
-    "flatten": Piece(SEVERAL, lambda r, s: {}, lambda s, o: nn.Flatten(), 0.7),
+    "halves": plain(ANY, lambda s: modules.halves(s[-1]), 0.7),
+    "stopped": plain(ANY, lambda s: modules.stopped(s[-1]), 0.5),
+    "dropout": plain(ANY, lambda s: nn.Dropout(0.5), 0.3),
+    "function": Piece(ANY, lambda r, s: {"name": r.choice(["flip", "square"])}, lambda s, o: _function(o["name"]), 0.5),
+    "swap": plain((2, 3), lambda s: _function("swap"), 0.7),
+    "mean": plain(SEVERAL, lambda s: _function("mean"), 0.7),
+    "pairs": plain(ANY, lambda s: _function("pairs"), 0.5),
+    "flatten": plain(SEVERAL, lambda s: nn.Flatten(), 0.7),
     "positions": Piece(
-        (2,), lambda r, s: {"plain": r.random() < 0.15}, lambda s, o: modules.Positions(s[0], s[1], o["plain"]), 0.7
+        (2,), lambda r, s: {"plain": r.random() < 0.15}, lambda s, o: modules.positions(*s, o["plain"]), 0.7
     ),
-    "attention by hand": Piece((2,), lambda r, s: {}, lambda s, o: modules.ByHandAttention(s[-1]), 1),
+    "attention by hand": plain((2,), lambda s: modules.attention_by_hand(s[-1]), 1),
     "attention": Piece((2,), _draw_attention, _attention, 1.5),
     "recurrent": Piece((2,), _draw_recurrent, _recurrent, 1),
     "cells": Piece(
         (2,),
         lambda r, s: {"kind": r.choice(["RNNCell", "GRUCell", "LSTMCell"])},
-        lambda s, o: modules.Cells(o["kind"], s[-1]),
+        lambda s, o: modules.cells(o["kind"], s[-1]),
         0.7,
     ),
     "encoder": Piece(
         (2,),
         lambda r, s: {"batch_first": r.random() < 0.6, "norm_first": r.random() < 0.5},
-        lambda s, o: modules.Encoder(s[-1], o["batch_first"], o["norm_first"]),
+        lambda s, o: modules.encoder(s[-1], **o),
         0.4,
     ),
 }
@@ -334,12 +319,12 @@ TOKENS: dict[str, Piece] = {
     "bag": Piece(
         (1,),
         lambda r, s: {"d": r.randint(2, 3), "mode": r.choice(["sum", "mean", "max"]), "padding": r.choice([None, 1])},
-        lambda s, o: modules.Bag(4, o["d"], o["mode"], o["padding"]),
+        lambda s, o: modules.bag(4, **o),
     ),
     "tied head": Piece(
         (1,),
         lambda r, s: {"d": 2, "body": _draw_same(r, (s[0], 2))},
-        lambda s, o: modules.TiedHead(nn.Embedding(4, o["d"]), _inner((s[0], o["d"]), o["body"], True)),
+        lambda s, o: modules.tied_head(nn.Embedding(4, o["d"]), _inner((s[0], o["d"]), o["body"], True)),
     ),
 }
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,71 +24,45 @@ from .modules import Conv1D
 
 __all__ = ["Block", "Example", "Truth", "second_derivatives"]
 
-AFFINE = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-    nn.Bilinear,
-    Conv1D,
-)
+CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, nn.Bilinear, Conv1D)
 
 
-class PlainNorm(nn.Module):
+def _norm(m: Any, x: Tensor) -> Tensor:
     """Batch norm with stored statistics, and instance norm, written out: PyTorch's misread gradients of one example."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self.mean, self.var = norm.running_mean, norm.running_var
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        axes = tuple(range(2, x.ndim))
-        mean = x.mean(axes, keepdim=True) if self.mean is None else self.mean.view(shape)
-        var = x.var(axes, correction=0, keepdim=True) if self.var is None else self.var.view(shape)
-        out = (x - mean) / (var + self.eps).sqrt()
-        return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
+    shape, axes = [1, -1, *[1] * (x.ndim - 2)], tuple(range(2, x.ndim))
+    mean = x.mean(axes, keepdim=True) if m.running_mean is None else m.running_mean.view(shape)
+    var = x.var(axes, correction=0, keepdim=True) if m.running_var is None else m.running_var.view(shape)
+    out = (x - mean) / (var + m.eps).sqrt()
+    return out if m.weight is None else out * m.weight.view(shape) + m.bias.view(shape)
 
 
-class PlainBag(nn.Module):
+def _bag(m: Any, x: Tensor) -> Tensor:
     """An embedding bag written out: PyTorch's own has no second derivative."""
-
-    def __init__(self, bag: nn.EmbeddingBag) -> None:
-        super().__init__()
-        self.weight, self.mode, self.padding = bag.weight, bag.mode, bag.padding_idx
-
-    def forward(self, x: Tensor) -> Tensor:
-        bags = []
-        for tokens in x:
-            rows = self.weight[tokens if self.padding is None else tokens[tokens != self.padding]]
-            if not len(rows):
-                bags.append(rows.sum(0))
-            else:
-                bags.append(rows.amax(0) if self.mode == "max" else getattr(rows, self.mode)(0))
-        return torch.stack(bags)
+    bags = []
+    for tokens in x:
+        rows = m.weight[tokens if m.padding_idx is None else tokens[tokens != m.padding_idx]]
+        if m.mode == "max" and len(rows):
+            bags.append(rows.amax(0))
+        else:
+            bags.append(rows.sum(0) / (max(1, len(rows)) if m.mode == "mean" else 1))
+    return torch.stack(bags)
 
 
-class PlainWeightNorm(nn.Module):
+def _weight_norm(m: Any, magnitude: Tensor, direction: Tensor) -> Tensor:
     """Weight normalisation written out: the second derivative of PyTorch's own is wrong."""
-
-    def forward(self, magnitude: Tensor, direction: Tensor) -> Tensor:
-        return direction * (magnitude / direction.square().sum(1, keepdim=True).sqrt())
+    return direction * (magnitude / direction.square().sum(1, keepdim=True).sqrt())
 
 
 def _plain(model: nn.Module) -> nn.Module:
     """The model with modules written out where PyTorch's own have wrong or missing derivatives."""
-    for name, child in model.named_children():
-        setattr(model, name, _plain(child))
-    if isinstance(model, nn.modules.batchnorm._NormBase):
-        return PlainNorm(model)
-    if isinstance(model, nn.EmbeddingBag):
-        return PlainBag(model)
-    return PlainWeightNorm() if type(model).__name__ == "_WeightNorm" else model
+    for m in model.modules():
+        norm, bag = isinstance(m, nn.modules.batchnorm._NormBase), isinstance(m, nn.EmbeddingBag)
+        forward = _norm if norm else _bag if bag else _weight_norm if type(m).__name__ == "_WeightNorm" else None
+        if forward:
+            m.forward = partial(forward, m)  # type: ignore[method-assign]
+    return model
 
 
 @dataclass(eq=False)
@@ -139,6 +113,11 @@ def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
         by_x = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True) if number.requires_grad else (None,)
         rows.append(zero if by_x[0] is None else by_x[0].flatten())
     return torch.stack(rows)
+
+
+def of_example(t: Tensor, n: int, N: int) -> Tensor:
+    """The target of one example; outputs [N·R, C] have R rows of each."""
+    return t.reshape(N, -1, *t.shape[1:])[n] if len(t) != N else t[n : n + 1]
 
 
 def _same(one: nn.Module, two: nn.Module) -> bool:
@@ -196,31 +175,24 @@ class Truth:
     def _examples(self, x: Tensor, targets: list[Tensor]) -> Iterator[Example]:
         N = len(x)
         for n in range(N):
-            outputs = self.case.outputs(self.model(x[n : n + 1]))
-            # Outputs [N·R, C] have R rows of each example.
-            y = [t.reshape(N, -1, *t.shape[1:])[n] if len(t) != N else t[n : n + 1] for t in targets]
-            yield self._example(outputs, y)
+            yield self._example(self.case.outputs(self.model(x[n : n + 1])), [of_example(t, n, N) for t in targets])
 
     def _example(self, outputs: list[Tensor], targets: list[Tensor]) -> Example:
         rows = [self.flat(self._derivatives(number)) for output in outputs for number in output.flatten()]
-        places, terms, losses, gradients, hessians, start = [], [], [], [], [], 0
-        total = sum(o.numel() for o in outputs)
+        total, found = len(rows), Example(outputs, torch.stack(rows), [], [], [], [], [])
         axes = term_axes(self.case, [tuple(o.shape) for o in outputs])
-        for k, (output, y, axis) in enumerate(zip(outputs, targets, axes, strict=True)):
-            place = torch.arange(start, start + output.numel())
-            start += output.numel()
-            places.append(place)
-            if output.ndim == 1:
-                terms.append(place[:, None])
-            else:
-                terms.append(place.view(output.shape).movedim(axis, -1).reshape(-1, output.shape[axis]))
+        places = torch.arange(total).split([o.numel() for o in outputs])
+        for k, (output, y, axis, place) in enumerate(zip(outputs, targets, axes, places, strict=True)):
+            found.places.append(place)
+            shape = output.shape if output.ndim > 1 else (len(output), 1)
+            found.terms.append(place.view(shape).movedim(max(axis, 1), -1).reshape(-1, shape[max(axis, 1)]))
             loss, g, H = self._in_output(k, output.detach(), y)
             gradient, hessian = torch.zeros(total).double(), torch.zeros(total, total).double()
             gradient[place], hessian[place[:, None], place] = g, H
-            losses.append(loss)
-            gradients.append(gradient)
-            hessians.append(hessian)
-        return Example(outputs, torch.stack(rows), places, terms, losses, gradients, hessians)
+            found.loss.append(loss)
+            found.g.append(gradient)
+            found.H.append(hessian)
+        return found
 
     def _in_output(self, k: int, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, gradient and Hessian in one output."""
@@ -329,30 +301,23 @@ class Truth:
         found = self.flat(torch.autograd.grad(total, params, allow_unused=True))
         return float((found - self.gradient).norm())
 
+    @sdpa_kernel(SDPBackend.MATH)  # the other kernels have no second derivative
     def hessian_product(self, V: Tensor) -> Tensor:  # [P, K] -> [P, K]
         """The Hessian of the loss times vectors, by reverse mode twice."""
-        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no second derivative
-            return self._hessian_product(V)
-
-    def _hessian_product(self, V: Tensor) -> Tensor:
         total: Any = 0.0
-        for x, y in self.case.data:
-            x, targets = self._wide(x), self._targets(y)
+        for x, ys in self.case.data:
+            x, targets = self._wide(x), self._targets(ys)
             for n in range(len(x)):
                 outputs = self.case.outputs(self.model(x[n : n + 1]))
                 for k, (f, t) in enumerate(zip(outputs, targets, strict=True)):
-                    one = t.reshape(len(x), -1, *t.shape[1:])[n] if len(t) != len(x) else t[n : n + 1]
-                    total = total + self.factors[k] * value(self.case.about["losses"][k], self.losses[k], f, one)
-        grads = torch.autograd.grad(total, self._list, create_graph=True, allow_unused=True)
-        flat = torch.cat(
-            [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(grads, self._list, strict=True)]
-        )
+                    o, y = self.case.about["losses"][k], of_example(t, n, len(x))
+                    total = total + self.factors[k] * value(o, self.losses[k], f, y)
+        options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        grads = torch.autograd.grad(total, self._list, create_graph=True, **options)
+        flat = torch.cat([g.flatten() for g in grads])
         if not flat.requires_grad:
             return torch.zeros_like(V)
-        return torch.stack(
-            [self.flat(torch.autograd.grad(flat @ v, self._list, retain_graph=True, allow_unused=True)) for v in V.T],
-            1,
-        )
+        return torch.stack([self.flat(torch.autograd.grad(flat @ v, self._list, **options)) for v in V.T], 1)
 
     # ---------------------------------------------------------------------------------------------------- blocks
     def places(self, keys: Sequence[str]) -> Tensor:

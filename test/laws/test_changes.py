@@ -79,10 +79,6 @@ def _scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: 1.2 * value for name, value in state.items()}
 
 
-def _weight_norm(case: Case) -> None:
-    parametrizations.weight_norm(case.model.a)
-
-
 def _patched(case: Case) -> None:
     case.model.scale.forward = types.MethodType(lambda self, x: torch.sin(x), case.model.scale)
 
@@ -111,18 +107,14 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
     "data": lambda case: case.data[1][0].mul_(1.5),
     "targets": lambda case: case.data[1][1].add_(1).remainder_(3),
 }
+OTHER = (ValueError, r"other tensors in place of its parameters \['a.weight'\]")
 REFUSED: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     "another parameter": (
         lambda case: setattr(case.model.a, "weight", nn.Parameter(1.5 * case.model.a.weight.detach())),
-        ValueError,
-        r"other tensors in place of its parameters \['a.weight'\]",
+        *OTHER,
     ),
-    "parametrized": (
-        lambda case: parametrize.register_parametrization(case.model.a, "weight", Doubled()),
-        ValueError,
-        r"other tensors in place of its parameters \['a.weight'\]",
-    ),
-    "weight norm": (_weight_norm, ValueError, r"other tensors in place of its parameters \['a.weight'\]"),
+    "parametrized": (lambda case: parametrize.register_parametrization(case.model.a, "weight", Doubled()), *OTHER),
+    "weight norm": (lambda case: parametrizations.weight_norm(case.model.a), *OTHER),
     "assigned state": (
         lambda case: case.model.load_state_dict(_scaled(case.model.state_dict()), assign=True),
         ValueError,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make, problem, unchanged
+from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make, unchanged
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -53,6 +54,10 @@ class Centred(nn.Module):
         return w - w.mean()
 
 
+def centred(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", Centred())
+
+
 class Scaled(nn.Module):
     """Parameters that are used directly: one per channel, one for all, one token that is prepended."""
 
@@ -73,7 +78,7 @@ def tokens(most: int, *shape: int) -> Callable[[int], Tensor]:
     return lambda n: torch.randint(most, (n, *shape))
 
 
-def named(**inputs: Callable[[int], Tensor]) -> Callable[[int], dict[str, Tensor]]:
+def named(**inputs: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
     return lambda n: {name: one(n) for name, one in inputs.items()}
 
 
@@ -81,10 +86,9 @@ def layer(
     kind: Callable[..., nn.Module],
     *args: Any,
     x: Callable[[int], Any],
-    factors: bool = True,
     first: bool = True,
     states: int = 0,
-    fallback: Sequence[str] | None = None,
+    fallback: Sequence[str] = (),
     **options: Any,
 ) -> Callable[[], Net]:
     """The maker of a net of one layer.
@@ -93,14 +97,11 @@ def layer(
         kind: Makes the layer.
         *args: Of the layer.
         x: Inputs of so many examples.
-        factors: Whether it has Kronecker factors.
         first: Whether examples come first.
         states: Axis of the examples in the outputs after the first.
-        fallback: Layers without factors, if the layer consists of several.
+        fallback: Layers without Kronecker factors.
         **options: Of the layer.
     """
-    if fallback is None:
-        fallback = () if factors else ("layer",)
 
     def count(X: Any) -> int:
         return len(next(iter(X.values()))) if isinstance(X, Mapping) else len(X)
@@ -114,6 +115,15 @@ def layer(
     return maker
 
 
+def plain(kind: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], Net]:
+    """The maker of a net of one layer that has no Kronecker factors."""
+    return layer(kind, *args, **options, fallback=("layer",))
+
+
+def recurrent(kind: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], Net]:
+    return plain(kind, *args, batch_first=True, states=1, **options)
+
+
 def dense_gradients(model: nn.Module) -> None:
     """`torch.func` can't differentiate with sparse gradients."""
     for m in model.modules():
@@ -123,8 +133,7 @@ def dense_gradients(model: nn.Module) -> None:
 
 def parametrized(register: Callable[[nn.Module], Any], kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def made(*args: Any) -> nn.Module:
-        module = kind(*args)
-        register(module)
+        register(module := kind(*args))
         return module
 
     return made
@@ -150,7 +159,9 @@ def bags(**options: Any) -> Callable[[], Net]:
 
 
 INPROJ = {"embed_dim": 2, "num_heads": 1, "batch_first": True}
+THREE = {"query": floats(2, 2), "key": floats(3, 3), "value": floats(3, 1)}
 QKV = {"query": floats(2, 2), "key": floats(3, 2), "value": floats(3, 2)}
+NORMS = ("layer.norm1", "layer.norm2", "layer.norm3")
 BLOCK = {"d_model": 2, "nhead": 1, "dim_feedforward": 2, "dropout": 0.0, "batch_first": True}
 
 LAYERS: dict[str, Callable[[], Net]] = {
@@ -167,13 +178,7 @@ LAYERS: dict[str, Callable[[], Net]] = {
         nn.ConvTranspose1d, 4, 2, 3, stride=2, padding=2, output_padding=1, dilation=2, groups=2, x=floats(4, 2)
     ),
     "transposed conv1d with a given size": layer(
-        nn.ConvTranspose1d,
-        2,
-        2,
-        2,
-        stride=3,
-        bias=False,
-        x=lambda n: {"input": floats(2, 2)(n), "output_size": [6]},
+        nn.ConvTranspose1d, 2, 2, 2, stride=3, bias=False, x=named(input=floats(2, 2), output_size=lambda n: [6])
     ),
     "transposed conv2d": layer(nn.ConvTranspose2d, 2, 2, (1, 2), stride=(2, 1), padding=(0, 1), x=floats(2, 2, 2)),
     "depthwise transposed conv2d": layer(nn.ConvTranspose2d, 2, 4, (2, 1), groups=2, x=floats(2, 1, 2)),
@@ -190,83 +195,50 @@ LAYERS: dict[str, Callable[[], Net]] = {
     "bags at offsets, sum": bags(mode="sum"),
     "bags at offsets, mean": bags(mode="mean"),
     "bags at offsets with the last": bags(mode="mean", include_last_offset=True),
-    "largest of a bag": layer(nn.EmbeddingBag, 4, 3, mode="max", x=tokens(4, 3), factors=False),
+    "largest of a bag": plain(nn.EmbeddingBag, 4, 3, mode="max", x=tokens(4, 3)),
     "bilinear": layer(nn.Bilinear, 2, 3, 2, x=named(input1=floats(2), input2=floats(3))),
     "bilinear at positions": layer(nn.Bilinear, 2, 2, 2, bias=False, x=named(input1=floats(2, 2), input2=floats(2, 2))),
     "right-hand weight": layer(Conv1D, 3, 2, x=floats(2, 2)),
-    "layer norm": layer(nn.LayerNorm, 4, x=floats(2, 4), factors=False),
-    "layer norm of a grid": layer(nn.LayerNorm, (2, 3), bias=False, x=floats(2, 3), factors=False),
-    "root mean square norm": layer(nn.RMSNorm, 4, x=floats(2, 4), factors=False),
-    "group norm": layer(nn.GroupNorm, 2, 4, x=floats(4, 2), factors=False),
-    "instance norm 1d": layer(nn.InstanceNorm1d, 2, affine=True, x=floats(2, 3), factors=False),
-    "instance norm 2d": layer(nn.InstanceNorm2d, 2, affine=True, x=floats(2, 2, 2), factors=False),
-    "batch norm 1d": layer(nn.BatchNorm1d, 4, x=floats(4), factors=False),
-    "batch norm 1d at positions": layer(nn.BatchNorm1d, 2, x=floats(2, 3), factors=False),
-    "batch norm 2d": layer(nn.BatchNorm2d, 2, x=floats(2, 2, 2), factors=False),
-    "batch norm 3d": layer(nn.BatchNorm3d, 2, x=floats(2, 1, 2, 2), factors=False),
-    "prelu": layer(nn.PReLU, x=floats(2, 3), factors=False),
-    "prelu of channels": layer(nn.PReLU, 2, x=floats(2, 3), factors=False),
-    "bare parameters": layer(Scaled, x=floats(2, 3), factors=False),
-    "self-attention": layer(
-        lambda **options: Itself(nn.MultiheadAttention(**options)), **INPROJ, x=floats(2, 2), fallback=()
-    ),
-    "attention of two inputs": layer(nn.MultiheadAttention, **INPROJ, x=named(**QKV), fallback=()),
-    "attention without weights": layer(
-        nn.MultiheadAttention, **INPROJ, x=lambda n: {**named(**QKV)(n), "need_weights": False}, fallback=()
-    ),
-    "attention of three sizes": layer(
-        nn.MultiheadAttention,
-        **INPROJ,
-        kdim=3,
-        vdim=1,
-        x=named(query=floats(2, 2), key=floats(3, 3), value=floats(3, 1)),
-        fallback=(),
-    ),
-    "attention with more keys": layer(
-        nn.MultiheadAttention, **INPROJ, bias=False, add_bias_kv=True, x=named(**QKV), fallback=("layer",)
-    ),
-    "encoder layer": layer(
-        nn.TransformerEncoderLayer, **BLOCK, x=floats(2, 2), fallback=("layer.norm1", "layer.norm2")
-    ),
+    "layer norm": plain(nn.LayerNorm, 4, x=floats(2, 4)),
+    "layer norm of a grid": plain(nn.LayerNorm, (2, 3), bias=False, x=floats(2, 3)),
+    "root mean square norm": plain(nn.RMSNorm, 4, x=floats(2, 4)),
+    "group norm": plain(nn.GroupNorm, 2, 4, x=floats(4, 2)),
+    "instance norm 1d": plain(nn.InstanceNorm1d, 2, affine=True, x=floats(2, 3)),
+    "instance norm 2d": plain(nn.InstanceNorm2d, 2, affine=True, x=floats(2, 2, 2)),
+    "batch norm 1d": plain(nn.BatchNorm1d, 4, x=floats(4)),
+    "batch norm 1d at positions": plain(nn.BatchNorm1d, 2, x=floats(2, 3)),
+    "batch norm 2d": plain(nn.BatchNorm2d, 2, x=floats(2, 2, 2)),
+    "batch norm 3d": plain(nn.BatchNorm3d, 2, x=floats(2, 1, 2, 2)),
+    "prelu": plain(nn.PReLU, x=floats(2, 3)),
+    "prelu of channels": plain(nn.PReLU, 2, x=floats(2, 3)),
+    "bare parameters": plain(Scaled, x=floats(2, 3)),
+    "self-attention": layer(lambda **options: Itself(nn.MultiheadAttention(**options)), **INPROJ, x=floats(2, 2)),
+    "attention of two inputs": layer(nn.MultiheadAttention, **INPROJ, x=named(**QKV)),
+    "attention without weights": layer(nn.MultiheadAttention, **INPROJ, x=named(**QKV, need_weights=lambda n: False)),
+    "attention of three sizes": layer(nn.MultiheadAttention, **INPROJ, kdim=3, vdim=1, x=named(**THREE)),
+    "attention with more keys": plain(nn.MultiheadAttention, **INPROJ, bias=False, add_bias_kv=True, x=named(**QKV)),
+    "encoder layer": layer(nn.TransformerEncoderLayer, **BLOCK, x=floats(2, 2), fallback=NORMS[:2]),
     "encoder layer without bias": layer(
-        nn.TransformerEncoderLayer,
-        **BLOCK,
-        bias=False,
-        norm_first=True,
-        x=floats(2, 2),
-        fallback=("layer.norm1", "layer.norm2"),
+        nn.TransformerEncoderLayer, **BLOCK, bias=False, norm_first=True, x=floats(2, 2), fallback=NORMS[:2]
     ),
     "decoder layer": layer(
-        nn.TransformerDecoderLayer,
-        **BLOCK,
-        x=named(tgt=floats(2, 2), memory=floats(3, 2)),
-        fallback=("layer.norm1", "layer.norm2", "layer.norm3"),
+        nn.TransformerDecoderLayer, **BLOCK, x=named(tgt=floats(2, 2), memory=floats(3, 2)), fallback=NORMS
     ),
-    "lstm": layer(nn.LSTM, 2, 1, batch_first=True, x=floats(3, 2), factors=False, states=1),
-    "lstm with time first": layer(nn.LSTM, 2, 1, bias=False, x=floats(3, 2), first=False, factors=False, states=1),
-    "lstm in both directions": layer(
-        nn.LSTM, 1, 1, bidirectional=True, batch_first=True, x=floats(2, 1), factors=False, states=1
-    ),
-    "lstm with a projection": layer(
-        nn.LSTM, 1, 2, proj_size=1, batch_first=True, x=floats(2, 1), factors=False, states=1
-    ),
-    "two layers of gru": layer(nn.GRU, 1, 1, num_layers=2, batch_first=True, x=floats(2, 1), factors=False, states=1),
-    "gru with time first": layer(nn.GRU, 2, 1, x=floats(2, 2), first=False, factors=False, states=1),
-    "rnn": layer(nn.RNN, 2, 2, nonlinearity="relu", batch_first=True, x=floats(2, 2), factors=False, states=1),
-    "lstm cell": layer(nn.LSTMCell, 2, 2, x=floats(2), factors=False),
-    "gru cell with a state": layer(nn.GRUCell, 2, 2, x=named(input=floats(2), hx=floats(2)), factors=False),
-    "rnn cell": layer(nn.RNNCell, 2, 2, x=floats(2), factors=False),
-    "weight norm": layer(parametrized(parametrizations.weight_norm, nn.Linear), 3, 2, x=floats(3), factors=False),
-    "weight norm of before": layer(parametrized(old_weight_norm, nn.Conv1d), 2, 2, 2, x=floats(2, 3), factors=False),
-    "spectral norm": layer(parametrized(parametrizations.spectral_norm, nn.Linear), 3, 2, x=floats(3), factors=False),
-    "orthogonal": layer(parametrized(parametrizations.orthogonal, nn.Linear), 3, 2, x=floats(3), factors=False),
-    "a parametrization of the user's": layer(
-        parametrized(lambda m: parametrize.register_parametrization(m, "weight", Centred()), nn.Linear),
-        3,
-        2,
-        x=floats(3),
-        factors=False,
-    ),
+    "lstm": recurrent(nn.LSTM, 2, 1, x=floats(3, 2)),
+    "lstm with time first": plain(nn.LSTM, 2, 1, bias=False, x=floats(3, 2), first=False, states=1),
+    "lstm in both directions": recurrent(nn.LSTM, 1, 1, bidirectional=True, x=floats(2, 1)),
+    "lstm with a projection": recurrent(nn.LSTM, 1, 2, proj_size=1, x=floats(2, 1)),
+    "two layers of gru": recurrent(nn.GRU, 1, 1, num_layers=2, x=floats(2, 1)),
+    "gru with time first": plain(nn.GRU, 2, 1, x=floats(2, 2), first=False, states=1),
+    "rnn": recurrent(nn.RNN, 2, 2, nonlinearity="relu", x=floats(2, 2)),
+    "lstm cell": plain(nn.LSTMCell, 2, 2, x=floats(2)),
+    "gru cell with a state": plain(nn.GRUCell, 2, 2, x=named(input=floats(2), hx=floats(2))),
+    "rnn cell": plain(nn.RNNCell, 2, 2, x=floats(2)),
+    "weight norm": plain(parametrized(parametrizations.weight_norm, nn.Linear), 3, 2, x=floats(3)),
+    "weight norm of before": plain(parametrized(old_weight_norm, nn.Conv1d), 2, 2, 2, x=floats(2, 3)),
+    "spectral norm": plain(parametrized(parametrizations.spectral_norm, nn.Linear), 3, 2, x=floats(3)),
+    "orthogonal": plain(parametrized(parametrizations.orthogonal, nn.Linear), 3, 2, x=floats(3)),
+    "a parametrization of the user's": plain(parametrized(centred, nn.Linear), 3, 2, x=floats(3)),
 }
 
 
@@ -414,80 +386,24 @@ def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
         for separate in (False, True):
             K = p.made(approximation, separate)
-            if separate:
-                save(K.state_dict(), tmp_path / "K.safetensors")
-                state = load(tmp_path / "K.safetensors")
-            else:
-                torch.save(K.state_dict(), tmp_path / "K.pt")
-                state = torch.load(tmp_path / "K.pt", weights_only=True)
-            other = quietly(
-                lambda a=approximation, s=separate: curvature(
-                    p.risk(), APPROXIMATIONS[a], separate_weight_and_bias=s, compute=False
-                )
-            )
+            save(K.state_dict(), tmp_path / "K.safetensors")
+            state = load(tmp_path / "K.safetensors") if separate else K.state_dict()
+            options: Any = {"separate_weight_and_bias": separate, "compute": False}
+            other = quietly(lambda a=approximation, o=options: curvature(p.risk(), APPROXIMATIONS[a], **o))
             with unchanged(p.model, p.data):
                 other.load_state_dict(state)
             assert other.examples == sum(SIZES)
             close(other.to_dense(), K.to_dense(), 1e-13, approximation)
 
 
-@every_layer
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_numbers_that_follow_from_structure(name: str, approximation: str) -> None:
-    p = alone(name)
-    K = p.made(approximation)
-    dense = K.to_dense()
-    eye = torch.eye(len(dense), dtype=torch.float64)
-    damped = dense + 0.1 * eye
-    close(dense, dense.T, what="symmetric")
-    close(K @ eye, dense, what="products")
-    close(K.trace, dense.trace(), what="trace")
-    close(K.diagonal(), dense.diagonal(), what="diagonal")
-    close(K.frobenius_norm, dense.norm(), what="Frobenius norm")
-    close(K.eigenvalues().sort().values, torch.linalg.eigvalsh(dense).clamp(min=0), 1e-7, "eigenvalues")
-    inverse = K.inverse(damping=0.1)
-    close(inverse.to_dense(), torch.linalg.inv(damped), 1e-8, "inverse")
-    close(inverse @ eye[:, 0], torch.linalg.inv(damped)[:, 0], 1e-8, "product with the inverse")
-    close(inverse.logdet, -torch.linalg.slogdet(damped).logabsdet, 1e-8, "logdet")
-    half = K.power(-0.5, damping=0.1).to_dense()
-    close(half @ damped @ half, eye, 1e-8, "power")
-
-
-@pytest.mark.one_in(3)
-@every_layer
-def test_single_precision(name: str) -> None:
-    p = alone(name)
-    copied(p)  # see there
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*mkldnn.*")
-        q = p.to(torch.device("cpu"), torch.float32)
-        for approximation, expected in (
-            ("FullBlock", p.exact.only_blocks(p.exact.ggn(), False)),
-            ("KFAC", p.exact.kfac(p.exact.exact())),
-        ):
-            K = q.curvature(APPROXIMATIONS[approximation])
-            assert K.to_dense().dtype == torch.float32
-            close(K.to_dense(), expected, 3e-4, approximation)
-        close(q.curvature(APPROXIMATIONS["EKFAC"]).trace, p.exact.ggn().trace(), 3e-4, "trace of EKFAC")
-
-
 @pytest.mark.one_in(2)
 @every_layer
-def test_verification_passes(name: str) -> None:
-    if "offsets" in name:
-        pytest.skip("verify() takes single examples out of a batch, and flat bags have no example axis")
-    p = alone(name)
-    for approximation in ("KFAC", "EKFAC", "FullBlock"):
+def test_verification_and_draws(name: str) -> None:
+    """`verify` takes single examples out of a batch, and flat bags have no axis of them. Draws follow the examples."""
+    p, draws = alone(name), MonteCarlo(samples=2, seed=3)
+    for approximation in ("KFAC", "EKFAC", "FullBlock") if "offsets" not in name else ():
         with unchanged(p.model, p.data):
             assert p.made(approximation).verify().rows
-
-
-@pytest.mark.one_in(2)
-@every_layer
-def test_draws_follow_the_examples(name: str) -> None:
-    """Monte-Carlo vectors: EKFAC's trace is the full block's for the same draws."""
-    p = alone(name)
-    draws = MonteCarlo(samples=2, seed=3)
     full = p.curvature(FullBlock, vectors=draws)
     close(p.curvature(APPROXIMATIONS["EKFAC"], vectors=draws).trace, full.trace)
 
@@ -509,18 +425,9 @@ ROOTS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, 
 @pytest.mark.parametrize("loss", ["mse", "bce-sum"])
 def test_the_layer_is_the_whole_model(name: str, loss: str) -> None:
     kind, x, options = ROOTS[name]
-    without = {"layer norm": ("",), "encoder layer": ("norm1", "norm2"), "lstm": ("",)}
-    p = make(
-        lambda: Net(
-            kind(),
-            [x(n) for n in SIZES],
-            read=options.get("output", lambda out: out),
-            options=options,
-            fallback=without.get(name, ()),
-        ),
-        loss,
-        seed=name,
-    )
+    without = {"layer norm": ("",), "encoder layer": ("norm1", "norm2"), "lstm": ("",)}.get(name, ())
+    read = options.get("output", lambda out: out)
+    p = make(lambda: Net(kind(), [x(n) for n in SIZES], read=read, options=options, fallback=without), loss, seed=name)
     exact = p.exact.only_blocks(p.exact.ggn(), False)
     close(p.curvature(FullBlock).to_dense(), exact, 1e-8, "FullBlock")
     close(p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.kfac(p.exact.exact()), 1e-8, "KFAC")
@@ -532,69 +439,23 @@ def test_the_layer_is_the_whole_model(name: str, loss: str) -> None:
 
 def test_every_module_of_pytorch_that_holds_parameters_is_here() -> None:
     """A new layer in `torch.nn` must come by here; containers and losses hold none of their own."""
-    used = {type(m) for maker in LAYERS.values() for m in maker().model.modules()}
-    used |= {type(m) for maker in NETS.values() for m in maker().model.modules()}
-    covered = {base for kind in used for base in kind.__mro__}
-    elsewhere = {
-        nn.Transformer,  # made of encoder and decoder layers
-        nn.SyncBatchNorm,  # needs several processes
-        nn.InstanceNorm3d,
-    }
-    makers: dict[str, Callable[[Any], nn.Module]] = {"default": lambda kind: kind(2), "two": lambda kind: kind(2, 2)}
-    makers |= {"three": lambda kind: kind(2, 2, 2), "norm": lambda kind: kind(2, affine=True)}
-    missing = []
-    for name in dir(nn):
-        kind = getattr(nn, name)
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind in covered | elsewhere:
-            continue
-        if "Lazy" in name or "Quantizable" in name or "Loss" in name:
-            continue
-        for maker in makers.values():
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    module = maker(kind)
-            except Exception:
-                continue
-            if list(module.parameters()):
-                missing.append(name)
-                break
+    makers = [*LAYERS.values(), *NETS.values()]
+    covered = {base for maker in makers for m in maker().model.modules() for base in type(m).__mro__}
+    # A transformer is made of encoder and decoder layers, and synchronised norms need several processes.
+    covered |= {nn.Transformer, nn.SyncBatchNorm, nn.InstanceNorm3d}
+
+    def parameters(kind: Any) -> list[Any]:
+        for args, options in (((2,), {}), ((2, 2), {}), ((2, 2, 2), {}), ((2,), {"affine": True})):
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if found := list(kind(*args, **options).parameters()):
+                    return found
+        return []
+
+    kinds = {name: getattr(nn, name) for name in dir(nn) if not any(w in name for w in ("Lazy", "Quantizable", "Loss"))}
+    missing = [
+        name
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in covered and parameters(kind)
+    ]
     assert not missing, f"layers with parameters and no test: {missing}"
-
-
-def test_groups_are_not_mixed() -> None:
-    """Nothing between groups in KFAC, something in the exact block: the twin's zeros are not there by accident."""
-    p = alone("conv1d in groups")
-    K, exact = p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.ggn()
-    r, _ = p.exact.matrix_places(list(p.keyed))
-    between = (r[:, None] // 3) != (r // 3)
-    assert K[between].abs().max() == 0
-    assert exact[between].abs().max() > 1e-3
-
-
-def test_padding_changes_the_factors() -> None:
-    """Rows at the padding index leave A, G and the divisor; a twin that forgot about them would differ."""
-    p = alone("embedding with padding")
-    kept = sum((X != 1).sum() for X, _ in p.data)
-    counts = sum(torch.bincount(X.flatten(), minlength=4) for X, _ in p.data)
-    counts[1] = 0
-    A, G = p.exact.factors("layer", p.exact.exact())
-    close(A, (counts / kept).double().diag())
-    plain = Problem(replace(p.net, model=Alone(nn.Embedding(4, 2)).double()), p.loss, p.data)
-    plain.model.load_state_dict(p.model.state_dict())
-    A_plain, G_plain = plain.exact.factors("layer", plain.exact.exact())
-    assert (A - A_plain).norm() > 0.05
-    assert (G - G_plain).norm() > 1e-3 * G.norm()
-    block = p.curvature(APPROXIMATIONS["KFAC"]).blocks["layer"]
-    close(block.A.to_dense() if hasattr(block.A, "to_dense") else block.A, A, what="A")
-
-
-@pytest.mark.parametrize("name", ["lstm", "lstm cells", "decoder layer", "self-attention"])
-def test_a_wrong_layer_is_noticed(name: str) -> None:
-    """One example less, or one number moved, is no small error."""
-    p = problem(name)
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
-    with pytest.raises(AssertionError, match="relative error"):
-        close(p.curvature(FullBlock, p.data[:-1]).to_dense(), exact)
-    with pytest.raises(AssertionError, match="relative error"):
-        close(p.curvature(FullBlock).to_dense().roll(1, 0), exact)

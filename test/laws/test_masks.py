@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,26 +57,15 @@ class Masked(nn.Module):
         return h + (out if layer.batch_first else out.transpose(0, 1))
 
 
-class Pointwise(nn.Module):
-    """Positions last, as convolutions have them."""
+class Then(nn.Module):
+    """A layer with functions before and after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(D, D, 1, groups=2)
+        self.layer, self.before, self.after = layer, before, after
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.conv(h.mT).mT
-
-
-class Sequence(nn.Module):
-    """The outputs of a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(D, D, batch_first=True)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.rnn(h)[0]
+        return self.after(self.layer(self.before(h)))
 
 
 class Scale(nn.Module):
@@ -109,9 +97,9 @@ MODELS: dict[str, Callable[[], Tokens]] = {
     "root mean square norm": lambda: Tokens(nn.RMSNorm(D)),
     "right-hand weight": lambda: Tokens(Conv1D(D, D)),
     "prelu": lambda: Tokens(nn.PReLU()),
-    "pointwise convolution": lambda: Tokens(Pointwise()),
+    "pointwise convolution": lambda: Tokens(Then(nn.Conv1d(D, D, 1, groups=2), lambda h: h.mT, lambda h: h.mT)),
     "bare parameters": lambda: Tokens(Scale()),
-    "lstm": lambda: Tokens(Sequence()),
+    "lstm": lambda: Tokens(Then(nn.LSTM(D, D, batch_first=True), lambda h: h, lambda out: out[0])),
     "attention": lambda: Tokens(Masked(nn.MultiheadAttention(D, 2, batch_first=True))),
     "attention with time first": lambda: Tokens(Masked(nn.MultiheadAttention(D, 2))),
     "encoder layer": lambda: Tokens(Masked(nn.TransformerEncoderLayer(**BLOCK))),
@@ -203,42 +191,31 @@ def test_no_padding_is_the_twin_s(name: str) -> None:
     close(quietly(plain, EKFAC).trace, exact.trace(), what="trace of EKFAC")
 
 
-@every_model
-def test_the_mean_over_tokens(name: str) -> None:
-    """The mean divides by the tokens that count; the mask and the loss say the same thing here."""
-    model, together, apart = padded(name)
-    risks = [risk(model, data, masked, nn.CrossEntropyLoss()) for data, masked in ((together, True), (apart, False))]
-    for approximation in ("KFAC", "KFAC reduce", "FullBlock"):
-        close(*(quietly(one, APPROXIMATIONS[approximation]).to_dense() for one in risks), what=approximation)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "embedding",
-        "embedding with padding",
-        "right-hand weight",
-        "pointwise convolution",
-        "attention",
-        "attention with time first",
-    ],
-)
-def test_inputs_alone(name: str) -> None:
-    """Forward only: the input factors without any gradients."""
-    model, together, apart = padded(name)
-    for approximation in ("KFAC", "KFAC reduce"):
+def compare(
+    model: nn.Module, together: Any, apart: Any, kinds: Any, vectors: Any = None, loss: nn.Module | None = None
+) -> None:
+    for approximation in kinds:
         got, expected = (
-            quietly(risk(model, data, masked), APPROXIMATIONS[approximation], vectors=ForwardOnly()).to_dense()
+            quietly(risk(model, data, masked, loss), APPROXIMATIONS[approximation], vectors=vectors).to_dense()
             for data, masked in ((together, True), (apart, False))
         )
         close(got, expected, what=approximation)
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "attention", "right-hand weight"])
-def test_without_the_mask_padding_counts(name: str) -> None:
-    """The loss ignores padding by itself, but the input factors don't: the mask is what makes the difference."""
+@every_model
+def test_the_mean_over_tokens(name: str) -> None:
+    """The mean divides by the tokens that count; the mask and the loss say the same thing here."""
+    compare(*padded(name), ("KFAC", "KFAC reduce", "FullBlock"), loss=nn.CrossEntropyLoss())
+
+
+LAYERS = ["linear", "embedding", "embedding with padding", "right-hand weight", "pointwise convolution", "attention"]
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "attention with time first"])
+def test_inputs_alone(name: str) -> None:
+    """Forward only: the input factors without any gradients. Without the mask padding would count in them."""
     model, together, apart = padded(name)
+    compare(model, together, apart, ("KFAC", "KFAC reduce"), vectors=ForwardOnly())
     got, expected = (quietly(risk(model, data, False), KFAC).to_dense() for data in (together, apart))
     with pytest.raises(AssertionError, match="relative error"):
         close(got, expected)
@@ -259,11 +236,7 @@ def gradients_without(model: nn.Module, path: str, data: list[Any], loss: nn.Mod
     for X, y in data:
         for n in range(len(y)):
             calls: list[tuple[Any, Any]] = []
-
-            def hook(module: nn.Module, args: Any, out: Any, calls: Any = calls) -> None:
-                calls.append((args, out))
-
-            handle = module.register_forward_hook(hook)
+            handle = module.register_forward_hook(lambda module, args, out, calls=calls: calls.append((args, out)))
             value = loss(model({key: t[n : n + 1] for key, t in X.items()}), y[n : n + 1])
             handle.remove()
             ((args, out),) = calls
@@ -322,11 +295,7 @@ def test_a_mask_of_everything_in_an_example() -> None:
     X, y = together[0]
     X, y = {key: t.clone() for key, t in X.items()}, y.clone()
     X["keep"][1], y[1] = False, -100
-    others = [apart[0], apart[2], *apart[3:]]
-    for approximation in ("KFAC", "KFAC reduce", "FullBlock"):
-        kind = APPROXIMATIONS[approximation]
-        got = quietly(risk(model, [(X, y), together[1]], True), kind).to_dense()
-        close(got, quietly(risk(model, others, False), kind).to_dense(), what=approximation)
+    compare(model, [(X, y), together[1]], [apart[0], *apart[2:]], ("KFAC", "KFAC reduce", "FullBlock"))
 
 
 def test_layers_with_other_positions_keep_theirs() -> None:
@@ -341,13 +310,6 @@ def test_layers_with_other_positions_keep_theirs() -> None:
             h = torch.tanh(self.first(inputs["x"])) * inputs["keep"][..., None]
             return self.last(h.sum(1))
 
-    model, together, apart = padded("linear")
-    model = copy.deepcopy(Pooled()).double()
-    together = [(X, y[:, 0]) for X, y in together]
-    apart = [(X, y[:, 0]) for X, y in apart]
-    for approximation in ("KFAC", "KFAC reduce", "FullBlock", "DiagonalBlock"):
-        kind = APPROXIMATIONS[approximation]
-        got, expected = (
-            quietly(risk(model, data, masked), kind).to_dense() for data, masked in ((together, True), (apart, False))
-        )
-        close(got, expected, what=approximation)
+    _, *both = padded("linear")
+    together, apart = ([(X, y[:, 0]) for X, y in data] for data in both)
+    compare(Pooled().double(), together, apart, ("KFAC", "KFAC reduce", "FullBlock", "DiagonalBlock"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, close, problem, unchanged
+from cases import APPROXIMATIONS, NETS, Problem, close, problem, unchanged
 
 from curvlinops_plus import (
     EKFACLinearOperator,
@@ -46,25 +46,27 @@ def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dt
         close(A.to_dense(), expected, rtol, kind.__name__)
 
 
+def check_empirical(p: Problem, q: Problem, dtype: torch.dtype) -> None:
+    """Of `q` in another precision: single-precision operators, near to what `p` is exactly."""
+    exact = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), False)
+    expected = {
+        "KFAC": p.exact.kfac(p.exact.empirical(per_term=False)),
+        "DiagonalBlock": exact.diagonal().diag(),
+        "FullBlock": exact,
+    }
+    for approximation, matrix in expected.items():
+        K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
+        assert {K.dtype, K.to_dense().dtype, (K @ torch.ones(K.shape[1], dtype=dtype)).dtype} == {torch.float32}
+        close(K.to_dense(), matrix, 3 * TOLERANCE[dtype], approximation)
+    E = q.curvature(APPROXIMATIONS["EKFAC"], vectors=Empirical())
+    close(E.trace, exact.trace(), TOLERANCE[dtype], "trace of EKFAC")
+
+
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_models_accumulate_in_single_precision(name: str, dtype: torch.dtype) -> None:
     p = problem(name)
-    q = p.to(torch.device("cpu"), dtype)
-    exact = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), False)
-    for approximation in ("KFAC", "EKFAC", "DiagonalBlock", "FullBlock"):
-        K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
-        assert K.dtype == torch.float32
-        assert K.to_dense().dtype == torch.float32
-        if approximation == "KFAC":
-            close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term=False)), 3 * TOLERANCE[dtype], approximation)
-        elif approximation == "EKFAC":
-            close(K.trace, exact.trace(), TOLERANCE[dtype], approximation)
-        else:
-            expected = exact if approximation == "FullBlock" else exact.diagonal().diag()
-            close(K.to_dense(), expected, 3 * TOLERANCE[dtype], approximation)
-        v = torch.ones(K.shape[1], dtype=dtype)
-        assert (K @ v).dtype == torch.float32
+    check_empirical(p, p.to(torch.device("cpu"), dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -85,16 +87,7 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     p = problem(name)
     q = p.to(torch.device("cpu"), torch.float32)
     with unchanged(q.model, q.data), torch.autocast("cpu", dtype=dtype):
-        for approximation in ("KFAC", "DiagonalBlock", "FullBlock"):
-            K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
-            assert K.to_dense().dtype == torch.float32
-            exact = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), False)
-            expected = {
-                "KFAC": p.exact.kfac(p.exact.empirical(per_term=False)),
-                "DiagonalBlock": exact.diagonal().diag(),
-                "FullBlock": exact,
-            }[approximation]
-            close(K.to_dense(), expected, 3 * TOLERANCE[dtype], approximation)
+        check_empirical(p, q, dtype)
 
 
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
