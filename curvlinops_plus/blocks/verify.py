@@ -34,6 +34,7 @@ from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import eager, untraced
 from curvlinops_plus.risk.reading import Batch, require_rereadable
+from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 LOSS_CHECK = "(c) loss Hessian"
@@ -118,9 +119,15 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         preserve_state(risk.model, risk.data),
         torch.inference_mode(False),
     ):
-        batch = _first(risk, num_examples)
+        require_rereadable(risk.data, "`verify()` needs a few examples of its own")
+        whole = next(iter(risk.batches("verify")))
+        batch = _some(whole, list(range(min(num_examples, whole.num_examples))))
+        try:
+            recorded, vector = _recorded(risk, layers, batch)
+        except OutsideReads:  # a table is as long as this many examples do not explain
+            batch = replace(whole, weight=None)
+            recorded, vector = _recorded(risk, layers, batch)
         singles = [_some(batch, [n]) for n in range(batch.num_examples)]
-        recorded, vector = _recorded(risk, layers, batch)
         reference = [_one_example(risk, example, [v[n : n + 1] for v in vector]) for n, example in enumerate(singles)]
         for one, outputs in _outputs(risk, batch):
             _check_loss(one, outputs, batch, tolerance, check)
@@ -154,12 +161,6 @@ class _Recorded:
     grads: dict[str, Tensor]
     grams: dict[str, tuple[Tensor, Tensor]]
     traces: dict[str, Tensor]
-
-
-def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
-    require_rereadable(risk.data, "`verify()` needs a few examples of its own")
-    batch = next(iter(risk.batches("verify")))
-    return _some(batch, list(range(min(num_examples, batch.num_examples))))
 
 
 def _some(batch: Batch, examples: list[int]) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -123,6 +123,7 @@ class BackwardPasses:
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         mask: Positions that count, [N, T] bool; None for all.
         weight: Weights of the examples [N]; None for ones.
+        see: Called with every `LayerBatch` first; a mask is not applied there.
 
     Attributes:
         called: Indices of the layers that were called.
@@ -130,9 +131,14 @@ class BackwardPasses:
     """
 
     def __init__(
-        self, recorder: Recorder, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None
+        self,
+        recorder: Recorder,
+        consume: Consumer,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
+        see: Callable[[LayerBatch], None] | None = None,
     ) -> None:
-        self.recorder, self.consume, self.mask, self.weight = recorder, consume, mask, weight
+        self.recorder, self.consume, self.mask, self.weight, self.see = recorder, consume, mask, weight, see
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
         self.called = set(self._calls)
@@ -259,6 +265,8 @@ class BackwardPasses:
             of_batch=self._of_batch,
         )
         with recorder.disabled, plain_mode(layer.device.type):
+            if self.see is not None:
+                self.see(replace(batch, mask=None, example_weights=None, _shared={}))
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None

@@ -7,7 +7,10 @@ batch's outputs, and their gradients what the layers' rules make of the recorded
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 from warnings import warn
 
@@ -19,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.autograd_graph import gradients_of
-from curvlinops_plus.risk.backward_pass import BackwardPasses, VectorGroup
+from curvlinops_plus.risk.backward_pass import VectorGroup
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
@@ -32,7 +35,8 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# How many examples are run alone. Of 1 852 runs of networks made to mislead, one leaves 12 unnoticed, two leave 4.
+# How many examples are run alone in a batch of a new kind, and else one. Of 1 852 runs of networks made to mislead, one
+# leaves 12 unnoticed, two leave 4.
 _FEW = 3
 
 _CAUSES = (
@@ -58,49 +62,37 @@ def _kind(recorder: Recorder) -> Any:
     return frozenset(calls), recorder.num_examples > 1, recorder.backward
 
 
-def check_batch(
+def look_at(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
-) -> None:
-    """Compare a recorded batch with three of its examples, if that is due.
-
-    A random vector is sent back through the recorded batch, and the gradients of the three by the layers' rules are
-    added up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum
-    comes from a plain backward pass through the three examples, run one by one. If the model can't run one by itself
-    (graphs, bags of tokens), the whole batch is run again instead; in training loops, if that is random, the graph of
-    the recorded pass stands in.
+) -> Look | None:
+    """Begin to compare a recorded batch with three of its examples, if that is due.
 
     Args:
-        outputs: Of the recorded pass, with their graph, which is kept.
+        outputs: Of the recorded pass, with their graph.
         repeatable: Whether two evaluations of the model have to agree; not so in training loops.
 
     Raises:
-        OutsideReads: If a layer's rule disagrees; names layer and parameter.
         UnsupportedError: If examples depend on each other, as by batch norm in training mode.
         RuntimeError: If two evaluations of the model disagree.
 
     Warns:
         CurvatureWarning: In training loops, of batch norm in training mode, where nothing is compared.
-
-    Cost: a backward pass through the batch to its layers, a forward and a backward pass of three examples.
     """
     due = is_due(risk, recorder)
     risk.checked.batches += 1
     if not due:
-        return
+        return None
     if norms := [*batch_norms(risk.model)]:
-        return _report(risk, norms, repeatable)
+        _report(risk, norms, repeatable)
+        return None
     recorder.require_unchanged()
-    model, pair = risk.model, _Pair(risk, recorder, batch, outputs, repeatable)
-    with kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
-        with recorder.disabled, torch.set_grad_enabled(recorder.backward):
-            if recorder.backward:
-                theirs = pair.by_autograd()
-            else:
-                theirs = None
-                pair.alone(None)
-        # Checkpointed modules that run again in this backward pass have to be those that were recorded.
-        if theirs is None or pair.compare(pair.by_rules(), theirs):
-            risk.checked.seen.add(_kind(recorder))
+    look = Look(risk, recorder, batch, outputs, repeatable)
+    if recorder.backward:
+        return look
+    with look.undisturbed():
+        look.alone(None)
+    risk.checked.seen.add(_kind(recorder))
+    return None
 
 
 def batch_norms(model: nn.Module) -> dict[str, Any]:
@@ -124,8 +116,17 @@ def _report(risk: EmpiricalRisk, norms: list[str], repeatable: bool) -> None:
         )
 
 
-class _Pair:
-    """A recorded batch, and three of its examples by themselves; arguments as for `check_batch`."""
+class Look:
+    """A recorded batch, and three of its examples by themselves; arguments as for `look_at`.
+
+    Of the first vector that is sent back through the batch, the gradients of the three by the layers' rules are added
+    up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum comes
+    from a plain backward pass through the three, run one by one. If the model can't run one by itself (graphs, bags of
+    tokens), the whole batch is run again instead; in training loops, if that is random, the graph of the recorded pass
+    stands in.
+
+    Cost: a forward and a backward pass of three examples, with gradients of the parameters.
+    """
 
     def __init__(
         self, risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
@@ -133,37 +134,66 @@ class _Pair:
         self.risk, self.recorder, self.batch, self.outputs, self.repeatable = risk, recorder, batch, outputs, repeatable
         generator, self.N = torch.Generator().manual_seed(0), batch.num_examples
         # Not the first ones: what is mixed may be neighbours, or not.
-        self.chosen = sorted(torch.randperm(self.N, generator=generator)[:_FEW].tolist())
-        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)
-        self.vectors = [torch.randn(f.shape, generator=generator).to(f) for f in outputs]
+        few = 1 if _kind(recorder) in risk.checked.seen else _FEW
+        self.chosen = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
+        self.numbers = (0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)).tolist()
+        self.vectors: list[Tensor] = []
+        self.ours: dict[str, Tensor] = {}
+        self.theirs: dict[str, Tensor | None] = {}
+        self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
 
-    def by_rules(self) -> dict[str, Tensor]:
-        """Σ_n numbers[n] J_n over the three examples, by key, from what the recorded layers get of the vectors."""
-        found: dict[str, Tensor] = {}
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context for passes of the plain model."""
+        model = self.risk.model
+        kept = kept_random_state(), kept_attributes(model.modules()), copied_buffers(model)
+        with self.recorder.disabled, torch.set_grad_enabled(self.recorder.backward), eager(), kept[0], kept[1], kept[2]:
+            yield
 
-        def consume(batch: LayerBatch) -> None:
-            layer = batch.layer
-            try:
-                for group in layer.groups:
-                    J = batch.restrict(group).examples(self.chosen).per_example_grads[0]
-                    total = torch.tensordot(self.numbers.to(J), J, 1).flatten()
-                    found.update({key: g[..., 0] for key, g in group.layout.split(total[:, None]).items()})
-            except (UnsupportedError, torch.OutOfMemoryError):
-                raise
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                kind = type(layer.uses[0].owner).__name__
-                raise OutsideReads(
-                    f"{layer.title} ({kind}): the layer's rule failed on a recorded call, with {type(error).__name__}: "
-                    f"{error}. {_CAUSES} Leave the parameters {list(layer.params)} out of `params`, or restructure "
-                    "that part of the model.",
-                    layer.params,
-                ) from error
+    def expect(self, group: VectorGroup) -> VectorGroup:
+        """What plain autograd makes of the first vector of a group; returns the same group."""
+        first = next(group.vectors, None)
+        self.ours, self.theirs = {}, {}
+        if first is None:
+            return group
+        sent = [*zip(group.outputs, first, strict=True)]  # two losses may read one output
+        self.vectors = []
+        for f in self.outputs:
+            at = next((k for k, (own, _) in enumerate(sent) if own is f), None)
+            self.vectors.append(torch.zeros_like(f) if at is None else sent.pop(at)[1].to(f))
+        with self.undisturbed():
+            self.theirs = self.by_autograd()
+        return replace(group, vectors=chain([first], group.vectors))
 
-        live = [(f, v) for f, v in zip(self.outputs, self.vectors, strict=True) if f.requires_grad]
-        if live:
-            fs, vs = zip(*live, strict=True)
-            BackwardPasses(self.recorder, consume).send(VectorGroup(fs, 1, iter([vs])), 1, keep_graph=True)
-        return found
+    def see(self, batch: LayerBatch) -> None:
+        """Take Σ_n numbers[n] J_n of a layer over the three examples, by key, from what it gets of the first vector.
+
+        Raises:
+            OutsideReads: If the layer's rule fails.
+        """
+        layer = batch.layer
+        if not self.ours.keys().isdisjoint(layer.params):
+            return
+        try:
+            for group in layer.groups:
+                J = batch.restrict(group).examples(self.chosen).per_example_grads[0]
+                total = sum(number * J[k] for k, number in enumerate(self.numbers)).reshape(-1, 1)
+                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total).items()})
+        except (UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            kind = type(layer.uses[0].owner).__name__
+            raise OutsideReads(
+                f"{layer.title} ({kind}): the layer's rule failed on a recorded call, with {type(error).__name__}: "
+                f"{error}. {_CAUSES} Leave the parameters {list(layer.params)} out of `params`, or restructure "
+                "that part of the model.",
+                layer.params,
+            ) from error
+
+    def finish(self) -> None:
+        """All vectors were sent: a kind of batch in which each layer got a gradient need not be looked at again."""
+        if not self.zero:
+            self.risk.checked.seen.add(_kind(self.recorder))
 
     def by_autograd(self) -> dict[str, Tensor | None]:
         """The same sum from the plain model; None is zero, and what can't be told is missing."""
@@ -222,7 +252,7 @@ class _Pair:
         return found
 
     def _numbered(self) -> list[tuple[int, float]]:
-        return list(zip(self.chosen, self.numbers.tolist(), strict=True))
+        return list(zip(self.chosen, self.numbers, strict=True))
 
     def _rows(self, t: Tensor, n: int) -> Tensor:
         """The rows of an example: several if its positions are on the same axis."""
@@ -251,21 +281,26 @@ class _Pair:
             "EmpiricalRisk(..., check=False) goes on without this check."
         )
 
-    def compare(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor | None]) -> bool:
-        """Refuse layers whose gradients by rule and by autograd differ; True if none of the gradients is zero."""
-        layers = [layer for layer in self.recorder.layers if theirs.keys() >= layer.params.keys()]
-        pairs = [[_flat(found, layer) for found in (ours, theirs)] for layer in layers]
+    def compare(self) -> None:
+        """Refuse layers whose gradients by rule and by autograd differ.
+
+        Raises:
+            OutsideReads: If a layer's rule disagrees; names layer and parameter.
+        """
+        layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
+        pairs = [[_flat(found, layer) for found in (self.ours, self.theirs)] for layer in layers]
         found = [torch.stack([torch.dist(one, other), one.norm(), other.norm()]).double().cpu() for one, other in pairs]
         norms = torch.stack(found).tolist() if found else []
         largest = max([size for _, _, size in norms if math.isfinite(size)], default=0.0)
+        coarsest = min([slot.dtype.itemsize for slot in self.recorder.slots], default=8)
         for layer, (away, mine, size) in zip(layers, norms, strict=True):
-            slots = [slot for recorded in self.recorder.calls for slot in recorded.slots]
-            tolerance = TOLERANCE[min(t.dtype.itemsize for t in (*layer.params.values(), *slots))]
+            tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others; what is not finite is
             # refused with the statistic that it makes.
             if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest):
                 raise self._wrong_rule(layer, away, mine, size)
-        return all(size > 0 for *_, size in norms)
+        zero = {layer.name for layer, (*_, size) in zip(layers, norms, strict=True) if not size > 0}
+        self.zero = zero if self.zero is None else self.zero & zero
 
     def _wrong_rule(self, layer: Layer, away: float, mine: float, size: float) -> OutsideReads:
         """What to say of two gradients that differ, unless functions that read the parameter are found."""

@@ -65,10 +65,13 @@ def are_labels_shifted(
     if not math.isfinite(own):
         return None  # none counts, or the output is not finite, which is reported elsewhere
     pairs = {False: (f, y, axis), True: (f[:, :-1], y[:, 1:], losses[0].beside_positions(f, axis))}
-    values = {shifted: _mean(losses, *pair) for shifted, pair in pairs.items()}
+    errors: list[Exception] = []
+    values = {shifted: _mean(losses, *pair, errors) for shifted, pair in pairs.items()}
     away = {shifted: abs(value - own) for shifted, value in values.items()}
     nearest = min(away, key=away.__getitem__)
     if not away[nearest] <= min(_TOLERANCE[f.element_size()] * max(abs(own), 1.0), away[not nearest] / 4):
+        if errors:  # the loss can't read such an output
+            raise errors[0]
         raise UnsupportedError(
             f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {len(order[:_FEW])} "
             f"examples; {type(losses[0].loss).__name__} gives {values[False]:.6g}, and {values[True]:.6g} with the "
@@ -93,12 +96,15 @@ def _told(out: Any, losses: Losses, output: Callable[[Any], Any] | None) -> tupl
     return fs, axes, float(loss.detach())
 
 
-def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None) -> float:
+def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None, errors: list[Exception]) -> float:
     """Our loss as a mean over the terms that count; infinite without any."""
     try:
         totals = losses.terms((f,), (y,), len(f), (axis,)).totals
         return float(torch.as_tensor(totals.losses[0]).detach()) / float(totals.counts[0])
-    except (ZeroDivisionError, IndexError, ValueError, TypeError, RuntimeError):
+    except ZeroDivisionError:
+        return math.inf
+    except (IndexError, ValueError, TypeError, RuntimeError) as error:
+        errors.append(error)
         return math.inf
 
 

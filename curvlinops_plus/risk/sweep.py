@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
-from curvlinops_plus.risk.check import check_batch
+from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
@@ -169,9 +169,9 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            if user is None:
-                check_batch(risk, recorder, batch, fs, self.repeatable)
-            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
+            look = look_at(risk, recorder, batch, fs, self.repeatable) if user is None else None
+            see = look.see if look is not None else None
+            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight, see)
             batch_totals.called = passes.called
             if not vectors.backward:
                 passes.inputs_only()
@@ -179,12 +179,17 @@ class RecordedPasses:
                 batch_totals.weights = self.weights.of(batch_totals)
                 groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
                 for group in groups:
+                    last = group is groups[-1]
                     if user is not None:
                         passes.take(group, user)
                         continue
                     _announce(risk, vectors, group)
-                    at_once = _vectors_at_once(recorder, group.number)
-                    passes.send(group, at_once, keep_graph or group is not groups[-1])
+                    group = group if look is None else look.expect(group)
+                    passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or not last)
+                    if look is not None:
+                        look.compare()
+                if look is not None:
+                    look.finish()
         batch_totals.reached = passes.reached
         return batch_totals
 

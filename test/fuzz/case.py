@@ -7,6 +7,7 @@ stored, printed and shortened. Random numbers come from `random.Random` and from
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,41 +26,33 @@ Description = dict[str, Any]
 MOST_PARAMETERS = 70
 
 
+LINKS: dict[str, Any] = {
+    "gaussian": lambda f: torch.cat([f.chunk(2, -1)[0], nn.functional.softplus(f.chunk(2, -1)[1]) + 0.2], -1),
+    "positive": lambda f: nn.functional.softplus(f) + 0.2,
+    "log-softmax": lambda f: f.log_softmax(min(1, f.ndim - 1)),
+    "probability": torch.sigmoid,
+    "none": lambda f: f,
+}
+
+
 class Head(nn.Module):
     """Features to the outputs that a loss reads, in one of the usual shapes."""
 
     def __init__(self, shape: Shape, form: str, classes: int, linear: bool, link: str, axis_last: bool) -> None:
         super().__init__()
         self.form, self.link, self.axis_last = form, link, axis_last
-        features = shape[-1]
-        if form in ("vector", "numbers"):
-            features = 1
-            for size in shape:
-                features *= size
+        features = math.prod(shape) if form in ("vector", "numbers") else shape[-1]
         out = 1 if form == "numbers" else classes
         fits = form == "raw" or (features == out and not linear)
         self.layer = nn.Identity() if fits else nn.Linear(features, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form == "raw":
-            f = x
-        elif self.form in ("vector", "numbers"):
-            f = self.layer(x.flatten(1))
-            f = f.flatten(0) if self.form == "numbers" else f
-        else:
-            f = self.layer(x)
-            if self.form == "rows":  # [N·R, C]
-                f = f.flatten(0, -2)
-            elif not self.axis_last:
-                f = f.movedim(-1, 1)
-        if self.link == "gaussian":
-            mean, variance = f.chunk(2, -1)
-            return torch.cat([mean, nn.functional.softplus(variance) + 0.2], -1)
-        if self.link == "positive":
-            return nn.functional.softplus(f) + 0.2
-        if self.link == "log-softmax":
-            return f.log_softmax(min(1, f.ndim - 1))
-        return torch.sigmoid(f) if self.link == "probability" else f
+        f = self.layer(x.flatten(1) if self.form in ("vector", "numbers") else x)
+        if self.form in ("numbers", "rows"):  # [N], [N·R, C]
+            f = f.flatten(0) if self.form == "numbers" else f.flatten(0, -2)
+        elif self.form == "positions" and not self.axis_last:
+            f = f.movedim(-1, 1)
+        return LINKS[self.link](f)
 
 
 class Network(nn.Module):
@@ -125,10 +118,8 @@ class Case:
         """The loss as users hand it over."""
         if not self.several:
             return self.losses[0]
-        pairs = list(zip(self.losses, self.weights, strict=True))
-        if self.about["form"] == "tuple":
-            return tuple(pairs)
-        return {f"out{k}": pair for k, pair in enumerate(pairs)}
+        pairs = tuple(zip(self.losses, self.weights, strict=True))
+        return pairs if self.about["form"] == "tuple" else {f"out{k}": pair for k, pair in enumerate(pairs)}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -192,11 +183,9 @@ def differentiable(case: Case) -> bool:
         total = sum(f.sum() for f in case.outputs(model(x)))
         torch.autograd.grad(total, inputs, allow_unused=True)  # type: ignore[arg-type]
         for x, y in case.data:
-            targets = [y] if isinstance(y, Tensor) else [*y.values()] if isinstance(y, dict) else y
-            for o, loss, f, target in zip(
-                case.about["losses"], case.losses, case.outputs(model(x.clone())), targets, strict=True
-            ):
-                value(o, loss, f, target)
+            outputs, targets = case.outputs(model(x.clone())), case.outputs(y)
+            for each in zip(case.about["losses"], case.losses, outputs, targets, strict=True):
+                value(*each)
     except RuntimeError:
         return False
     return True
@@ -274,11 +263,7 @@ def make(about: Description) -> Case:
         for head, loss in zip(about["heads"], about["losses"], strict=True):
             if len(shape) == 1 and head["form"] in ("positions", "rows"):
                 raise Invalid("there is one position only")
-            heads.append(
-                Head(
-                    shape, head["form"], head["classes"], head["linear"], links(loss), loss["kind"] not in ("ce", "nll")
-                )
-            )
+            heads.append(Head(shape, **head, link=links(loss), axis_last=loss["kind"] not in ("ce", "nll")))
         model = Network(body, heads, about["form"]).double().eval()
     case = Case(about, model, [], [], None, {}, dtype)
     _initialize(case)

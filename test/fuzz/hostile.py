@@ -40,8 +40,7 @@ class Whole:
     def __init__(self, model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
         self.model = model
         self.params = list(self.model.parameters())
-        sizes = [p.numel() for p in self.params]
-        self.places = torch.arange(sum(sizes)).split(sizes)
+        self.sizes = [p.numel() for p in self.params]
         with sdpa_kernel(SDPBackend.MATH):
             n = sum(y.numel() for _, y in data)
             outputs = [self.model(x.clone()) for x, _ in data]
@@ -60,19 +59,14 @@ class Whole:
 
     def _flat(self, number: Tensor, create_graph: bool = False) -> Tensor:
         if not number.requires_grad:
-            return torch.zeros(sum(p.numel() for p in self.params), dtype=torch.float64)
-        grads = torch.autograd.grad(
-            number, self.params, retain_graph=True, create_graph=create_graph, allow_unused=True
-        )
-        parts = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)]
-        return torch.cat([part.flatten() for part in parts])
+            return torch.zeros(sum(self.sizes), dtype=torch.float64)
+        options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+        grads = torch.autograd.grad(number, self.params, materialize_grads=True, **options)
+        return torch.cat([g.flatten() for g in grads])
 
     def by_parameter(self, matrix: Tensor) -> Tensor:
         """A matrix with a block for each parameter."""
-        result = torch.zeros_like(matrix)
-        for at in self.places:
-            result[at[:, None], at] = matrix[at[:, None], at]
-        return result
+        return matrix * torch.block_diag(*(torch.ones(n, n).double() for n in self.sizes))
 
 
 def _estimated(risk: EmpiricalRisk) -> Tensor:

@@ -5,6 +5,7 @@ A loss is described by its kind and plain options; targets are drawn when the sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -16,17 +17,8 @@ from .pieces import Options
 __all__ = ["KINDS", "draw_loss", "fisher", "links", "make_loss", "make_target", "mean_divisor", "term_axis"]
 
 #: Kinds of losses to how often they are drawn.
-KINDS = {
-    "ce": 5,
-    "mse": 3,
-    "bce": 2.5,
-    "poisson": 1,
-    "gaussian": 0.8,
-    "rates": 0.4,
-    "bce of p": 0.4,
-    "nll": 0.5,
-    "other": 0.6,
-}
+KINDS = {"ce": 5, "mse": 3, "bce": 2.5, "poisson": 1, "gaussian": 0.8}
+KINDS |= {"rates": 0.4, "bce of p": 0.4, "nll": 0.5, "other": 0.6}
 _CLASSES = ("ce", "nll")
 
 
@@ -67,26 +59,26 @@ def make_loss(o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction:
     """The loss, for outputs of a shape."""
     kind, reduction = o["kind"], reduction or o["reduction"]
     last = shape[-1] if len(shape) > 1 else 1  # a lone axis is that of the examples
+
+    def range_if(key: str, first: float, end: float, number: int) -> Tensor | None:
+        return torch.linspace(first, end, number, dtype=dtype) if o.get(key) else None
+
+    weight, more = range_if("weight", 0.5, 1.5, last), {"reduction": reduction}
     if kind in _CLASSES:
-        weight = torch.linspace(0.3, 2.0, shape[term_axis(o, shape)], dtype=dtype) if o["weight"] else None
-        ignore = {} if o["ignore"] is None else {"ignore_index": o["ignore"]}
-        if kind == "nll":
-            return nn.NLLLoss(weight, reduction=reduction, **ignore)
-        return nn.CrossEntropyLoss(weight, label_smoothing=o["smoothing"], reduction=reduction, **ignore)
-    if kind == "bce":
-        weight = torch.linspace(0.5, 1.5, last, dtype=dtype) if o["weight"] else None
-        positive = torch.linspace(3.0, 0.5, last, dtype=dtype) if o["pos_weight"] else None
-        return nn.BCEWithLogitsLoss(weight, pos_weight=positive, reduction=reduction)
-    if kind == "bce of p":
-        return nn.BCELoss(torch.linspace(0.5, 1.5, last, dtype=dtype) if o["weight"] else None, reduction=reduction)
-    if kind == "poisson":
-        return nn.PoissonNLLLoss(full=o["full"], reduction=reduction)
-    if kind == "rates":
-        return nn.PoissonNLLLoss(log_input=False, reduction=reduction)
-    if kind == "gaussian":
-        # The variance is the second half of the last axis: `Sides` splits it for PyTorch's own loss.
-        return nn.GaussianNLLLoss(full=o["full"], reduction=reduction)
-    return Quartic(reduction) if kind == "other" else nn.MSELoss(reduction=reduction)
+        weight = range_if("weight", 0.3, 2.0, shape[term_axis(o, shape)])
+        more |= {} if o["ignore"] is None else {"ignore_index": o["ignore"]}
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "nll": lambda: nn.NLLLoss(weight, **more),
+        "ce": lambda: nn.CrossEntropyLoss(weight, label_smoothing=o["smoothing"], **more),
+        "bce": lambda: nn.BCEWithLogitsLoss(weight, pos_weight=range_if("pos_weight", 3.0, 0.5, last), **more),
+        "bce of p": lambda: nn.BCELoss(weight, **more),
+        "poisson": lambda: nn.PoissonNLLLoss(full=o["full"], **more),
+        "rates": lambda: nn.PoissonNLLLoss(log_input=False, **more),
+        "gaussian": lambda: nn.GaussianNLLLoss(full=o["full"], **more),
+        "other": lambda: Quartic(reduction),
+        "mse": lambda: nn.MSELoss(**more),
+    }
+    return makers[kind]()
 
 
 def value(o: Options, loss: nn.Module, f: Tensor, y: Tensor) -> Tensor:

@@ -207,11 +207,7 @@ class Truth:
     def _derivatives(self, number: Tensor) -> Sequence[Tensor | None]:
         if not number.requires_grad:
             return [None] * len(self.sizes)
-        return torch.autograd.grad(number, self._list, retain_graph=True, allow_unused=True)
-
-    @property
-    def _list(self) -> list[Tensor]:
-        return list(self.params.values())
+        return torch.autograd.grad(number, [*self.params.values()], retain_graph=True, allow_unused=True)
 
     def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients as one vector; None is zero."""
@@ -312,12 +308,13 @@ class Truth:
                 for k, (f, t) in enumerate(zip(outputs, targets, strict=True)):
                     o, y = self.case.about["losses"][k], of_example(t, n, len(x))
                     total = total + self.factors[k] * value(o, self.losses[k], f, y)
+        params = [*self.params.values()]
         options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(total, self._list, create_graph=True, **options)
+        grads = torch.autograd.grad(total, params, create_graph=True, **options)
         flat = torch.cat([g.flatten() for g in grads])
         if not flat.requires_grad:
             return torch.zeros_like(V)
-        return torch.stack([self.flat(torch.autograd.grad(flat @ v, self._list, **options)) for v in V.T], 1)
+        return torch.stack([self.flat(torch.autograd.grad(flat @ v, params, **options)) for v in V.T], 1)
 
     # ---------------------------------------------------------------------------------------------------- blocks
     def places(self, keys: Sequence[str]) -> Tensor:
@@ -369,10 +366,10 @@ class Truth:
 
     def only_blocks(self, matrix: Tensor, separate: bool) -> Tensor:
         """A matrix with zeros outside the blocks."""
-        result = torch.zeros_like(matrix)
+        same = torch.zeros_like(matrix)
         for block in self.blocks(separate):
-            result[block.at[:, None], block.at] = matrix[block.at[:, None], block.at]
-        return result
+            same[block.at[:, None], block.at] = 1
+        return matrix * same
 
     # ----------------------------------------------------------------------------------------------- recording
     @contextmanager

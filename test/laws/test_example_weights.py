@@ -199,19 +199,6 @@ def test_in_the_users_own_pass(vectors) -> None:
     p.model.zero_grad()
 
 
-def test_several_losses() -> None:
-    model = Two().double()
-    loss = {"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}
-    X, y = normal(4, 3), {"a": normal(4, 2, seed=1), "b": torch.tensor([0, 1, 1, 0])}
-    w = torch.tensor([2, 0, 1, 3])
-    index = torch.repeat_interleave(torch.arange(4), w)
-    mine = EmpiricalRisk(model, loss, [(X, y, w)], weight=get_weight)
-    theirs = EmpiricalRisk(model, loss, [(X[index], {key: t[index] for key, t in y.items()})])
-    close(mine.loss(), theirs.loss())
-    for make in (GGN, Hessian, lambda r: curvature(r, KFAC), lambda r: GGN(r, Empirical())):
-        close(make(mine).to_dense(), make(theirs).to_dense())
-
-
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,6 +208,17 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = torch.tanh(self.body(x))
         return {"a": self.a(h), "b": self.b(h)}
+
+
+def test_several_losses() -> None:
+    model, loss = Two().double(), {"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}
+    X, y, w = normal(4, 3), {"a": normal(4, 2, seed=1), "b": torch.tensor([0, 1, 1, 0])}, torch.tensor([2, 0, 1, 3])
+    index = torch.repeat_interleave(torch.arange(4), w)
+    mine = EmpiricalRisk(model, loss, [(X, y, w)], weight=get_weight)
+    theirs = EmpiricalRisk(model, loss, [(X[index], {key: t[index] for key, t in y.items()})])
+    close(mine.loss(), theirs.loss())
+    for make in (GGN, Hessian, lambda r: curvature(r, KFAC), lambda r: GGN(r, Empirical())):
+        close(make(mine).to_dense(), make(theirs).to_dense())
 
 
 def test_other_doors() -> None:

@@ -47,7 +47,6 @@ from cases import APPROXIMATIONS
 FEW, MANY = 8, 72  # what is kept of each batch, its inputs at least, are 6.5 MB more
 WIDTH = 200  # a batch has 102 400 bytes, a factor 160 000
 FEW_CLASSES, MANY_CLASSES = 32, 320
-linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
 
 
 class Batches:
@@ -111,11 +110,11 @@ def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[Empiric
     return lambda risk: kind(risk) @ torch.ones(risk.space.dim, 2)
 
 
-#: What is done, with a network as wide as its matrices allow.
 def identity_and_queries(risk: EmpiricalRisk) -> tuple[LinearOperator, EmpiricalRisk, EmpiricalRisk]:
     return IdentityLinearOperator(risk.space), risk.with_data(Batches(1, WIDTH, examples=64)), risk
 
 
+#: What is done, with a network as wide as its matrices allow.
 CASES: dict[str, Callable[[int], object]] = {
     **{
         name: partial(of_data, block(a), 16 if name in ("FullBlock", "NearestKronecker by sweeps") else WIDTH)
@@ -145,16 +144,11 @@ OF_CLASSES: dict[str, Callable[[int], object]] = {
     "Hessian, exact": partial(of_classes, product(Hessian)),
 }
 
-#: Tasks, the number that they begin with, and the two numbers that are compared.
-TASKS: dict[str, tuple[dict[str, Callable[[int], object]], int, tuple[int, int]]] = {
-    "batches": (CASES, 4, (FEW, MANY)),
-    "classes": (OF_CLASSES, FEW_CLASSES, (FEW_CLASSES, MANY_CLASSES)),
-}
-
-#: How much may be taken for the larger number, given what is for the smaller one.
-BOUNDS: dict[str, Callable[[int, int], bool]] = {
-    "batches": lambda few, many: many <= 1.1 * few + 2**22,
-    "classes": lambda few, many: many <= few + 2**23,
+#: Tasks, the number that they begin with, the two numbers that are compared, and how much may be taken for the larger
+#: one, given what is for the smaller one.
+TASKS: dict[str, tuple[dict[str, Callable[[int], object]], int, tuple[int, int], Callable[[int, int], bool]]] = {
+    "batches": (CASES, 4, (FEW, MANY), lambda few, many: many <= 1.1 * few + 2**22),
+    "classes": (OF_CLASSES, FEW_CLASSES, (FEW_CLASSES, MANY_CLASSES), lambda few, many: many <= few + 2**23),
 }
 
 
@@ -181,33 +175,26 @@ def taken(kind: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.slow
-@linux
-def test_memory_does_not_grow_with_the_number_of_batches() -> None:
-    found = taken("batches")
-    assert set(found) == set(CASES)
-    assert {name: both for name, both in found.items() if not BOUNDS["batches"](*both)} == {}
-
-
-@pytest.mark.slow
-@linux
-def test_memory_grows_with_classes_as_outputs_do() -> None:
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
+@pytest.mark.parametrize("kind", TASKS)
+def test_memory_does_not_grow_with_batches_and_with_classes_as_outputs_do(kind: str) -> None:
     """And factors between classes: ten times the classes take 0.4 MB more for those, and 0.1 MB for outputs. All
     vectors of 64 examples at once would take 26 MB.
     """
-    found = taken("classes")
-    assert set(found) == set(OF_CLASSES)
-    assert {name: both for name, both in found.items() if not BOUNDS["classes"](*both)} == {}
+    found, (cases, *_, bound) = taken(kind), TASKS[kind]
+    assert set(found) == set(cases)
+    assert {name: both for name, both in found.items() if not bound(*both)} == {}
 
 
 def main(kind: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, list[int]] = {}
-    cases, first, numbers = TASKS[kind]
+    cases, first, numbers, bound = TASKS[kind]
     for name, task in cases.items():
         task(first)  # what is loaded at first use
         few, many = (growth(task, number) for number in numbers)
-        if not BOUNDS[kind](few, many):  # what the allocator takes by chance is there once; what grows, each time
+        if not bound(few, many):  # what the allocator takes by chance is there once; what grows, each time
             many = min(many, growth(task, numbers[1]))
         found[name] = [few, many]
     print(json.dumps(found))

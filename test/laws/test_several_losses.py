@@ -30,6 +30,7 @@ from curvlinops_plus import (
     ForwardOnly,
     FullBlock,
     GGNLinearOperator,
+    Hessian,
     HessianLinearOperator,
     KFACLinearOperator,
     MonteCarlo,
@@ -174,10 +175,12 @@ CASES: dict[str, tuple[Losses, dict[str, Any]]] = {
 PAIR = {"a": CE(), "b": MSE()}
 
 
-def case(name: str, sizes: tuple[int, ...] = (3, 5, 2)) -> tuple[Net, Losses, list[Any], Twin]:
+def case(
+    name: str, sizes: tuple[int, ...] = (3, 5, 2), num_data: int | None = None
+) -> tuple[Net, Losses, list[Any], Twin]:
     losses, options = CASES[name]
     model, data = net(*losses), batches(sizes, tuple(losses), **options)
-    return model, losses, data, Twin(model, losses, data)
+    return model, losses, data, Twin(model, losses, data, num_data)
 
 
 def trunk(model: Net, losses: Any, data: Any, **options: Any) -> EmpiricalRisk:
@@ -189,20 +192,15 @@ def dense(risk: EmpiricalRisk, approximation: Any = FullBlock, vectors: Any = No
     return curvature(risk, approximation, vectors=vectors).to_dense()
 
 
-# -------------------------------------------------------------------------------------------- the matrix, by definition
-
-
 @pytest.mark.parametrize("num_data", [None, 20])
 @pytest.mark.parametrize("name", CASES)
 def test_matrices_are_those_of_the_weighted_sum(name: str, num_data: int | None) -> None:
-    model, losses, data, twin = case(name)
-    twin = Twin(model, losses, data, num_data)
-    params, ggn = list(model.parameters()), twin.ggn()
+    model, losses, data, twin = case(name, num_data=num_data)
+    ggn = twin.ggn()
     risk = EmpiricalRisk(model, losses, data, num_data=num_data)
     with unchanged(model):
-        close(GGNLinearOperator(model, losses, params, data, num_data=num_data).to_dense(), ggn)
-        H = HessianLinearOperator(model, losses, params, data, num_data=num_data)
-        close(H.to_dense(), hessian(twin.value)(twin.values))
+        close(GGN(risk).to_dense(), ggn)
+        close(Hessian(risk).to_dense(), hessian(twin.value)(twin.values))
         close(dense(risk), twin.blocks(ggn))
         close(curvature(risk, DiagonalBlock).diagonal(), ggn.diagonal())
     close(risk.loss(), twin.value(twin.values))
@@ -217,7 +215,7 @@ def test_matrices_are_those_of_the_weighted_sum(name: str, num_data: int | None)
     if name not in ("positions", "lengths"):
         close(dense(risk, vectors=Empirical()), twin.blocks(twin.empirical()))
         close(dense(risk, vectors=Empirical(per_term=True)), twin.blocks(twin.empirical(alone=True)))
-        E = EFLinearOperator(model, losses, params, data, num_data=num_data)
+        E = EFLinearOperator(model, losses, list(model.parameters()), data, num_data=num_data)
         close(E.to_dense(), twin.empirical(alone=True))
 
 
@@ -242,9 +240,6 @@ def test_inputs_count_once_where_vectors_are_sent_one_by_one(vectors: Vectors) -
     K = curvature(EmpiricalRisk(net(*"abc"), CASES["three"][0], data), KFAC, vectors=vectors)
     A: Any = K.blocks["trunk"].A
     close(A.to_dense()[:3, :3], X.T @ X / len(X))
-
-
-# ------------------------------------------------------------------------------------- the sum of one operator per loss
 
 
 def alone(model: Net, losses: Losses, data: list[Any], make: Callable[[EmpiricalRisk], Any], **options: Any) -> Tensor:
@@ -367,9 +362,6 @@ def test_a_loss_whose_ggn_is_its_fisher() -> None:
         _ = curvature(risk, vectors=Exact(matrix="ggn")).trace
 
 
-# ------------------------------------------------------------------------------------------------------- random vectors
-
-
 @pytest.mark.parametrize("vectors", [MonteCarlo(2, seed=5), CurvaturePropagation(2, seed=5), Exact(True, 5)], ids=repr)
 def test_draws_do_not_depend_on_batches(vectors: Vectors) -> None:
     ((x, y),) = whole = batches((7,), terms=(2,))
@@ -404,30 +396,24 @@ def test_the_monte_carlo_operator_draws_what_blocks_draw() -> None:
 
 
 class Columns(Vectors):
-    """Vectors of a user, who knows nothing of several losses."""
+    """Vectors of a user, who knows nothing of several losses; `choosy` random numbers depend on the numbers."""
+
+    def __init__(self, choosy: bool) -> None:
+        self.choosy, self.seed = choosy, 0
 
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         return likelihood.num_columns(F)
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
-        return likelihood.hessian_root_columns(F, Y)
-
-
-class Choosy(Columns):
-    """Asks for random numbers that depend on the numbers."""
-
-    seed = 0
-
-    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
-        if float(draws.uniform(len(F), 1)[0, 0]) != 0.5:
+        if self.choosy and float(draws.uniform(len(F), 1)[0, 0]) != 0.5:
             draws.uniform(len(F), 2)
-        return super().send(likelihood, F, Y, draws)
+        return likelihood.hessian_root_columns(F, Y)
 
 
 def test_vectors_of_a_user() -> None:
     model, losses, data, twin = case("ignored")
     risk = EmpiricalRisk(model, losses, data)
-    close(dense(risk, vectors=Columns()), twin.blocks(twin.ggn()))
+    close(dense(risk, vectors=Columns(False)), twin.blocks(twin.ggn()))
 
 
 # ------------------------------------------------------------------------------------------------- passes over the data
@@ -506,9 +492,6 @@ def test_data_may_be_exchanged_between_products() -> None:
     assert float((before - after).norm()) > 1e-3 * float(after.norm())
 
 
-# -------------------------------------------------------------------------------------------------------------- streams
-
-
 @pytest.mark.parametrize("name", ["three", "sums", "positions"])
 @pytest.mark.parametrize("kind", [KFAC, DiagonalBlock])
 def test_a_stream_adds_up_to_the_data(name: str, kind: Any) -> None:
@@ -570,9 +553,6 @@ def test_a_stream_with_uneven_proportions_is_refused_and_unchanged() -> None:
         CurvatureEstimator(EmpiricalRisk(model, losses, ())).update(data[0])
 
 
-# ----------------------------------------------------------------------------------------------- classic door, states
-
-
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("form", [dict, tuple])
 def test_a_state_has_all_losses_with_their_options(kind: Any, form: Any, tmp_path: Path) -> None:
@@ -625,8 +605,6 @@ def test_verify_names_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VerificationError, match=r"loss 'b' \(SmoothL1Loss\), check \(c\)"):
         curvature(risk).verify()
 
-
-# --------------------------------------------------------------------------------------------------------------- errors
 
 X, Y = batches((3,))[0]
 TARGETS = {k: Y[k] for k in "ab"}
