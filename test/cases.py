@@ -594,8 +594,6 @@ NETS: dict[str, Callable[[], Net]] = {
     "called twice": lambda: Net(twice(), _batches(4)),
     "called twice on sequences": lambda: Net(ByPosition(twice()), _batches(2, 4)),
     "in-place residual": lambda: Net(residual(), _batches(2, 4)),
-    "two inputs": lambda: Net(Written(lambda m, x: m.last(m.product(x, torch.tanh(x))), product=nn.Bilinear(4, 4,
-        3), last=nn.Linear(3, 3)), _batches(4)),
     "padding index": lambda: Net(nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
         [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])]),
     "transposed convolution": lambda: Net(nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2),

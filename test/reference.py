@@ -53,7 +53,6 @@ AFFINE: dict[Any, tuple[Callable[[Tensor, nn.Module], Tensor], int]] = {
     nn.ConvTranspose3d: (_conv_transpose, 1),
     nn.Embedding: (_in_out, -1),
     nn.EmbeddingBag: (_in_out, -1),
-    nn.Bilinear: (lambda w, module: w.flatten(1)[None], -1),
     "transformers.pytorch_utils.Conv1D": (_in_out, -1),
 }
 

@@ -6,7 +6,6 @@ Shapes and conventions are those of `LayerRule` and `AffineRule`.
 from __future__ import annotations
 
 from curvlinops_plus.layer.attention import AttentionRule
-from curvlinops_plus.layer.bilinear import BilinearRule
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.huggingface import Conv1DRule
@@ -26,7 +25,6 @@ __all__ = [
     "RULES",
     "AffineRule",
     "AttentionRule",
-    "BilinearRule",
     "Conv1DRule",
     "ConvRule",
     "EmbeddingBagRule",

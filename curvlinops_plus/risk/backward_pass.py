@@ -266,7 +266,7 @@ class BackwardPasses:
         )
         with recorder.disabled, plain_mode(layer.device.type):
             if self.see is not None:
-                self.see(replace(batch, mask=None, example_weights=None, _shared={}))
+                self.see(replace(batch.first_vector(), mask=None, example_weights=None))
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None

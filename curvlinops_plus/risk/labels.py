@@ -66,7 +66,7 @@ def are_labels_shifted(
         return None  # none counts, or the output is not finite, which is reported elsewhere
     pairs = {False: (f, y, axis), True: (f[:, :-1], y[:, 1:], losses[0].beside_positions(f, axis))}
     errors: list[Exception] = []
-    values = {shifted: _mean(losses, *pair, errors) for shifted, pair in pairs.items()}
+    values = {shifted: _mean(losses, *pair, errors=errors) for shifted, pair in pairs.items()}
     away = {shifted: abs(value - own) for shifted, value in values.items()}
     nearest = min(away, key=away.__getitem__)
     if not away[nearest] <= min(_TOLERANCE[f.element_size()] * max(abs(own), 1.0), away[not nearest] / 4):

@@ -110,6 +110,11 @@ class LayerBatch:
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
 
+    def first_vector(self) -> LayerBatch:
+        """The first of the vectors alone."""
+        calls = [replace(call, grads=_mapped(lambda t: t[:1], call.grads)) for call in self.calls]
+        return replace(self, calls=calls, _shared={})
+
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
         """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)

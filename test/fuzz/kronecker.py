@@ -51,7 +51,7 @@ def _places(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         table = places.T[None]
     elif isinstance(module, TRANSPOSED):
         table = places.unflatten(0, (module.groups, -1)).movedim(2, 1).flatten(2)
-    elif isinstance(module, (nn.Linear, nn.Bilinear)):
+    elif isinstance(module, nn.Linear):
         table = places.flatten(1)[None]
     else:
         table = places.flatten(1).unflatten(0, (module.groups, -1))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tup
     """Inputs [m, S, i] and derivatives [m, S, F, o] of one call; the derivatives `D` are by its output."""
     x = args[0].detach()
     F = len(D)
-    if isinstance(module, (nn.Linear, Conv1D, nn.Bilinear, nn.Embedding)):
+    if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
         d = D.reshape(F, -1, D.shape[-1]).movedim(0, 1)[None]
         if isinstance(module, nn.Embedding):
             a = nn.functional.one_hot(x.flatten(), module.num_embeddings).double()
@@ -105,8 +105,6 @@ def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tup
                 kept = x.flatten() != module.padding_idx
                 a, d = a[kept], d[:, kept]
             return a[None], d
-        if isinstance(module, nn.Bilinear):
-            x = (x[..., :, None] * args[1].detach()[..., None, :]).flatten(-2)
         return x.reshape(1, -1, x.shape[-1]), d
     layer = copy.deepcopy(module)
     weight = layer.weight.requires_grad_()  # type: ignore[union-attr, operator]

@@ -29,7 +29,6 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("exact.ggn", "KeptLinearizations", lambda risk, read, max_bytes: KeptLinearizations(risk, read, 64)),
     ("likelihood.sampling", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
-    ("layer.bilinear", "_ROW_BYTES", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),
     ("layer.rows", "_WORK_BYTES", 64),
     ("layer.normalization", "_WORK_BYTES", 64),

@@ -26,7 +26,7 @@ __all__ = ["Block", "Example", "Truth", "second_derivatives"]
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, nn.Bilinear, Conv1D)
+AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, Conv1D)
 
 
 def _norm(m: Any, x: Tensor) -> Tensor:

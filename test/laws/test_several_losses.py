@@ -439,7 +439,7 @@ def test_terms_are_counted_once_and_only_if_needed() -> None:
     assert forward(KFAC, sums, data) == forward(KFAC, losses, data, ForwardOnly()) == 2
     assert forward(KFAC, losses, data[1:]) == 1
     K = KFACLinearOperator(model, losses, params, data)
-    assert passes(K.compute) == 2 + 2 + 2 + 3  # the determinism check reads the data, too; three examples by themselves
+    assert passes(K.compute) == 2 + 2 + 2 + 1  # the determinism check reads the data, too; an example by itself
     # Forward mode is tried, and the second batch tells: count, again. What was counted is remembered.
     for given_data, first in (data, 1 + 2 + 2 + 2), (even, 1 + 2):
         G = GGNLinearOperator(model, losses, params, given_data, check_deterministic=False)
