@@ -177,8 +177,8 @@ class Look:
         try:
             for group in layer.groups:
                 J = batch.restrict(group).examples(self.chosen).per_example_grads[0]
-                total = sum(number * J[k] for k, number in enumerate(self.numbers)).reshape(-1, 1)
-                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total).items()})
+                total = torch.stack([number * J[k] for k, number in enumerate(self.numbers)]).sum(0)
+                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total.reshape(-1, 1)).items()})
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

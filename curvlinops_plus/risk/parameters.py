@@ -319,10 +319,8 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
                 f"{where} is a FullyShardedDataParallel, whose parameters "
                 "are pieces of flat tensors. Use fully_shard of torch.distributed.fsdp, or DistributedDataParallel."
             )
-        if any(
-            type(t) is not nn.Parameter and is_lazy(t)
-            for t in (*module._parameters.values(), *module._buffers.values())
-        ):
+        held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if any(type(t) is not nn.Parameter and is_lazy(t) for t in held):
             raise ValueError(
                 f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model once on a batch, "
                 "model(X), which gives it its shapes."

@@ -369,7 +369,7 @@ def test_a_mask_is_not_for_layers_with_other_positions() -> None:
 FACTORED = ["mlp", "strided cnn", "attention", "called twice", "frozen sequence", "grouped cnn", "padding index"]
 
 
-@pytest.mark.parametrize("name", [*FACTORED, "two inputs", "self-attention", "cross-attention of three sizes"])
+@pytest.mark.parametrize("name", [*FACTORED, "self-attention", "cross-attention of three sizes"])
 @expand_or_reduce
 @separate_or_joint
 def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: bool) -> None:
