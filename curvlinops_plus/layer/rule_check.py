@@ -7,9 +7,7 @@ replace. All is computed in double precision on a copy of the module, with a rel
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +62,7 @@ def check_rule(
 
     Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
     also rows and their fast paths (`stacked_inputs`, `input_gram`, `mean_inputs`, `stacked_grads`, `grad_gram`,
-    `sum_grads`); and whether the rule changes the module or its inputs. The parameters are used with their values: a
-    zero weight hides errors in its factors.
+    `sum_grads`). The parameters are used with their values: a zero weight hides errors in its factors.
 
     Args:
         module: A layer, in the mode in which it will be used. Not changed: a double precision copy is.
@@ -95,8 +92,7 @@ def check_rule(
         gradients                                 0.0e+00
         gradients, as many vectors as examples    0.0e+00
         gradients, one vector and fewer examples  0.0e+00
-        gradients, inputs by keyword              0.0e+00
-        all 6 checks passed
+        all 5 checks passed
     """
     mine = _double(module)
     note = why_generic(mine) if rule is None else ""
@@ -111,34 +107,131 @@ def check_rule(
     check_repeatable(mine)
     rule.check(mine)
     args, kwargs = tree_map_only(Tensor, _to_double, (example_input, kwargs))
-    check = _Check(mine, rule, _Inputs(mine, rule, args, kwargs), torch.Generator().manual_seed(seed))
     with torch.random.fork_rng():
-        check.everything(num_vectors)
-    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(check.rows.items()))
+        rows = _Check(mine, rule, args, kwargs, torch.Generator().manual_seed(seed)).everything(num_vectors)
+    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(rows.items()))
 
 
-class _Inputs:
-    """The inputs of a call for some of the examples, with the examples on the module's axis or first, as in rules."""
+class _Check:
+    """All checks of one rule on one call."""
 
-    def __init__(self, module: nn.Module, rule: LayerRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, rule: LayerRule, args: Any, kwargs: Mapping[str, Any], generator: torch.Generator
+    ) -> None:
+        self.module, self.rule, self.generator = module, rule, generator
+        self.params, self.rows = differentiable_parameters(module), dict[str, float]()
+        if not self.params:
+            raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
         self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
         self.axis = int(getattr(module, "batch_first", None) is False)
         tensors = [t for t in self.leaves if isinstance(t, Tensor)]
         if not tensors:
             raise ValueError("check_rule needs an example of the layer's input: check_rule(layer, x).")
         axes = rule.axes(module, self.axis, tensors, inputs=True)
-        first, at = tensors[0], axes[0]
-        self.num_examples = first.shape[at] if first.ndim > at else 0
-        if self.num_examples < 2:
+        self.N = N = tensors[0].shape[axes[0]] if tensors[0].ndim > axes[0] else 0
+        if N < 2:
             raise ValueError(
-                f"check_rule needs at least two examples on axis {at} of the input, got shape {list(first.shape)}."
+                f"check_rule needs at least two examples on axis {axes[0]} of the input, got shape "
+                f"{list(tensors[0].shape)}."
             )
-        # Axis of the examples of each tensor; None for tensors that all examples share.
-        every = iter([a if t.ndim > a and t.shape[a] == self.num_examples else None for t, a in zip(tensors, axes)])
+        every = iter([a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)])
+        #: Axis of the examples of each leaf; None for what all examples share.
         self.axes = [next(every) if isinstance(t, Tensor) else None for t in self.leaves]
 
+    def everything(self, V: int) -> dict[str, float]:
+        """The largest error of each check, cheap ones first."""
+        N, rule = self.N, self.rule
+        patterns = rule.patterns(self.module)
+        if patterns.keys() != self.params.keys():
+            raise self.failed(
+                "patterns",
+                f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}. Give each "
+                "parameter a pattern.",
+            )
+        try:
+            Layout(patterns, {name: p.shape for name, p in self.params.items()}, rule.sizes(self.module))
+        except ValueError as error:
+            raise self.failed("patterns", str(error)) from error
+        self.rows["patterns"] = 0.0
+        before, outputs = torch.get_rng_state(), [t.detach() for t in self.run(0, N)]
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} draws random numbers (dropout in training mode?), so that calling it "
+                "again gives another result. Call `module.eval()` first."
+            )
+        for n in range(N):
+            for whole, alone in zip(outputs, self.run(n, n + 1)):
+                cause = "The output for one example depends on the others of its batch, or on calls before."
+                self.equal("examples are independent", alone, whole[n : n + 1], cause)
+        for name, vectors, stop in (
+            ("gradients", V, N),
+            ("gradients, as many vectors as examples", N, N),
+            ("gradients, one vector and fewer examples", 1, N - 1),
+        ):
+            self.gradients(name, [self.randn(vectors, stop, *t.shape[1:]) for t in outputs])
+        if isinstance(rule, AffineRule):
+            self.affine(rule, outputs[0], self.randn(V, *outputs[0].shape))
+        return self.rows
+
+    def gradients(self, name: str, g: list[Tensor]) -> None:
+        """Per-example gradients, against one example at a time."""
+        args, kwargs = self.examples(0, g[0].shape[1], examples_first=True)
+        given = g[0] if self.single else g
+        in_axes = [axis or 0 for t, axis in zip(self.leaves, self.axes) if isinstance(t, Tensor)]
+        found = self.called(name, lambda: self.rule.example_grads(self.module, args, kwargs, given, in_axes, self.outs))
+        if found.keys() != self.params.keys():
+            raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
+        hint = (
+            "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
+            "columns as they do?"
+            if isinstance(self.rule, AffineRule)
+            else "Does it sum over all positions, and over nothing else?"
+        )
+        for key, expected in self.one_by_one(g).items():
+            self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
+
+    def affine(self, rule: AffineRule, out: Tensor, g: Tensor) -> None:
+        """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
+        args, kwargs = self.examples(0, self.N, examples_first=True)
+        module, x = self.module, self.called("rows", lambda: rule.input_of(self.module, args, kwargs))
+        a, b = self.called("rows", lambda: (rule.rows(module, x), rule.grad_rows(module, g)))
+        if isinstance(a, SparseRows) != rule.sparse:
+            raise self.failed("rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}.")
+        step = {name: self.randn(*p.shape) for name, p in self.params.items()}
+        moved = [
+            self.run(0, self.N, {name: p.detach() + by * step[name] for name, p in self.params.items()})[0].detach()
+            for by in (1.0, -1.0)
+        ]
+        cause = "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors."
+        self.equal("output is affine in the parameters", (moved[0] + moved[1]) / 2, out, cause)
+        J = self.called("rows", lambda: rule.split(module, outer_products(b, a), b))
+        for key, expected in self.one_by_one([g]).items():
+            cause = f"This is {key!r} [vectors, examples, *shape] as the sum of outer products of rows."
+            self.equal("rows", J[key], expected, cause)
+        cause, fewer = "The rows of an example must not depend on the other examples.", rule.rows(module, x[:-1])
+        rows = _dense(a)
+        self.equal("rows of fewer examples", _dense(fewer), rows[:-1], cause)
+        A, total, count = self.called("fast paths", lambda: rule.input_gram(module, x))
+        sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
+        gram = rows.square().sum((0, 1)) if sparse else torch.einsum("bs...i,bs...j->...ij", rows, rows)
+        if isinstance(a, SparseRows) and a.kept is not None:
+            number = float(a.kept.sum())
+        for name, fast, expected, what in (
+            ("stacked_inputs", lambda: rule.stacked_inputs(module, x), rows.flatten(0, 1), "all rows of the input"),
+            ("stacked_grads", lambda: rule.stacked_grads(module, g), b.flatten(0, 2), "all rows of the gradient"),
+            ("input_gram", lambda: A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
+            ("input_gram", lambda: total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
+            ("input_gram", lambda: torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
+            ("mean_inputs", lambda: None if sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
+            ("grad_gram", lambda: rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
+            ("sum_grads", lambda: rule.sum_grads(module, g), b.sum(2), "the sum over positions"),
+        ):
+            if (got := self.called("fast paths", fast)) is not None:
+                self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
+
+    # -------------------------------------------------------------------------------------------------- references
     def examples(self, start: int, stop: int, examples_first: bool = False) -> tuple[Any, Any]:
-        """Fresh copies of the (args, kwargs) of some examples."""
+        """Fresh copies of the (args, kwargs) of some examples, on the module's axis or first, as in rules."""
         found = []
         for t, axis in zip(self.leaves, self.axes):
             if axis is not None:
@@ -147,167 +240,15 @@ class _Inputs:
             found.append(t.clone() if isinstance(t, Tensor) else t)
         return tree_unflatten(found, self.spec)
 
-    @property
-    def in_axes(self) -> list[int]:
-        """Axis of the examples in the module, for each tensor."""
-        return [axis or 0 for t, axis in zip(self.leaves, self.axes) if isinstance(t, Tensor)]
-
-
-class _Check:
-    """All checks of one rule."""
-
-    def __init__(self, module: nn.Module, rule: LayerRule, inputs: _Inputs, generator: torch.Generator) -> None:
-        self.module, self.rule, self.inputs, self.generator = module, rule, inputs, generator
-        self.params = differentiable_parameters(module)
-        self.rows: dict[str, float] = {}
-        self.single = True
-        self.out_axes: Sequence[int] = [0]
-        if not self.params:
-            raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
-
-    def everything(self, V: int) -> None:
-        """Run all checks, cheap ones first."""
-        N = self.inputs.num_examples
-        self.patterns()
-        outputs = self.independent()
-        for name, vectors, stop in (
-            ("gradients", V, N),
-            ("gradients, as many vectors as examples", N, N),
-            ("gradients, one vector and fewer examples", 1, N - 1),
-        ):
-            args, kwargs = self.inputs.examples(0, stop, examples_first=True)
-            self.gradients(name, args, kwargs, [self.randn(vectors, stop, *t.shape[1:]) for t in outputs])
-        if (named := self.by_keyword()) is not None:
-            g = [self.randn(1, *t.shape) for t in outputs]
-            self.gradients("gradients, inputs by keyword", (), named, g)
-        if isinstance(self.rule, AffineRule):
-            self.affine(self.rule, outputs[0], self.randn(V, *outputs[0].shape))
-
-    # ------------------------------------------------------------------------------------------------------ checks
-    def patterns(self) -> None:
-        """Every parameter is part of the matrix."""
-        patterns = self.rule.patterns(self.module)
-        if patterns.keys() != self.params.keys():
-            raise self.failed(
-                "patterns",
-                f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}. Give each "
-                "parameter a pattern.",
-            )
-        try:
-            Layout(patterns, {name: p.shape for name, p in self.params.items()}, self.rule.sizes(self.module))
-        except ValueError as error:
-            raise self.failed("patterns", str(error)) from error
-        self.rows["patterns"] = 0.0
-
-    def independent(self) -> list[Tensor]:
-        """The output for an example does not depend on its batch. Returns the outputs, examples first."""
-        name, N, before = "examples are independent", self.inputs.num_examples, torch.get_rng_state()
-        outputs = self.run(0, N)
-        if not torch.equal(before, torch.get_rng_state()):
-            raise UnsupportedError(
-                f"{type(self.module).__name__} draws random numbers (dropout in training mode?), so calling it again "
-                "gives another result. Call `module.eval()` first."
-            )
-        for n in range(N):
-            for whole, alone in zip(outputs, self.run(n, n + 1)):
-                self.equal(
-                    name,
-                    alone,
-                    whole[n : n + 1],
-                    "The output for one example depends on the others of its batch, or on calls before. Are the "
-                    "examples on another axis? Then override `axes`.",
-                )
-        return [t.detach() for t in outputs]
-
-    def gradients(self, name: str, args: Any, kwargs: Any, g: list[Tensor]) -> None:
-        """Per-example gradients, against one example at a time."""
-        given = g[0] if self.single else g
-        with self.calling_rule(name, args, kwargs, g):
-            found = self.rule.example_grads(self.module, args, kwargs, given, self.inputs.in_axes, self.out_axes)
-        if isinstance(self.rule, AffineRule):
-            hint = (
-                "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
-                "columns as they do?"
-            )
-        elif self.rule.direct_grads:
-            hint = "Does per_example_grads sum over all positions, and over nothing else?"
-        else:
-            hint = "Does the module keep anything from one call to the next?"
-        if found.keys() != self.params.keys():
-            raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
-        for key, expected in self.one_by_one(g).items():
-            self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
-
-    def affine(self, rule: AffineRule, out: Tensor, g: Tensor) -> None:
-        """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
-        N = self.inputs.num_examples
-        args, kwargs = self.inputs.examples(0, N, examples_first=True)
-        with self.calling_rule("rows", args, kwargs, g):
-            x = rule.input_of(self.module, args, kwargs)
-            a, b = rule.rows(self.module, x), rule.grad_rows(self.module, g)
-            J = rule.split(self.module, outer_products(b, a), b)
-            fewer = rule.rows(self.module, x[:-1])
-        if isinstance(a, SparseRows) != rule.sparse:
-            raise self.failed(
-                "rows", f"inputs(...) returned a {type(a).__name__}, but the rule has sparse={rule.sparse}."
-            )
-        step = {name: self.randn(*p.shape) for name, p in self.params.items()}
-        after, before = self.moved(step, 1.0), self.moved(step, -1.0)
-        self.equal(
-            "output is affine in the parameters",
-            (after + before) / 2,
-            out,
-            "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors.",
-        )
-        # Gradients by autograd again, to which the padding row of an embedding is a constant.
-        for key, expected in self.one_by_one([g]).items():
-            self.equal(
-                "rows",
-                J[key],
-                expected,
-                f"This is {key!r} [vectors, examples, *shape] as the sum of outer products of rows. Is the weight "
-                "multiplied with the rows of `inputs`, and are `grads` the gradients of these products?",
-            )
-        cause = "The rows of an example must not depend on the other examples."
-        self.equal("rows of fewer examples", _dense(fewer), _dense(a)[:-1], cause)
-        self.fast_paths(rule, x, g, a, b)
-
-    def fast_paths(self, rule: AffineRule, x: Tensor, g: Tensor, a: Tensor | SparseRows, b: Tensor) -> None:
-        """Methods that a rule may override, against sums over its rows `a` of the input and `b` of the gradient."""
-        rows, module = _dense(a), self.module
-        with self.calling_rule("fast paths", (x,), {}, g):
-            A, total, count = rule.input_gram(module, x)
-            G, sums = rule.grad_gram(module, g), rule.sum_grads(module, g)
-            mean = None if isinstance(a, SparseRows) else rule.mean_inputs(module, x)
-            below = rule.stacked_inputs(module, x), rule.stacked_grads(module, g)
-        sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
-        if isinstance(a, SparseRows):
-            gram, number = rows.square().sum((0, 1)), number if a.kept is None else float(a.kept.sum())
-        else:
-            gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
-        for name, got, expected, what in (
-            ("stacked_inputs", below[0], rows.flatten(0, 1), "all rows of the input [examples · positions, i]"),
-            ("stacked_grads", below[1], b.flatten(0, 2), "all rows of the gradient [.., o]"),
-            ("input_gram", A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
-            ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
-            ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
-            ("mean_inputs", mean, rows.mean(1), "the mean over positions [examples, *b, i]"),
-            ("grad_gram", G, torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ [*b, o, o]"),
-            ("sum_grads", sums, b.sum(2), "the sum over positions [vectors, examples, *b, o]"),
-        ):
-            if got is not None:
-                self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
-
-    # -------------------------------------------------------------------------------------------------- references
     def run(self, start: int, stop: int, params: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Outputs of the module for some examples, examples first."""
-        args, kwargs = self.inputs.examples(start, stop)
+        args, kwargs = self.examples(start, stop)
         with torch.enable_grad():
             out = functional_call(self.module, dict(params or {}), args, kwargs)
         self.single = isinstance(out, Tensor)
         leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.out_axes = self.rule.axes(self.module, self.inputs.axis, leaves, inputs=False)
-        for t, axis in zip(leaves, self.out_axes):
+        self.outs = self.rule.axes(self.module, self.axis, leaves, inputs=False) if leaves else []
+        for t, axis in zip(leaves, self.outs):
             if t.ndim <= axis or t.shape[axis] != stop - start:
                 raise self.failed(
                     "examples are independent",
@@ -315,16 +256,9 @@ class _Check:
                     "If they are elsewhere, override `axes`.",
                 )
         if not leaves:
-            raise self.failed(
-                "examples are independent",
-                f"the module returned a {type(out).__name__} without floating-point tensors.",
-            )
-        return [t.movedim(axis, 0) for t, axis in zip(leaves, self.out_axes)]
-
-    def moved(self, step: Mapping[str, Tensor], by: float) -> Tensor:
-        """Output at other parameters."""
-        params = {name: p.detach() + by * step[name] for name, p in self.params.items()}
-        return self.run(0, self.inputs.num_examples, params)[0].detach()
+            what = f"the module returned a {type(out).__name__} without floating-point tensors."
+            raise self.failed("examples are independent", what)
+        return [t.movedim(axis, 0) for t, axis in zip(leaves, self.outs)]
 
     def one_by_one(self, g: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients of each example [V, B, *shape] by plain autograd."""
@@ -335,20 +269,11 @@ class _Check:
             parts = [k for k, t in enumerate(outputs) if t.requires_grad]
             for v in range(V if parts else 0):
                 back = [g[k][v, n : n + 1].to(outputs[k].dtype) for k in parts]
-                found = torch.autograd.grad(
-                    [outputs[k] for k in parts], leaves, back, retain_graph=True, materialize_grads=True
-                )
+                fs = [outputs[k] for k in parts]
+                found = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True)
                 for J, found_here in zip(result.values(), found):
                     J[v, n] = found_here.to_dense()
         return result
-
-    def by_keyword(self) -> dict[str, Any] | None:
-        """All inputs by keyword, examples first; None if the module takes them by position only."""
-        args, kwargs = self.inputs.examples(0, self.inputs.num_examples, examples_first=True)
-        known = list(inspect.signature(self.module.forward).parameters.values())[: len(args)]
-        if not args or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in known):
-            return None
-        return {**{p.name: t for p, t in zip(known, args)}, **kwargs}
 
     def randn(self, *shape: int) -> Tensor:
         """Random numbers of the check's own generator, on the device of the parameters."""
@@ -356,6 +281,15 @@ class _Check:
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(device)
 
     # --------------------------------------------------------------------------------------------------- verdicts
+    def called(self, name: str, call: Callable[[], Any]) -> Any:
+        """What the rule returns; its errors are failed checks."""
+        try:
+            return call()
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise self.failed(name, f"the rule raised {type(error).__name__}: {error}") from error
+
     def failed(self, name: str, what: str) -> VerificationError:
         """The error of a check."""
         return VerificationError(f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}")
@@ -371,38 +305,6 @@ class _Check:
             raise self.failed(name, f"off by {error:.1e} relative to the largest entry. {cause}")
         self.rows[name] = max(error, self.rows.get(name, 0.0))
 
-    @contextmanager
-    def calling_rule(self, name: str, *given: Any) -> Iterator[None]:
-        """Context for calls of the rule: its errors are failed checks, and it must not change its inputs."""
-        before = self.state(given)
-        try:
-            yield
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            raise self.failed(name, f"the rule raised {type(error).__name__}: {error}") from error
-        after = self.state(given)
-        changed = [key for key in {**before, **after} if not _equal(before.get(key), after.get(key))]
-        if changed:
-            raise self.failed(name, f"the rule changed {changed[0]}. It must not change the module or its inputs.")
-
-    def state(self, given: Any) -> dict[str, Any]:
-        """Copies of everything that a rule must not change."""
-        state: dict[str, Any] = {"the state of the random number generator": torch.get_rng_state()}
-        for k, t in enumerate(t for t in tree_leaves(given) if isinstance(t, Tensor)):
-            state[f"tensor {k} of its inputs"] = t.clone()
-        for name, module in self.module.named_modules():
-            of = f" of {name!r}" if name else ""
-            for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
-                state[f"attribute {key!r}{of}"] = value.detach().clone() if isinstance(value, Tensor) else value
-        return state
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    return a is b
-
 
 def _dense(rows: Tensor | SparseRows) -> Tensor:
     return rows.to_dense() if isinstance(rows, SparseRows) else rows
@@ -414,7 +316,9 @@ def _to_double(t: Tensor) -> Tensor:
 
 def _double(module: nn.Module) -> nn.Module:
     """A copy in double precision, whose own parameters require gradients."""
-    mine = _copy_in_double(module)
+    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
+    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    mine = copy.deepcopy(module, {id(t): t.detach().clone() for t in tensors}).double()
     own = differentiable_parameters(mine)
     known = {id(p) for p in own.values()}
     for name, m in mine.named_modules():
@@ -431,16 +335,3 @@ def _double(module: nn.Module) -> nn.Module:
     for p in own.values():
         p.requires_grad_()
     return mine
-
-
-def _copy_in_double(module: nn.Module) -> nn.Module:
-    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
-    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    memo = {id(t): t.detach().clone() for t in tensors}
-    try:
-        return copy.deepcopy(module, memo).double()
-    except Exception as error:
-        raise ValueError(
-            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
