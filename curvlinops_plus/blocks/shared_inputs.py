@@ -13,7 +13,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.risk import Layer
-from curvlinops_plus.risk.module_uses import Call
+from curvlinops_plus.risk.layers import Call
 
 Calls = Mapping[Layer, Sequence[Call]]
 

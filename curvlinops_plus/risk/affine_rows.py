@@ -18,8 +18,7 @@ from torch import Tensor
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.linalg.gram_sum import PackedGram, gram
-from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.module_uses import Call
+from curvlinops_plus.risk.layers import Call, Layer
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.float16_range import is_narrow, narrowest, send_in_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
-from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import OutputSlot, RecordedCall, Recorder
 from curvlinops_plus.risk.user_backward import UserBackward

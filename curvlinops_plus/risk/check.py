@@ -26,8 +26,7 @@ from curvlinops_plus.risk.backward_pass import VectorGroup
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.layers import Layer, title
 from curvlinops_plus.risk.modules import copied_buffers, hookable_modules
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager, own_calls

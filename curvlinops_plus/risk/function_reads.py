@@ -30,8 +30,7 @@ from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
 from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.layers import FoundReads, Layer, find_layers
-from curvlinops_plus.risk.module_uses import ModuleUse, find_uses
+from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.modules import hookable_modules
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import Uncopied, eager, own_calls

@@ -20,8 +20,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
 from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_examples, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
-from curvlinops_plus.risk.layers import Group, Layer, Role
-from curvlinops_plus.risk.module_uses import Call, title
+from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
 _PIECE_BYTES = 2**26

@@ -32,8 +32,7 @@ from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import products
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, FunctionUses
-from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.module_uses import Call, ModuleUse, title
+from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, title
 from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
 
 Receive = Callable[["RecordedCall", "OutputSlot", Tensor], None]

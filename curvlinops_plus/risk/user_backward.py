@@ -13,7 +13,7 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.determinism import TOLERANCE
 from curvlinops_plus.risk.float16_range import below_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.record import OutputSlot, RecordedCall, Recorder
 
 _AFTER = "Call `loss.backward()` after the block: then vectors are sent by a pass of their own."
