@@ -11,8 +11,8 @@ from torch import Tensor
 from curvlinops_plus.applications.example_gradients import Add, per_example_gradients, show_gradients
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, LayerBatch
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of
-from curvlinops_plus.risk.reading import Batch
 
 
 def attribution_scores(

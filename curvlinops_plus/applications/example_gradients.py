@@ -13,14 +13,14 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
-from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
-from curvlinops_plus.risk.preserve import data_generators, preserve_state
+from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.modules import data_generators, preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
-from curvlinops_plus.risk.takes_risk import takes_risk
 
 #: Takes a layer's batch, and the number of the loss term that its first vector is of.
 Add = Callable[[LayerBatch, int], None]

@@ -29,11 +29,10 @@ from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kro
 from curvlinops_plus.linalg.operator import Scaled
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.losses import Losses
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.batches import Batch, count_examples, to_device
+from curvlinops_plus.risk.losses import Losses, LossWeights
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager, untraced
-from curvlinops_plus.risk.reading import Batch, count_examples, to_device
 from curvlinops_plus.risk.risk import Checked
 from curvlinops_plus.risk.sweep import RecordedPasses
 

@@ -19,12 +19,12 @@ from curvlinops_plus.linalg.offload import Store
 from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
-from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import sweep
 

@@ -12,9 +12,9 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.

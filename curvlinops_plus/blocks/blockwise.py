@@ -45,9 +45,9 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.linalg.offload import Store
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import checked_bytes, made_together, takes_risk
+from curvlinops_plus.risk.risk import checked_bytes, made_together, takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self

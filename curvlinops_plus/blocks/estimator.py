@@ -28,10 +28,10 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.record import OutsideReads
-from curvlinops_plus.risk.takes_risk import made_together
+from curvlinops_plus.risk.risk import made_together
 
 
 class CurvatureEstimator:

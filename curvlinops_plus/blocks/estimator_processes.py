@@ -16,9 +16,9 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
-from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.vectors import Draws
 
 T = TypeVar("T")
 

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Draws, Totals
-from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.backward_pass import Consumer, UserBackward
+from curvlinops_plus.risk.batches import Batch, tensors_of
 from curvlinops_plus.risk.check import is_due
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
-from curvlinops_plus.risk.examples import tensors_of
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
-from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
-from curvlinops_plus.risk.user_backward import UserBackward
 
 _INSIDE = "`loss.backward()` inside the block"
 

@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
-from curvlinops_plus.risk.examples import tensors_of
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch, tensors_of
 
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
 # eigendecompositions and memory count.

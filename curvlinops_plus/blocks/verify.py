@@ -26,14 +26,12 @@ from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk.batches import Batch, require_rereadable, take_examples
 from curvlinops_plus.risk.determinism import coarsest_dtype
-from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layers import title
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.losses import OutputLoss
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.losses import LossWeights, OutputLoss
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager, untraced
-from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 

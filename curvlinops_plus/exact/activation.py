@@ -25,10 +25,10 @@ from curvlinops_plus.exact.linear_passes import refuse_nonlinear_products
 from curvlinops_plus.exact.operations import Operations, Stopped, replaced_again
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.autograd_graph import kinds_of_nodes
-from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.graph import kinds_of_nodes
+from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.process_state import own_calls, untraced
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class ActivationHessian(SymmetricRiskOperator):

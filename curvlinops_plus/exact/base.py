@@ -16,15 +16,15 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.compared import compared, rounding_of
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
-from curvlinops_plus.risk.float16_range import columns_in_range, is_narrow, require_in_range
-from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.graph import columns_in_range, is_narrow, require_in_range
+from curvlinops_plus.risk.losses import LossWeights, with_consistent_weights
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import Batch, require_rereadable
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class RiskOperator(LinearOperator):

@@ -15,8 +15,8 @@ from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
-from curvlinops_plus.risk.float16_range import columns_in_range, require_in_range
-from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.graph import columns_in_range, require_in_range
+from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.process_state import untraced
 
 

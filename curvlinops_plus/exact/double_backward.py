@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.exact.batched import vjp
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.graph import postorder
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager
 
 

@@ -22,8 +22,8 @@ from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_dif
 from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
 from curvlinops_plus.exact.model_passes import ModelPasses, OutputProduct, Outputs, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import postorder, raise_unreached
 
 
 class OtherGraph(Exception):

@@ -17,9 +17,9 @@ from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_root
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import made_together
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.risk import made_together
 
 # [K, *output] for each output, in and out.
 OutputProduct = Callable[[Sequence[Tensor]], list[Tensor]]

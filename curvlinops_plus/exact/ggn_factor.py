@@ -21,8 +21,8 @@ from curvlinops_plus.exact.loss_terms import (
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
-from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.losses import LossWeights, with_consistent_weights
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class GGNFactor(DataRows):

@@ -32,12 +32,12 @@ from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.autograd_graph import edge_of, kinds_of_nodes, raise_unreached
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.determinism import coarsest_dtype
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import made_together
+from curvlinops_plus.risk.graph import edge_of, kinds_of_nodes, raise_unreached
+from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.modules import refuse_outside_reads
+from curvlinops_plus.risk.risk import made_together
 
 
 class Hessian(ParameterCurvature):

@@ -14,9 +14,9 @@ from curvlinops_plus.exact.linearize import Outputs
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
-from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class Jacobian(DataRows):

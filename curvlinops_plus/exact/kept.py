@@ -24,9 +24,9 @@ from curvlinops_plus.exact.model_passes import OutputProduct, Outputs
 from curvlinops_plus.exact.program import Program, Unclear, fingerprint
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import checked_bytes
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import postorder
+from curvlinops_plus.risk.risk import checked_bytes
 
 #: Memory in which linearisations stay by default: none. Whoever asks for it says that the model is a function.
 KEPT_BYTES = 0

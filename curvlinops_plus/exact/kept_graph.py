@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from curvlinops_plus.exact.batched import add_vjp, split_rows, vjp
 from curvlinops_plus.exact.model_passes import Outputs
-from curvlinops_plus.risk.autograd_graph import edge_of, postorder
+from curvlinops_plus.risk.graph import edge_of, postorder
 
 
 @dataclass(eq=False)

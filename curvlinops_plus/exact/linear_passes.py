@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.convolution import is_own_node
-from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.graph import postorder
 
 
 def is_by_hand(outputs: Sequence[Tensor], hooked: bool) -> bool:

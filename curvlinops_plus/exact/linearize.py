@@ -19,7 +19,7 @@ from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.model_passes import ModelPasses, OutputMap, OutputProduct, Outputs, Read, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch
 
 T = TypeVar("T")
 

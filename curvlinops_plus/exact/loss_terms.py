@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
-from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.roots import Root, WeightedRoot
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.vectors import Root, WeightedRoot
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,9 +25,9 @@ from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in
 from curvlinops_plus.exact.tangents import PassingTangents
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import is_narrow, send_in_range
 from curvlinops_plus.risk.process_state import quiet
-from curvlinops_plus.risk.reading import Batch
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Eigendecomposed, Kronecker, LinearOperator, OwnedBlockDiagonal
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.sweep import sweep
 
 _LEAVE_OUT = "Leave its parameters out of `params`"

@@ -1,7 +1,6 @@
 """Floor 3: a risk is model, losses and data; its mini-batches are read, run and recorded here."""
 
 from curvlinops_plus.risk.affine_rows import AffineRows
-from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers
 from curvlinops_plus.risk.parameters import named_params
@@ -9,6 +8,7 @@ from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import (
     CurvaturePropagation,
+    Draws,
     Empirical,
     Exact,
     ForwardOnly,

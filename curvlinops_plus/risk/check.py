@@ -21,16 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.random_state import RandomState, kept_random_state
-from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.backward_pass import VectorGroup
+from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
-from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, title
-from curvlinops_plus.risk.modules import copied_buffers, hookable_modules
-from curvlinops_plus.risk.preserve import kept_attributes
+from curvlinops_plus.risk.modules import copied_buffers, hookable_modules, kept_attributes
 from curvlinops_plus.risk.process_state import eager, own_calls
-from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.risk.autograd_graph import raise_unreached
-from curvlinops_plus.risk.loss_weights import Evaluated, LossWeights
-from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import raise_unreached
+from curvlinops_plus.risk.losses import Evaluated, LossWeights
+from curvlinops_plus.risk.modules import refuse_outside_reads
 from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.totals import Totals
 
 T = TypeVar("T")

@@ -29,12 +29,10 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
 from curvlinops_plus.layer.rule_registry import GENERIC
-from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.batches import Batch, is_iterator, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
-from curvlinops_plus.risk.modules import hookable_modules
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.modules import hookable_modules, preserve_state
 from curvlinops_plus.risk.process_state import Uncopied, eager, own_calls
-from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
 # A prime that hardly any other size of a tensor is a multiple of.

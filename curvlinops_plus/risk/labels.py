@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.losses import Losses
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.modules import preserve_state
 
 # Of the batch, so many examples are enough to tell.
 _FEW = 4

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import products
-from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, FunctionUses
+from curvlinops_plus.risk.graph import postorder
 from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, title
 from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +16,9 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.autograd_graph import prepare_graph
-from curvlinops_plus.risk.examples import call_model
-from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
-from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
-from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.loss_weights import with_consistent_weights
-from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
-from curvlinops_plus.risk.parameter_reads import KeptParameters
-from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import (
+from curvlinops_plus.risk.batches import (
     Batch,
+    call_model,
     check_data,
     count_examples,
     is_iterator,
@@ -35,6 +26,14 @@ from curvlinops_plus.risk.reading import (
     refuse_input,
     require_numbers,
 )
+from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
+from curvlinops_plus.risk.graph import prepare_graph
+from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
+from curvlinops_plus.risk.layers import FoundReads
+from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms, with_consistent_weights
+from curvlinops_plus.risk.modules import KeptParameters, preserve_state
+from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
+from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.replicas import common_processes, require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.vectors import Vectors
@@ -470,3 +469,61 @@ def _check_weighted(options: RiskOptions, losses: Losses) -> None:
                 f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not that "
                 "of each example. Register one, see register_likelihood."
             )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
+    """A function, or a constructor, whose first argument is a risk: refuses anything else with what to write.
+
+    The arguments are looked at before Python counts them, because who forgets the risk gives model, loss and data.
+    """
+    constructor = function.__name__ == "__init__"
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = args[constructor:] or ([kwargs["risk"]] if "risk" in kwargs else [])
+        if given and not isinstance(given[0], EmpiricalRisk):
+            _refuse(given[0], type(args[0]).__name__ if constructor else function.__name__)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
+    """A constructor that `takes_risk`: of several processes all have to come through it.
+
+    Else one that fails before it talks to the others, which wait for it, would be taken for them in its next call.
+    """
+
+    @wraps(constructor)
+    def together(*args: P.args, **kwargs: P.kwargs) -> T:
+        risk = args[1] if len(args) > 1 else kwargs.get("risk")
+        if not isinstance(risk, EmpiricalRisk):  # Python says what is missing
+            return constructor(*args, **kwargs)
+        return risk.processes.together(type(args[0]).__name__, lambda: constructor(*args, **kwargs))
+
+    return takes_risk(together)
+
+
+def _refuse(given: Any, owner: str) -> None:
+    raise TypeError(
+        f"{owner} takes an EmpiricalRisk, got a {type(given).__name__}: make one of model, loss and data first, "
+        "EmpiricalRisk(model, loss, data)."
+    )
+
+
+def checked_bytes(max_kept_bytes: int, between: str) -> int:
+    """The option `max_kept_bytes`, checked; `between` what something stays.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+        raise ValueError(
+            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
+            f"{between}; 0 keeps nothing."
+        )
+    return max_kept_bytes

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
+from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, UserBackward, VectorGroup, vector_groups
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
-from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
-from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.losses import LossWeights, Terms, loss_weights
 from curvlinops_plus.risk.modules import modules_of
 from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
-from curvlinops_plus.risk.user_backward import UserBackward
-from curvlinops_plus.risk.vectors import Exact, Vectors
+from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 
 def sweep(

@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.likelihood.counter import counter_key, uniforms
 from curvlinops_plus.linalg.numerics import whole
-from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.roots import ColumnsRoot, HessianRoot, Root
 
 
 def _near(numbers: Tensor, F: Tensor) -> Tensor:
@@ -365,3 +366,169 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
     kind = given.__name__ if isinstance(given, type) else type(given).__name__
     call = f" Call the class: {kind}()." if isinstance(given, type) and issubclass(given, Vectors) else ""
     raise TypeError(f"Expected vectors such as Exact() or MonteCarlo(samples=4), or a word, got {kind}.{call}")
+
+
+class Draws:
+    """Uniform random numbers of our own, for each example.
+
+    A number depends on the seed, the step, the number of the example, and its position among the example's numbers:
+    not on the batch sizes, the processes that examples are spread over, the dtype and device of the model, or anybody
+    else's random numbers.
+
+    Args:
+        seed: Where the numbers start.
+        step: Of a training loop.
+        before: How many examples of this process came before in the step.
+
+    Example:
+        >>> import torch
+        >>> whole, halves = Draws(0).uniform(4, 2), Draws(0)
+        >>> first = halves.of_examples(range(1)).uniform(1, 2)
+        >>> bool((torch.cat([first, halves.of_examples(range(1, 4)).uniform(3, 2)]) == whole).all())
+        True
+    """
+
+    def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
+        self._seeds, self._key, self.before = (seed, step), counter_key(seed, step), before
+        self._examples: Sequence[int] | Tensor | None = None
+        self._position = 0
+
+    def of_examples(self, numbers: Sequence[int] | Tensor) -> Draws:
+        """Go on with the first random numbers of the examples of these numbers, N of them. Returns the object."""
+        self._examples, self._position = numbers, 0
+        return self
+
+    def of_loss(self, index: int) -> Draws:
+        """Those of one of several losses, which are others for each; the first one's are these."""
+        if index == 0:
+            return self
+        own = copy(self)
+        own._key = counter_key(*self._seeds, index)
+        return own
+
+    def uniform(self, *shape: int) -> Tensor:
+        """The next numbers in [0, 1), float64 on the CPU; the first axis is the examples'.
+
+        Raises:
+            ValueError: If these are not as many examples as the batch has.
+        """
+        examples = range(shape[0]) if self._examples is None else self._examples
+        if shape[0] != len(examples):
+            raise ValueError(
+                f"Random numbers of shape {list(shape)} were asked for in a batch of {len(examples)} examples; the "
+                "first axis is that of the examples."
+            )
+        count = math.prod(shape[1:])
+        found = uniforms(self._key, examples, self._position, count)
+        self._position += count
+        return found.view(shape)
+
+    def signs(self, *shape: int) -> Tensor:
+        """1 or -1 with equal chance, from as many of the numbers, float64 on the CPU."""
+        return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
+
+
+class Root(ABC):
+    """A root of a matrix over the outputs `[N, R, C]` of one loss on one batch.
+
+    Attributes:
+        per_term: Whether the matrix has no entries between the loss terms of an example, or between losses.
+    """
+
+    per_term: bool
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """What it multiplies, `[N, R', K]`."""
+
+    @abstractmethod
+    def product(self, U: Tensor) -> Tensor:  # [*lead, N, R', K] -> [*lead, N, R, C]
+        """`B u`."""
+
+    @abstractmethod
+    def transpose_product(self, V: Tensor) -> Tensor:  # [*lead, N, R, C] -> [*lead, N, R', K]
+        """`Bᵀ v`."""
+
+    def outer_product(self, V: Tensor) -> Tensor:  # [*lead, N, R, C] -> [*lead, N, R, C]
+        """`B Bᵀ v`."""
+        return self.product(self.transpose_product(V))
+
+
+class ColumnsRoot(Root):
+    """A root given by its columns.
+
+    Args:
+        columns: The columns, `[K, N, R, C]`.
+        per_term: Whether each loss term has columns of its own, which are the parts of these.
+
+    Example:
+        >>> root = ColumnsRoot(torch.tensor([[[[1.0], [2.0]]]]), per_term=False)  # N = 1, R = 2, C = 1
+        >>> root.outer_product(torch.tensor([[[1.0], [1.0]]]))  # [1, 2] ([1, 2] · [1, 1])
+        tensor([[[3.],
+                 [6.]]])
+    """
+
+    def __init__(self, columns: Tensor, per_term: bool) -> None:
+        self.columns, self.per_term = columns, per_term
+        self._axes = (-1,) if per_term else (-2, -1)
+
+    @property
+    def shape(self) -> torch.Size:
+        K, N, R, _ = self.columns.shape
+        return torch.Size((N, R if self.per_term else 1, K))
+
+    def product(self, U: Tensor) -> Tensor:
+        total = torch.zeros(*U.shape[:-3], *self.columns.shape[1:], dtype=self.columns.dtype, device=U.device)
+        for k, column in enumerate(self.columns):
+            total += U[..., k : k + 1] * column
+        return total
+
+    def transpose_product(self, V: Tensor) -> Tensor:
+        return torch.cat([(column * V).sum(self._axes, keepdim=True) for column in self.columns], -1)
+
+
+class HessianRoot(Root):
+    """The root of the loss Hessian that a likelihood knows; nothing is computed before it multiplies."""
+
+    per_term = True
+
+    def __init__(self, likelihood: Likelihood, F: Tensor, Y: Any) -> None:
+        self.likelihood, self.F, self.Y = likelihood, F, Y
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.F.shape[:2], self.likelihood.num_columns(self.F)))
+
+    def product(self, U: Tensor) -> Tensor:
+        return self.likelihood.hessian_root_product(self.F, self.Y, U)
+
+    def transpose_product(self, V: Tensor) -> Tensor:
+        return self.likelihood.hessian_root_transpose_product(self.F, self.Y, V)
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        return self.likelihood.hessian_product(self.F, self.Y, V)
+
+
+class WeightedRoot(Root):
+    """The root of a matrix whose part for each example is multiplied by a weight.
+
+    Args:
+        root: That of the matrix without weights.
+    """
+
+    def __init__(self, root: Root, weight: Tensor) -> None:
+        self.root, self.factors, self.per_term = root, weight.sqrt()[:, None, None], root.per_term
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.root.shape
+
+    def product(self, U: Tensor) -> Tensor:
+        return self.factors * self.root.product(U)
+
+    def transpose_product(self, V: Tensor) -> Tensor:
+        return self.root.transpose_product(self.factors * V)
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        return self.factors * self.root.outer_product(self.factors * V)

@@ -33,8 +33,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.linalg import SplitFactor
-from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.batches import Batch, take_examples
 
 
 def weighted(p: Problem, weights: list[list[float]]) -> list[Any]:

@@ -27,7 +27,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import Vectors
-from curvlinops_plus.risk.float16_range import send_in_range
+from curvlinops_plus.risk.graph import send_in_range
 
 X, Y = torch.linspace(-1, 1, 32 * 6).view(32, 6).sin(), torch.arange(32) % 3
 VECTORS = [Exact(), MonteCarlo(samples=2), Empirical()]

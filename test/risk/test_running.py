@@ -38,7 +38,7 @@ from curvlinops_plus import (
     hutchinson_trace,
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.risk.autograd_graph import gradients_of
+from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.process_state import eager
 
 CE = nn.CrossEntropyLoss()

@@ -30,8 +30,8 @@ from curvlinops_plus.optim.kfac.step_batches import (
     same_targets,
 )
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.process_state import own_calls
-from curvlinops_plus.risk.reading import Batch
 
 
 @dataclass(eq=False)

@@ -18,9 +18,8 @@ from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk.batches import Batch, copied
 from curvlinops_plus.risk.check import batch_norms
-from curvlinops_plus.risk.examples import copied
-from curvlinops_plus.risk.reading import Batch
 
 _LIMIT = 1024
 _AWAY = 0.03  # more than rounding under autocast

@@ -17,8 +17,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.optim.kfac.running_curvature import HeardCall, RunningCurvature
 from curvlinops_plus.optim.kfac.step_batches import Factor, other_targets, same_targets
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.examples import tensors_of
+from curvlinops_plus.risk.batches import tensors_of
+from curvlinops_plus.risk.graph import postorder
 from curvlinops_plus.risk.process_state import NoHook, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.

@@ -17,9 +17,9 @@ from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
 from curvlinops_plus.exact.operations import Operations
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude, as_real
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.batches import to_device
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.reading import to_device
 
 
 class Ensemble:

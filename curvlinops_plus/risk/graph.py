@@ -1,19 +1,140 @@
-"""Vectors that are sent back through float16, times a power of two that keeps what arrives in its range.
-
-float16 rounds what is smaller than 6e-5 to multiples of 6e-8, and overflows at 65504. A backward pass is linear: what a
-vector leaves behind is divided by the same power, in wider numbers.
-"""
+"""Walking through autograd's graph of a forward pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+
+REENTRANT = (
+    "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
+    "than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint (Hugging Face: "
+    "gradient_checkpointing_kwargs={'use_reentrant': False})."
+)
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The node of the graph that made each tensor, None for leaves; modes that watch a model's calls don't see it."""
+    with torch._C.DisableTorchFunction():
+        return [t.grad_fn for t in tensors]
+
+
+def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Every node below some roots once, with its children towards the inputs, each after all of them.
+
+    Args:
+        roots: Nodes, as `tensor.grad_fn` gives them; None is skipped.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> [type(node).__name__ for node, _ in postorder([(2 * x).sum().grad_fn])]
+        ['AccumulateGrad', 'MulBackward0', 'SumBackward0']
+    """
+    below: dict[Any, list[Any]] = {}
+    stack = [(root, False) for root in roots if root is not None]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node, below[node]
+        elif node not in below:
+            children = below[node] = [child for child, _ in node.next_functions if child is not None]
+            if not children:
+                yield node, children
+                continue
+            stack.append((node, True))
+            stack += [(child, False) for child in children if child not in below]
+
+
+def kinds_of_nodes(output: Tensor) -> frozenset[type]:
+    """What kinds of nodes a graph has, faster than by `postorder`."""
+    found: set[Any] = {output.grad_fn} - {None}
+    left = [*found]
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                left.append(node)
+    return frozenset(map(type, found))
+
+
+def edge_of(t: Tensor) -> GradientEdge:
+    """Where a tensor is in its graph, which stays alive without the tensor, in all versions of PyTorch."""
+    if isinstance(t.grad_fn, torch._C._FunctionBase):  # what is written in Python does not keep its graph
+        with torch.enable_grad():
+            t = t.view_as(t)
+    return get_gradient_edge(t)
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Any], vectors: Sequence[Tensor], retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(outputs, inputs, vectors, allow_unused=True)`, without its comparison of symbolic shapes.
+
+    To compare shapes, that function loads SymPy, a third of a second in the first call of a process, and takes as long
+    in each as a layer of a small network.
+
+    Args:
+        inputs: Tensors, or edges of the graph.
+        vectors: One for each output, of its shape.
+        retain_graph: Whether somebody goes back through the graph once more.
+    """
+    return _engine_run_backward(
+        tuple(outputs), tuple(vectors), retain_graph, False, tuple(inputs), True, accumulate_grad=False
+    )
+
+
+def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
+    """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse graphs with gaps.
+
+    Where the batch or all of an axis of the image has length one, strides don't tell whether a tensor is contiguous or
+    channels-last. The CPU kernel of the backward pass takes input and gradient to be alike then, and mixes channels up
+    if they are not: with a loss on `[1, C, H, W]`, for instance. Instance norm calls it with a batch of one.
+
+    Returns:
+        Whether there is any batch norm.
+
+    Raises:
+        UnsupportedError: If there is reentrant activation checkpointing, which leaves out parameters.
+
+    Cost: a walk through the graph.
+    """
+    found = False
+    for node, _ in postorder(nodes_of(outputs)):
+        name = node.name()
+        if "BatchNorm" in name:
+            node.register_prehook(partial(_copy_ambiguous, num_examples))
+            found = True
+        elif name == "CheckpointFunctionBackward":
+            raise UnsupportedError(REENTRANT)
+    return found
+
+
+def raise_unreached() -> NoReturn:
+    """The error if derivatives of a model don't reach any parameter."""
+    raise UnsupportedError(
+        "The output of the model does not depend on any of the parameters in a way that can be differentiated. Does it "
+        "run under torch.no_grad(), detach its output, or call torch.autograd.grad without create_graph=True?"
+    )
+
+
+def _copy_ambiguous(N: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    g = grads[0]
+    # Of several examples, instance norm makes one of more channels, which is contiguous.
+    if g is not None and g.shape[0] == 1 < N and g.is_contiguous():
+        return grads
+    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads by its strides.
+    if g is None or g.device.type != "cpu" or 1 not in (g.shape[0], *g.shape[2:]):
+        return grads
+    return (torch.stack((g, g), -1)[..., 0], *grads[1:])
+
 
 _START = 6  # a vector's largest number is brought to 2 ** _START: below it is more room than above
 _HIGH = 14  # the largest number that arrives anywhere should be below 2 ** _HIGH,
