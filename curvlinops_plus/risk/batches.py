@@ -7,7 +7,6 @@ Face). Accepted outputs: a tensor, an output object with `.logits`, or anything 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
@@ -216,21 +215,6 @@ def _length_of(X: Any) -> str:
     return "len(X[0])" if parts else "len(X)"
 
 
-@contextmanager
-def loss_error_context(loss: Any, f: Tensor, y: Any) -> Iterator[None]:
-    """If a loss fails, say on what, before its own message."""
-    try:
-        yield
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        if type(error).__module__ != "builtins":
-            raise
-        target = f"shape {list(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else f"type {type(y).__name__}"
-        raise type(error)(
-            f"The loss {_name_of(loss)} failed on an output of shape {list(f.shape)}, {f.dtype}, and a target of "
-            f"{target}. Its own message: {error}"
-        ) from error
-
-
 def _name_of(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
@@ -276,7 +260,7 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
             raise ValueError(f"`output` selected a {type(chosen).__name__}; expected the tensor that the loss reads.")
         raise ValueError(
             f"The model returned a {type(out).__name__}{_parts(out)}. Say which tensor the loss reads, for "
-            f"instance `output=lambda o: {_hint(out)}`.{_pair_hint(out)}"
+            f"instance `output=lambda o: {_hint(out)}`."
         )
     return chosen, chosen is logits
 
@@ -307,60 +291,8 @@ def _hint(out: Any) -> str:
     return "o[0]" if isinstance(out, (tuple, list)) else "o.logits"
 
 
-def _pair_hint(out: Any) -> str:
-    """Two tensors of one shape may be means and variances, which `GaussianNLLLoss` reads both."""
-    parts = [*out] if isinstance(out, (tuple, list)) else []
-    if len(parts) != 2 or not all(isinstance(t, Tensor) for t in parts) or parts[0].shape != parts[1].shape:
-        return ""
-    return (
-        " GaussianNLLLoss reads means, then variances, side by side on the last axis: "
-        "`output=lambda o: torch.cat(o, -1)`."
-    )
-
-
-def refuse_input(error: Exception, batch: Batch, params: Mapping[str, Tensor]) -> None:
-    """Refuse an input of another dtype or form than a forward pass expects, which failed on it with this error."""
-    if not isinstance(error, RuntimeError):
-        if advice := _form(batch):
-            raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
-        return
-    kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
-    given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
-    if not given and "dtype" in str(error):  # of integers alone, for what are no indices
-        given = kinds
-    if given and not given <= own:
-        raise TypeError(
-            f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
-            f"the data or the model. Its own message: {error}"
-        ) from error
-
-
-def _form(batch: Batch) -> str:
-    """What to do about a model that failed on the form of its input, "" for a plain tensor."""
-    X = batch.X
-    if _has_arrays(X):
-        return f"The model failed on an input that is {_ARRAYS}"
-    if isinstance(X, Mapping):
-        called = "keywords, model(**X)" if batch.unpack else "one argument, model(X)"
-        return (
-            f"The model failed on a mapping with keys {list(X)}, which it got as {called}. A batch that is a mapping "
-            "with 'labels' is unpacked into keywords (Hugging Face models); of a pair (mapping, y) the mapping is "
-            "passed as one argument. Give batches in the form that the model takes."
-        )
-    if isinstance(X, (tuple, list)):
-        return (
-            f"The model failed on a {type(X).__name__} of length {len(X)}, which it got as one argument, model(X). "
-            "Wrap a model of several arguments in a module whose forward(X) calls model(*X)."
-        )
-    return ""
-
-
 def _plain(X: Any) -> Any:
     return dict(X) if isinstance(X, Mapping) else X
-
-
-def _dtypes(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:

@@ -28,7 +28,6 @@ from curvlinops_plus.likelihood.unsupported import has_own_hooks
 from curvlinops_plus.risk.batches import (
     Batch,
     is_iterator,
-    loss_error_context,
     require_rereadable,
     scalar_loss,
     select_output,
@@ -167,9 +166,7 @@ class OutputLoss:
             return self.count(F, Y, weight), (self.likelihood.nll(F, Y) * weight.to(F)[:, None]).sum()
         if self.known:
             return self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
-        with loss_error_context(self.loss, F, Y):
-            value = self.loss(F, Y)
-        value = scalar_loss(value, F, self.loss)
+        value = scalar_loss(self.loss(F, Y), F, self.loss)
         return float(N), value * N if self.reduction == "mean" else value
 
 

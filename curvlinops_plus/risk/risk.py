@@ -23,7 +23,6 @@ from curvlinops_plus.risk.batches import (
     count_examples,
     is_iterator,
     read_batch,
-    refuse_input,
     require_numbers,
 )
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
@@ -297,12 +296,8 @@ class EmpiricalRisk(ModelParameters):
             look = KeptParameters(self._own, self.params, self._places)
         # Functions are only watched for frozen parameters: they tell what the graph of the outputs does not.
         watch = look if look is not None and look.counts else nullcontext()
-        try:
-            with self.placed() if model is None else watch:
-                out = call_model(call, batch)
-        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            refuse_input(error, batch, self.params)
-            raise
+        with self.placed() if model is None else watch:
+            out = call_model(call, batch)
         found = self.read_output(out, batch)
         if look is not None:
             look.refuse(found[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -165,7 +164,7 @@ class MeanAndVariance(nn.Module):
 def test_gaussians() -> None:
     """Each message leads to the next one, and the last to the matrix."""
     model, loss, data = MeanAndVariance(), nn.GaussianNLLLoss(), [(X, numbers(6, 2))]
-    with pytest.raises(ValueError, match=r"o\[0\]`. GaussianNLLLoss reads means.*`output=lambda o: torch.cat\(o, -1\)"):
+    with pytest.raises(ValueError, match=r"a tuple of length 2.*lambda o: o\[0\]`"):
         product(GGNLinearOperator, model, loss, data)
     with pytest.raises(
         ValueError, match=r"half the output.*\[6, 1\] for the output \[6, 2\], got \[6, 2\].*side by si"
@@ -176,12 +175,6 @@ def test_gaussians() -> None:
     found = product(GGNLinearOperator, model, loss, data, output=lambda o: torch.cat(o, -1))
     assert found.isfinite().all()
     assert found.abs().sum() > 0
-
-
-def test_the_pair_hint_is_for_pairs_of_one_shape() -> None:
-    with pytest.raises(ValueError, match="returned a tuple of length 2") as found:
-        product(GGNLinearOperator, nn.LSTM(5, 3, dtype=torch.float64), nn.MSELoss(), [(X[:, None], numbers(6, 1, 3))])
-    assert "torch.cat" not in str(found.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -257,17 +250,6 @@ def test_datasets_that_iterate_over_batches(data: Any) -> None:
     torch.testing.assert_close(found, product(GGNLinearOperator, net(), CE, [(X, Y)]))
 
 
-def test_arrays_of_numpy() -> None:
-    """The first message appears where examples are counted, the second where they were counted by the user."""
-    data = [(X.numpy(), Y.numpy())]
-    with pytest.raises(TypeError, match=r"input of batch 0 is a NumPy array.*Convert them with torch.from_numpy"):
-        product(GGNLinearOperator, net(), CE, data)
-    with pytest.raises(TypeError, match=r"failed on an input that is a NumPy array.*torch.from_numpy.*must be Tensor"):
-        product(GGNLinearOperator, net(), CE, data, batch_size_fn=len)
-    with pytest.raises(TypeError, match="input of batch 0 is a NumPy array, or holds some"):
-        product(GGNLinearOperator, net(), CE, [({"x": X.numpy()}, Y)])
-
-
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -289,38 +271,6 @@ def test_inputs_whose_examples_are_not_counted() -> None:
     assert words(["a", "b"]) == "`batch_size_fn=lambda X: len(X)`."
     found = product(GGNLinearOperator, TwoInputs(), CE, [((X, X), Y)], batch_size_fn=lambda X: len(X[0]))
     torch.testing.assert_close(found, product(GGNLinearOperator, net(), CE, [(2 * X, Y)]))
-
-
-class Keywords(nn.Module):
-    """As models of Hugging Face: tensors as keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = net()
-
-    def forward(self, x: Any, mask: Any = None) -> Tensor:
-        _ = x.size()
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("kind", [GGNLinearOperator, KFACLinearOperator])
-@pytest.mark.parametrize("form", [dict, UserDict])
-def test_mappings_in_the_wrong_form(kind: Any, form: Any) -> None:
-    """A pair passes the mapping as one argument, a mapping with labels is unpacked."""
-    forms = "a mapping with 'labels' is unpacked into keywords .*; of a pair .mapping, y. the mapping is passed as one"
-    with pytest.raises(TypeError, match=rf"keys \['x'\], which it got as one argument, .*{forms}.*no attribute 'size'"):
-        product(kind, Keywords(), CE, [(form(x=X), Y)], batch_size_fn=lambda X: len(X["x"]))
-    with pytest.raises(
-        TypeError, match=rf"which it got as keywords, model.\*\*X.*{forms}.*unexpected keyword argument"
-    ):
-        product(kind, Keywords(), CE, [form(x=X, other=X, labels=Y)], batch_size_fn=lambda X: len(X["x"]))
-
-
-def test_several_inputs_are_one_argument() -> None:
-    with pytest.raises(
-        TypeError, match=r"tuple of length 2, which it got as one argument.*forward\(X\) calls model\(\*X"
-    ):
-        product(GGNLinearOperator, net(), CE, [((X, X), Y)], batch_size_fn=lambda X: len(X[0]))
 
 
 def test_errors_of_models_on_tensors_are_their_own() -> None:
