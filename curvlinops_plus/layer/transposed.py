@@ -7,9 +7,8 @@ A transposed convolution adds `W[:, :, t] x[q]` to the output at `p = q·stride 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from math import gcd, prod
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.conv import GroupedRule
-from curvlinops_plus.layer.convolution_gram import grouped_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -83,33 +81,6 @@ class TransposedConvRule(GroupedRule):
         columns = a.flatten(len(out) + 2).flatten(1, -2)
         return self.grouped(module, columns.mT)
 
-    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Sum of `a aᵀ`, sum of `a`, number of output positions; zeros between pixels are not multiplied.
-
-        With stride `s`, output positions that differ by a multiple of `s` use the same taps. Each of these classes is a
-        convolution with stride 1 on the input itself with only those taps.
-        """
-        module = _checked(module)
-        x, out = _input_and_output_size(module, x)
-        groups, taps = module.groups, prod(module.kernel_size)
-        c = x.shape[1] // groups
-        total = x.new_zeros(groups, c, taps, c, taps)
-        for geometry, sides, used in _tap_classes(module, x, out):
-            pixels, places = _padded_or_cropped(x, sides), torch.tensor(used, device=x.device)
-            part = input_gram(geometry, pixels) if groups == 1 else grouped_gram(geometry, pixels, groups)
-            part = part.view(groups, c, len(used), c, len(used))
-            # Indexed dimensions come first: [used, used, groups, c, c].
-            total[:, :, places[:, None], :, places] = part.permute(2, 4, 0, 1, 3)
-        total = total.view(groups, c * taps, c * taps)
-        row_sum = self._sum_rows(module, x.sum(0, keepdim=True), out)[0]
-        return total if groups > 1 else total[0], row_sum, float(len(x) * prod(out))
-
-    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
-        """Mean row of each example, without forming rows."""
-        module = _checked(module)
-        x, out = _input_and_output_size(module, x)
-        return self._sum_rows(module, x, out) / prod(out)
-
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:
@@ -133,15 +104,6 @@ class TransposedConvRule(GroupedRule):
             result.copy_((pixels @ patches.movedim(1, 2)).reshape(result.shape))
         named = {"weight": J}
         return named if module.bias is None else {**named, "bias": g.flatten(3).sum(3)}
-
-    def _sum_rows(self, module: _Transposed, x: Tensor, out: Sequence[int]) -> Tensor:
-        """Sum of each example's rows, one dimension after the other: [B, b·i, *size] -> [B, *b, i·kernel]."""
-        for dim in reversed(range(len(out))):
-            q, t = (torch.arange(n, device=x.device) for n in (x.shape[dim + 2], module.kernel_size[dim]))
-            p = q[:, None] * module.stride[dim] - int(module.padding[dim]) + t * module.dilation[dim]
-            reached = ((p >= 0) & (p < out[dim])).to(x.dtype)  # [size, kernel]: a pixel contributes through a tap
-            x = (x.movedim(dim + 2, -1) @ reached).movedim(-1, dim + 2)
-        return self.grouped(module, x.flatten(1))
 
 
 def _checked(module: nn.Module) -> _Transposed:
@@ -191,41 +153,3 @@ def _padded_or_cropped(x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
         start, stop = max(0, -before), x.shape[dim] - max(0, -after)
         x = x.narrow(dim, start, stop - start)
     return x
-
-
-def _tap_classes(
-    module: _Transposed, x: Tensor, out: Sequence[int]
-) -> Iterator[tuple[Geometry, list[tuple[int, int]], list[int]]]:
-    """Output positions that use the same taps, as convolutions on the input.
-
-    Yields:
-        The convolution, with taps in the order of the module's; the padding of the input, negative to crop it; and the
-        indices of the taps in the flattened kernel.
-    """
-    per_dimension = [list(_tap_classes_1d(module, dim, x.shape[dim + 2], size)) for dim, size in enumerate(out)]
-    for lines in product(*per_dimension):
-        kernel, dilation = tuple(len(line[0]) for line in lines), tuple(line[1] for line in lines)
-        padding, sides = [], []
-        for _, _, before, after in lines:  # the convolution itself handles padding that is not negative
-            adds = before >= 0 and after >= 0
-            padding.append((before, after) if adds else (0, 0))
-            sides.append((0, 0) if adds else (before, after))
-        used = [0]
-        for (taps, *_), size in zip(lines, module.kernel_size, strict=True):
-            used = [place * size + t for place in used for t in taps]
-        yield Geometry(kernel, (1,) * len(out), dilation, tuple(padding)), sides, used
-
-
-def _tap_classes_1d(
-    module: _Transposed, dim: int, pixels: int, positions: int
-) -> Iterator[tuple[list[int], int, int, int]]:
-    """The same in one dimension: taps in reverse order, dilation, padding before and after."""
-    stride, padding, dilation = module.stride[dim], int(module.padding[dim]), module.dilation[dim]
-    kernel, common = module.kernel_size[dim], gcd(module.stride[dim], module.dilation[dim])
-    for phase in range(min(stride, positions)):
-        # Through tap t, pixel m + (phase + padding - t·dilation) / stride contributes to position m·stride + phase.
-        taps = [t for t in reversed(range(kernel)) if (phase + padding - t * dilation) % stride == 0]
-        if taps:
-            count = (positions - phase + stride - 1) // stride
-            first, last = ((phase + padding - t * dilation) // stride for t in (taps[0], taps[-1]))
-            yield taps, dilation // common if len(taps) > 1 else 1, -first, last + count - pixels
