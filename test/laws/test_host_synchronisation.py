@@ -67,7 +67,7 @@ _AT_THE_END = {
     "numerics.check_finite",
     "eigendecomposition._eigh",
     "ggn_factor._reduced",
-    "preserve._restore",
+    "modules._restore_buffer",
     "rows.of",
 }
 
