@@ -612,34 +612,25 @@ def loss_weights(risk: Evaluated) -> LossWeights:
 def with_consistent_weights(
     risk: Evaluated, attempt: Callable[[LossWeights], tuple[T, Totals]], before: Totals | None = None
 ) -> tuple[T, Totals]:
-    """Result and totals of a pass over the data, which runs again if several losses had other weights than assumed.
-
-    The first attempt assumes the weights of the pass before, or of the first batch.
+    """Result and totals of a pass over the data, with the weights of several losses that belong to all of it.
 
     Args:
         attempt: The pass, with the weights that it is to use.
-        before: Totals of a pass over the same data, if there was one.
+        before: Totals of a pass over the same data, if there was one; else one counts, see `loss_weights`.
 
     Raises:
         ValueError: If passes don't agree.
     """
-    if before is None and risk.processes.world > 1 and not risk.losses.constant_weights:
-        _ = _reads_once(risk)
-        before = count_loss_terms(risk)  # all have to assume the same
-    weights = LossWeights(risk.losses, risk.options.num_data, before, _is_single(risk))
-    if risk.losses.constant_weights or _reads_once(risk):
-        return attempt(weights)
-    for _ in range(2):
-        try:
-            result, totals = attempt(weights)
-        except UnevenError:
-            whole = count_loss_terms(risk)
-        else:
-            whole = totals.detached()
-            if weights.agree(whole):
-                return result, totals
-        weights = LossWeights(risk.losses, risk.options.num_data, whole)
-    raise ValueError(weights.changing())
+    if before is not None and not risk.losses.constant_weights and not is_iterator(risk.data):
+        weights = LossWeights(risk.losses, risk.options.num_data, before)
+        result, totals = attempt(weights)
+        if weights.agree(totals.detached()):  # else the data have been exchanged since
+            return result, totals
+    weights = loss_weights(risk)
+    result, totals = attempt(weights)
+    if not weights.agree(totals.detached()):
+        raise ValueError(weights.changing())
+    return result, totals
 
 
 def _is_single(risk: Evaluated) -> bool:
