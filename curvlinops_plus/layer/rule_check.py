@@ -17,11 +17,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.layer.replay import differentiable_parameters
+from curvlinops_plus.layer.replay import check_repeatable, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
 from curvlinops_plus.layer.rule_registry import rule_of, why_generic
-from curvlinops_plus.layer.run_again import check_repeatable
 from curvlinops_plus.linalg.layout import Layout
 
 _TOLERANCE = 1e-8  # of double precision

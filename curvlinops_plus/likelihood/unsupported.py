@@ -17,7 +17,13 @@ from curvlinops_plus.errors import UnsupportedError
 def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     """The error for a loss whose class is not among the known ones, or overrides their `forward`."""
     if isinstance(loss, (FunctionType, BuiltinFunctionType, MethodType, partial)):
-        return _of_function(loss, known)
+        inner = loss.func if isinstance(loss, partial) else loss
+        return UnsupportedError(
+            f"no likelihood is registered for the loss {getattr(inner, '__name__', type(inner).__name__)}, a function. "
+            "Losses are known by their class, which holds the options: pass the module of torch.nn, as "
+            "nn.CrossEntropyLoss(). GGN, Hessian and Empirical() take any function; for all else write a loss of your "
+            "own as a torch.nn.Module, and register its class with @register_likelihood."
+        )
     kind = type(loss)
     parent = next((t for t in kind.__mro__ if t in known), None)
     name = loss.__name__ if isinstance(loss, type) else kind.__name__
@@ -38,38 +44,6 @@ def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
         "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
         "or decorate a subclass of Likelihood, which needs one method, nll."
     )
-
-
-def _of_function(loss: Any, known: Sequence[type]) -> UnsupportedError:
-    """The error for a function: which module computes the same, if that can be told."""
-    names = {t.__name__ for t in known}
-    inner = loss.func if isinstance(loss, partial) else loss
-    called = getattr(inner, "__name__", type(inner).__name__)
-    module = next((name for name in names if called == _FUNCTIONS.get(name)), None)
-    if isinstance(loss, partial):
-        options = ", ".join(f"{key}={value!r}" for key, value in loss.keywords.items())
-        name, instead = f"functools.partial({called}, ...)", None if module is None else f"nn.{module}({options})"
-    else:
-        name, instead = called, None if module is None else f"nn.{module}()"
-    advice = f"Losses are known by their class, which holds the options: pass the module of torch.nn, {instead}."
-    if instead is None:
-        advice = f"Known losses: {', '.join(sorted(names))}; pass such a module of torch.nn, as nn.CrossEntropyLoss()."
-    return UnsupportedError(
-        f"no likelihood is registered for the loss {name}. {advice} GGN, Hessian and Empirical() take any function; "
-        "for all else write a loss of your own as a torch.nn.Module, and register its class with @register_likelihood."
-    )
-
-
-# The function of torch.nn.functional that a module calls.
-_FUNCTIONS = {
-    "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-    "CrossEntropyLoss": "cross_entropy",
-    "GaussianNLLLoss": "gaussian_nll_loss",
-    "MSELoss": "mse_loss",
-    "NLLLoss": "nll_loss",
-    "PoissonNLLLoss": "poisson_nll_loss",
-}
 
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
-from curvlinops_plus.layer.run_again import as_parameters
+from curvlinops_plus.layer.replay import as_parameters
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.graph import nodes_of, postorder
 from curvlinops_plus.risk.process_state import OwnThread, exclusive, own_passes

@@ -53,7 +53,7 @@ def test_unknown_loss_shows_what_to_write() -> None:
         (nn.MultiLabelSoftMarginLoss(), 'reduction="mean" it is nn.BCEWithLogitsLoss'),
         (nn.CrossEntropyLoss, r"loss CrossEntropyLoss. This is a class, not a loss: call it, CrossEntropyLoss\(...\)"),
         (functional.cross_entropy, "known by their class.*pass the module of torch.nn"),
-        (lambda f, y: (f - y).sum(), "for the loss <lambda>. Known losses"),
+        (lambda f, y: (f - y).sum(), "for the loss <lambda>, a function"),
     ],
 )
 def test_losses_of_pytorch_that_are_refused_say_what_to_use(loss: Any, words: str) -> None:
@@ -142,20 +142,15 @@ def test_a_loss_that_is_not_convex_has_no_root() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "name"),
     [
-        (functional.mse_loss, r"pass the module of torch.nn, nn.MSELoss\(\)\."),
-        (
-            partial(functional.cross_entropy, label_smoothing=0.1),
-            r"for the loss functools.partial\(cross_entropy, ...\).*nn.CrossEntropyLoss\(label_smoothing=0.1\)\.",
-        ),
-        (partial(lambda f, y: f.sum()), r"for the loss functools.partial\(<lambda>, ...\). Known losses: .*BCELoss"),
-        (torch.square, r"for the loss square. Known losses: .*as nn.CrossEntropyLoss\(\)"),
-        (nn.MSELoss().forward, r"for the loss forward. Known losses: "),
+        (functional.mse_loss, "mse_loss"),
+        (partial(functional.cross_entropy, label_smoothing=0.1), "cross_entropy"),
+        (nn.MSELoss().forward, "forward"),
     ],
 )
-def test_functions_are_not_registered_but_replaced(loss: Any, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words) as error:
+def test_functions_are_not_registered_but_replaced(loss: Any, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"the loss {name}, a function.*pass the module of torch.nn") as error:
         likelihood_of(loss)
     assert "FromDistribution" not in str(error.value), "a function can't be registered"
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.run_again import spectral_norms
+from curvlinops_plus.layer.replay import spectral_norms
 from curvlinops_plus.optim.kfac.step_batches import mean_over
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.check import batch_norms
