@@ -405,12 +405,10 @@ def test_embeddings_that_scale_gradients() -> None:
     for scales in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)).double()
-        for vectors, inside in ((Exact(), False), (Empirical(), False), (Empirical(), True)):
+        for vectors in (Exact(), Empirical()):
             estimator = CurvatureEstimator(risk(model, ()), vectors=vectors)
             with estimator.listen((TOKENS, Y)):
-                loss = CE(model(TOKENS), Y)
-                if inside:
-                    loss.backward()
+                model(TOKENS)
             found.append(estimator.operator.to_dense())
         CE(model(TOKENS), Y).backward()
         grads.append(model[0].weight.grad)
@@ -423,7 +421,7 @@ def test_embeddings_that_scale_gradients() -> None:
         if scales:
             with pytest.warns(CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"):
                 curvature(table, KFAC)
-    torch.testing.assert_close(found[:3], found[3:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*dense)
     assert not torch.allclose(*grads)
 

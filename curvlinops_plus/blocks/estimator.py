@@ -155,11 +155,10 @@ class CurvatureEstimator:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
         Vectors are sent through the model's own graph when the context ends, which stays for your backward pass.
-        Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may come inside: what arrives at the
-        layers is taken, and compared with another pass in the 1st, 2nd, 4th, ... batch. The loss has to be the risk's,
-        times any number. With batch norm in training mode, or an embedding with `scale_grad_by_freq` (which divides
-        gradients by how often the batch has a row: they are no derivatives then, and curvature is that without it),
-        another pass is made, from the random state of yours.
+        Nothing is added if the block raises. Where your pass can't be recorded as it is (position tables of one row),
+        and with an embedding with `scale_grad_by_freq` (which divides gradients by how often the batch has a row: they
+        are no derivatives then, and curvature is that without it), another pass is made, from the random state of
+        yours.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -168,9 +167,9 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
-            UnsupportedError: If a pass of its own has another output, or other gradients than `loss.backward()` inside.
+            UnsupportedError: If a pass of its own has another output.
 
-        Cost: a backward pass per vector, or memory for gradients if yours is taken; a forward pass for those two.
+        Cost: a backward pass per vector; a forward pass where another one is made.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Draws, Totals
-from curvlinops_plus.risk.backward_pass import Consumer, UserBackward
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch, tensors_of
-from curvlinops_plus.risk.check import is_due
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
-
-_INSIDE = "`loss.backward()` inside the block"
-
 
 # Shows a batch by passes of our own; see `CurvatureEstimator.update`.
 Update = Callable[..., None]
@@ -97,8 +93,6 @@ class HeardPass:
 
     def __init__(self, owner: BatchPass, update: Update) -> None:
         self._owner, self._update, self.output = owner, update, None
-        # What arrives of the user's backward pass has the weights of examples, and not their roots.
-        self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
         self.contexts = ExitStack()
         self._passes = RecordedPasses(
             owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False
@@ -109,7 +103,6 @@ class HeardPass:
         self._autocast = False  # whether it was under autocast
         self._start: PassStart | None = None  # what it began with
         self._again = ""  # why it has to be run again
-        self._backward: UserBackward | None = None  # what arrives of the user's backward pass, if that is of use
 
     def begin(self, called: Any) -> None:
         """The call begins.
@@ -126,9 +119,8 @@ class HeardPass:
             raise ValueError("The batch has no examples.")
         _require_input(self._owner.batch.X, called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
-        # What a backward pass inside has left may have to be compared in any batch, as the last one, which is smaller.
         scales = any(getattr(use.module, "scale_grad_by_freq", False) for one in self._owner.layers for use in one.uses)
-        likely = scales or self._of_loss or not risk.checked.recorded
+        likely = scales or not risk.checked.recorded
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
         if scales:  # only the pass of our own counts
             self._again = "scale_grad_by_freq of an embedding"
@@ -138,7 +130,7 @@ class HeardPass:
 
     def end(self, output: Any) -> None:
         """The call has returned."""
-        self.output, risk, recorder = output, self._owner.risk, self._passes.recorder
+        self.output, recorder = output, self._passes.recorder
         try:
             self._phase.close()
             doubt = recorder.doubt
@@ -147,13 +139,6 @@ class HeardPass:
         self._phase.enter_context(recorder.disabled)  # until vectors are sent, nothing is recorded any more
         if doubt is not None:  # a pass of our own finds the same, or takes it
             self._again = f"a pass that can't be recorded as it is ({doubt})"
-        if self._of_loss and not self._again:
-            with suppress(Exception):  # of an output that the losses can't read, which `add` raises
-                fs, _ = risk.losses.select(output, risk.options.output)
-                returned = {id(t) for t in tensors_of(output)}
-                if all(id(f) in returned for f in fs):
-                    self._backward = UserBackward(recorder, fs)
-                    self.contexts.callback(self._backward.close)
 
     def add(self, batch: Batch, add: Callable[[Show], None]) -> None:
         """Call `add`, which is shown the batch.
@@ -168,13 +153,10 @@ class HeardPass:
         """
         self._phase.close()
         read, checked = self._read_output(batch), self._owner.risk.checked
-        user = self._backward if self._backward is not None and self._backward.happened else None
-        if user is not None and user.below_range:  # digits are lost, in a pass of our own they are not
-            self._again = _INSIDE
         error: OutsideReads | None = None
         if not self._again:
             try:
-                self._send_through(batch, read, user, add)
+                self._send_through(batch, read, add)
                 checked.recorded = True
                 return
             except OutsideReads as found:
@@ -184,23 +166,12 @@ class HeardPass:
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)
 
-    def _send_through(
-        self, batch: Batch, read: tuple[Any, Any, Any], user: UserBackward | None, add: Callable[[Show], None]
-    ) -> None:
-        """Call `add` with vectors that go through the graph of the user's pass, or with what the user has sent there.
-
-        In the 1st, 2nd, 4th, ... batch, and where a check needs a graph, the latter is compared with a pass of our own.
-        What is added is the user's there, too: it does not depend on which batches are looked at.
-        """
-        look = user is not None and self._looks(batch, read)
-        if user is not None:
-            self._require_unwritten(_INSIDE)
+    def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
+        """Call `add` with vectors that go through the graph of the user's pass."""
 
         def show(consume: Consumer, draws: Draws) -> Totals:
-            if user is not None and look:
-                self._compare(user, batch, read[0], draws)
             try:
-                return self._passes.send_back(batch, read, draws, consume, keep_graph=True, user=user)
+                return self._passes.send_back(batch, read, draws, consume, keep_graph=True)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
@@ -216,30 +187,9 @@ class HeardPass:
             for f, grad in kept:
                 f.grad = grad
 
-    def _looks(self, batch: Batch, read: tuple[Any, Any, Any]) -> bool:
-        """Whether what the user has sent back is compared with a pass of our own."""
-        risk = self._owner.risk
-        checked = risk.checked
-        checked.taken += 1
-        if due := risk.options.check and (_is_looked_at(checked.taken) or is_due(risk, self._passes.recorder)):
-            return due
-        checked.batches += 1
-        return False
-
-    def _compare(self, user: UserBackward, batch: Batch, outputs: Sequence[Tensor], draws: Draws) -> None:
-        """Compare what the user has sent back with a pass of our own, which checks the layers."""
-        self._passes.recorder.unhook()
-        itemsize = self._itemsize(outputs)
-
-        def compare(show: Show) -> None:
-            show(lambda own: user.compare(own, itemsize), draws)
-
-        assert self._start is not None
-        replace(self._owner, batch=batch).run(self._start, compare, self._check(outputs))
-
     def _check(self, outputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """Refuses outputs of a pass of our own that are not the user's."""
-        outputs, itemsize, why = [f.detach() for f in outputs], self._itemsize(outputs), self._again or _INSIDE
+        outputs, itemsize, why = [f.detach() for f in outputs], self._itemsize(outputs), self._again
         return lambda own: _require_same(outputs, own, itemsize, why)
 
     def _itemsize(self, outputs: Sequence[Tensor]) -> int:
@@ -376,11 +326,6 @@ def _require_input(X: Any, called: Any) -> None:
             f"`begin` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, after "
             "augmentation: listen((X, y)) around model(X)."
         )
-
-
-def _is_looked_at(number: int) -> bool:
-    """Whether what the user has sent back in the batch of this number is compared: in the 1st, 2nd, 4th, ..."""
-    return number & (number - 1) == 0
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

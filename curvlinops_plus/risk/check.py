@@ -43,17 +43,6 @@ _CAUSES = (
 )
 
 
-def is_due(risk: EmpiricalRisk, recorder: Recorder) -> bool:
-    """Whether a recorded batch is to be checked: the first one, each that calls other layers, and the 2ᵏth ones.
-
-    Layers count as others if they return one row for all examples, or get examples in other inputs than before.
-    """
-    number = risk.checked.batches + 1
-    if not risk.options.check:
-        return False
-    return risk.options.check == "every" or number & (number - 1) == 0 or _kind(recorder) not in risk.checked.seen
-
-
 def _kind(recorder: Recorder) -> Any:
     calls = {(c.call.use.name, c.expanded, *[axis is None for axis in c.call.in_axes or ()]) for c in recorder.calls}
     return frozenset(calls), recorder.num_examples > 1, recorder.backward
@@ -62,7 +51,10 @@ def _kind(recorder: Recorder) -> Any:
 def look_at(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
 ) -> Look | None:
-    """Begin to compare a recorded batch with three of its examples, if that is due.
+    """Begin to compare a recorded batch with three of its examples: the first, those of a new kind, and the 2ᵏth ones.
+
+    A batch is of a new kind if other layers are called, if layers return one row for all examples where they didn't
+    before, or get examples in other inputs.
 
     Args:
         outputs: Of the recorded pass, with their graph.
@@ -75,9 +67,10 @@ def look_at(
     Warns:
         CurvatureWarning: In training loops, of batch norm in training mode, where nothing is compared.
     """
-    due = is_due(risk, recorder)
     risk.checked.batches += 1
-    if not due:
+    number, every = risk.checked.batches, risk.options.check == "every"
+    due = every or number & (number - 1) == 0 or _kind(recorder) not in risk.checked.seen
+    if not risk.options.check or not due:
         return None
     if norms := [*batch_norms(risk.model)]:
         _report(risk, norms, repeatable)

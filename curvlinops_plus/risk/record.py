@@ -89,11 +89,11 @@ class OutputSlot:
             self.edge = GradientEdge(node, t.output_nr)
         self.handle = t.register_hook(receive)
 
-    def gradient(self, g: Tensor | None, V: int, batched: bool) -> Tensor:
-        """A gradient [V, *out], examples first; zeros for None. Without `batched` it came without the axis V."""
+    def gradient(self, g: Tensor | None, V: int) -> Tensor:
+        """A gradient [V, *out], examples first; zeros for None. That of a single vector comes without the axis V."""
         if g is None:
             g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
-        elif not batched:
+        elif g.ndim == len(self.shape):
             g = g.unsqueeze(0)
         return examples_first(g, self.axis, self.fold, 1)
 
@@ -118,9 +118,9 @@ class RecordedCall:
     versions: list[tuple[Tensor, int]]
     expanded: bool
 
-    def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
+    def set_gradients(self, grads: dict[int, Tensor], V: int) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        found = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+        found = [slot.gradient(grads.pop(id(slot), None), V) for slot in self.slots]
         self.call.grads = found[0] if self.single else found
 
 

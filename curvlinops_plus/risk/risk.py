@@ -64,7 +64,6 @@ class Checked:
     Attributes:
         seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
         batches: How many batches there were.
-        taken: How many backward passes of the user were seen, of which some are looked at.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
@@ -75,7 +74,6 @@ class Checked:
 
     seen: set[Any] = field(default_factory=set)
     batches: int = 0
-    taken: int = 0
     recorded: bool = False
     said: set[str] = field(default_factory=set)
     shift: bool | None = None

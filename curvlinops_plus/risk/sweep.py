@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, UserBackward, VectorGroup, vector_groups
+from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
@@ -148,7 +148,6 @@ class RecordedPasses:
         draws: Draws,
         consume: Consumer,
         keep_graph: bool = False,
-        user: UserBackward | None = None,
     ) -> Totals:
         """Send vectors back from what the model returned in the recorded forward pass.
 
@@ -156,7 +155,6 @@ class RecordedPasses:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
-            user: Take gradients from here instead of sending anything; nothing is checked then, see `is_due`.
 
         Returns:
             The totals of the batch.
@@ -166,7 +164,7 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            look = look_at(risk, recorder, batch, fs, self.repeatable) if user is None else None
+            look = look_at(risk, recorder, batch, fs, self.repeatable)
             see = look.see if look is not None else None
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight, see)
             batch_totals.called = passes.called
@@ -177,9 +175,6 @@ class RecordedPasses:
                 groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
                 for group in groups:
                     last = group is groups[-1]
-                    if user is not None:
-                        passes.take(group, user)
-                        continue
                     _announce(risk, vectors, group)
                     group = group if look is None else look.expect(group)
                     passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or not last)

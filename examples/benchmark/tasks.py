@@ -123,12 +123,9 @@ def training_tasks(work: Workload) -> dict[str, Task]:
     def backward(X: torch.Tensor, y: torch.Tensor) -> None:
         work.loss(work.model(X), y).backward()
 
-    def step(X: torch.Tensor, y: torch.Tensor, estimator: CurvatureEstimator | None, inside: bool) -> None:
+    def step(X: torch.Tensor, y: torch.Tensor, estimator: CurvatureEstimator | None) -> None:
         if estimator is None:
             backward(X, y)
-        elif inside:  # its gradients are the vectors
-            with estimator.listen((X, y)):
-                backward(X, y)
         else:
             with estimator.listen((X, y)):
                 value = work.loss(work.model(X), y)
@@ -138,20 +135,19 @@ def training_tasks(work: Workload) -> dict[str, Task]:
                 p.sub_(p.grad, alpha=1e-6)
                 p.grad = None
 
-    def steps(estimator: CurvatureEstimator | None, inside: bool = False) -> Task:
+    def steps(estimator: CurvatureEstimator | None) -> Task:
         def run() -> None:
             for X, y in work.data:
-                step(X, y, estimator, inside)
+                step(X, y, estimator)
 
         return run
 
-    def listening(vectors: MonteCarlo | Empirical, inside: bool = False) -> Task:
+    def listening(vectors: MonteCarlo | Empirical) -> Task:
         risk = EmpiricalRisk(work.model, work.loss, (), params=work.params)
-        return steps(CurvatureEstimator(risk, vectors=vectors, decay=0.95), inside)
+        return steps(CurvatureEstimator(risk, vectors=vectors, decay=0.95))
 
     return {
         "plain": steps(None),
         "KFAC, Monte Carlo": listening(MonteCarlo()),
         "KFAC, empirical": listening(Empirical()),
-        "KFAC, empirical, backward pass inside": listening(Empirical(), inside=True),
     }

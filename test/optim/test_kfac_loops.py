@@ -203,18 +203,6 @@ def test_loops_with_another_optimizer(kind: Any, name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
-def test_gradients_of_the_loss_come_from_its_own_backward_pass() -> None:
-    """Empirical vectors: the same steps as with `listen`, whose vectors are sent by a pass of its own."""
-    found = []
-    for step in (plain, listening):
-        model, loss = net(), nn.CrossEntropyLoss()
-        optimizer = KFACOptimizer(model, loss, vectors="empirical")
-        for seed in range(7):
-            step(optimizer, model, loss, *batch(seed=seed))
-        found.append(flat(model))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.filterwarnings("ignore:.*Dynamo")
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])

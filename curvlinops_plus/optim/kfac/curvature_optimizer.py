@@ -160,7 +160,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Remove all hooks from model and losses."""
         if self._watch is not None:
             self._watch.close()
-        self.curvature.drop()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -16,7 +16,7 @@ from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.blocks.estimator_processes import add_nothing, agree
 from curvlinops_plus.blocks.heard_pass import HeardBatch
-from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.damped_inverse import DampedInverse, complete
@@ -88,8 +88,7 @@ class RunningCurvature:
         self._heard = self._seen = False  # whether any process has added a batch, or kept one, in this step
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
-        self._waiting: list[tuple[HeardBatch, Any]] = []  # for their backward pass
-        self._error: NumericsError | UnsupportedError | None = None  # of a batch that could not be added
+        self._error: NumericsError | None = None  # of a batch that could not be added
         #: What the gradient of this step comes from.
         self.seen = StepBatches(risk)
         #: What a gradient scaler has multiplied the losses with; None if there is one, and it is not known.
@@ -145,7 +144,6 @@ class RunningCurvature:
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later; for `add`. Without statistics only its loss is heard."""
-        self._finish_waiting()
         if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
@@ -167,11 +165,14 @@ class RunningCurvature:
         """
         call.added, self.noticed.heard = replace(call.heard.batch, y=y), True
         self.seen.note(call.added, call.start, factors, call.key)
-        if self.due:
-            self._waiting.append((call.heard, y))
-            vectors = self.estimator.vectors
-            if not (vectors.of_loss and vectors.together):  # else gradients of the loss come with its backward pass
-                self._finish_waiting()
+        if not self.due:
+            return
+        try:
+            with naming_training_mode(self.risk):
+                call.heard.add(y, decay=1.0 if self.batches else None)
+            self.batches += 1
+        except NumericsError as error:  # which a step raises, or rejects
+            self._error = error
 
     def repeat(self, call: HeardCall, index: int, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
         """A loss was called once more on an output: for a log, or as in `a * loss(f, y) + b * loss(f, z)`.
@@ -194,13 +195,11 @@ class RunningCurvature:
         self._before = self.estimator.examples
 
     def finish(self) -> None:
-        """Add the batches that wait for their backward pass, and hear what other processes have seen. Collective.
+        """Hear what other processes have seen. Collective.
 
         Raises:
             NumericsError: If a batch since the last step could not be added, in any process.
-            UnsupportedError: Likewise.
         """
-        self.risk.processes.together("a step", self._finish_waiting)
         error, self._error = self._error, None
         own = error, self.batches, bool(self.seen), self.seen.numbers(), self.estimator.step.untold
         told = self.risk.processes.gather("a step", own)
@@ -213,20 +212,6 @@ class RunningCurvature:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
         self._heard, self._seen = any(batches), any(seen)
         self.seen.told = numbers
-
-    def _finish_waiting(self) -> None:
-        while self._waiting:
-            heard, y = self._waiting.pop(0)
-            try:
-                with naming_training_mode(self.risk):
-                    heard.add(y, decay=1.0 if self.batches else None)
-                self.batches += 1
-            except NumericsError as error:
-                self._error = error
-            except UnsupportedError as error:
-                if not self.estimator.vectors.of_loss:
-                    raise
-                self._error = error  # of what the user's backward pass has brought
 
     def require_batches(self, statistics: bool, again: bool) -> None:
         """Refuse a step that has not seen what it needs.
@@ -320,18 +305,11 @@ class RunningCurvature:
         self.estimator.load_state_dict(state["estimator"])
         self.steps = state["steps"]
         self.inverse.restore(state["dampings"])
-        self.drop()
+        self._error = None
         self.factor = state.get("factor", 1.0)
         self.forget()
         self.batches = state.get("batches", 0)
         self._before -= state.get("examples", 0)
-
-    def drop(self) -> None:
-        """Forget batches that wait for their backward pass."""
-        self._error = None
-        for heard, _ in self._waiting:
-            heard.close()
-        self._waiting.clear()
 
     def forget(self) -> None:
         """What was seen until now belongs to no step any more."""
