@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
@@ -79,15 +78,6 @@ class BatchPass:
                 if not self.batch.num_examples:  # a step of other processes
                     return Totals()
                 start.restore()  # a batch that is shown twice has the same dropout
-                with passes.recording(self.batch):
-                    read = self.risk.run(self.batch)
-                if check is not None:
-                    try:
-                        check(read[0])
-                    except UnsupportedError as error:
-                        if refusal := passes.recorder.refusal_of_one_row(f"then other numbers came out. {error}"):
-                            raise refusal from error
-                        raise
-                return passes.send_back(self.batch, read, draws, consume)
+                return passes.observe(self.batch, draws, consume, check)
 
             add(show)

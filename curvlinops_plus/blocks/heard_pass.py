@@ -169,9 +169,11 @@ class HeardPass:
     def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
         """Call `add` with vectors that go through the graph of the user's pass."""
 
+        terms = self._passes.terms(batch, read)
+
         def show(consume: Consumer, draws: Draws) -> Totals:
             try:
-                return self._passes.send_back(batch, read, draws, consume, keep_graph=True)
+                return self._passes.send_back(batch, read, terms, draws, consume, keep_graph=True)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise

@@ -17,7 +17,6 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.random_state import RandomState, kept_random_state
@@ -26,9 +25,9 @@ from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
 from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Layer, title
-from curvlinops_plus.risk.modules import copied_buffers, hookable_modules, kept_attributes
-from curvlinops_plus.risk.process_state import eager, own_calls
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.modules import copied_buffers, kept_attributes
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -205,7 +204,7 @@ class Look:
                     self._rows(kept, n).copy_(number * self._rows(v, n))
             if away := self._difference(heads, self.outputs):
                 if self.repeatable:
-                    raise not_repeatable(self.risk, self.batch, away)
+                    raise not_repeatable(self.risk, away)
                 heads, params = self.outputs, {key: p for key, p in self.risk.params.items() if p.requires_grad}
         live = [(f, v) for f, v in zip(heads, sent, strict=True) if f.requires_grad]
         if not live or not params:
@@ -262,7 +261,7 @@ class Look:
         with torch.no_grad():
             again = self.risk.run(self.batch)[0]
         if different := self._difference(again, self.outputs):
-            return not_repeatable(self.risk, self.batch, different)
+            return not_repeatable(self.risk, different)
         return UnsupportedError(
             f"The model's outputs for {len(self.chosen)} of {self.N} examples, each by itself, differ from those in "
             f"the batch by {away:.1e} of the norm: the examples of a batch depend on each other, so they have no "
@@ -335,7 +334,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
         for f, again in zip(first, risk.run(few or batch)[0], strict=True):
             away = relative_difference(again, f) if again.shape == f.shape else 1.0
             if away > TOLERANCE[f.element_size()]:
-                raise not_repeatable(risk, few or batch, away)
+                raise not_repeatable(risk, away)
         _refuse_draws(risk, before)
     torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     risk.checked.modes.add(modes)
@@ -350,39 +349,12 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
         )
 
 
-def not_repeatable(risk: EmpiricalRisk, batch: Batch, away: float) -> RuntimeError:
-    """The error about a model of which two evaluations on a batch differ; names the first module that does."""
-    first, second = (_outputs_of_modules(risk, batch) for _ in range(2))
-    where = ""
-    for (name, one), (_, other) in zip(first, second):
-        if any(
-            a.shape == b.shape and relative_difference(a, b) > TOLERANCE[a.element_size()] for a, b in zip(one, other)
-        ):
-            where = f", first in {title(name)} ({type(risk.model.get_submodule(name)).__name__})"
-            break
+def not_repeatable(risk: EmpiricalRisk, away: float) -> RuntimeError:
+    """The error about a model of which two evaluations differ."""
     random = training_modules(risk.model)
     cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
     return RuntimeError(
-        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm{where}. "
+        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm. "
         f"{cause or 'Does it draw random numbers, or count its calls?'} check_deterministic=False takes them as they "
         "come."
     )
-
-
-def _outputs_of_modules(risk: EmpiricalRisk, batch: Batch) -> list[tuple[str, list[Tensor]]]:
-    """What each call of a module returned, with the module's name, in the order in which the calls ended."""
-    outputs, handles = list[tuple[str, list[Tensor]]](), []
-    for name, module in hookable_modules(risk.model):
-
-        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-            leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            outputs.append((name, leaves))
-
-        handles.append(module.register_forward_hook(own_calls(note)))
-    try:
-        with torch.no_grad():
-            risk.run(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs

@@ -210,10 +210,9 @@ class Recorder:
         try:
             yield
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            refusal = self.refusal_of_one_row(f"then the model failed: {error}")
-            if refusal is None or isinstance(error, UnsupportedError):
-                raise
-            raise refusal from error
+            if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
+                raise refusal from error
+            raise
         finally:
             self._recording = False
             if self._functions is not None:

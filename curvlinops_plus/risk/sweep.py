@@ -135,16 +135,36 @@ class RecordedPasses:
         with eager(), self._watching(), recording:
             yield
 
-    def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
-        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
+    def observe(
+        self,
+        batch: Batch,
+        draws: Draws,
+        consume: Consumer,
+        check: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> Totals:
+        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`.
+
+        Args:
+            check: Called with what the losses read.
+        """
         with self.recording(batch):
             outputs = self.risk.run(batch)
-        return self.send_back(batch, outputs, draws, consume)
+            if check is not None:
+                check(outputs[0])
+            terms = self.terms(batch, outputs)
+        return self.send_back(batch, outputs, terms, draws, consume)
+
+    def terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
+        """What the losses make of the outputs, as `EmpiricalRisk.run` returns them."""
+        fs, ys, class_axes = outputs
+        with plain_mode(self.risk.device.type):
+            return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
 
     def send_back(
         self,
         batch: Batch,
         outputs: tuple[Any, Any, Any],
+        terms: Terms,
         draws: Draws,
         consume: Consumer,
         keep_graph: bool = False,
@@ -153,6 +173,7 @@ class RecordedPasses:
 
         Args:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
+            terms: What the losses make of them.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
 
@@ -161,7 +182,6 @@ class RecordedPasses:
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
         draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples))
-        terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
             look = look_at(risk, recorder, batch, fs, self.repeatable)
@@ -184,17 +204,6 @@ class RecordedPasses:
                     look.finish()
         batch_totals.reached = passes.reached
         return batch_totals
-
-    def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
-        """What the losses make of the outputs."""
-        fs, ys, class_axes = outputs
-        with plain_mode(self.risk.device.type):
-            try:
-                return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
-            except (ValueError, TypeError, RuntimeError) as error:
-                if refusal := self.recorder.refusal_of_one_row(f"then the loss could not read the output: {error}"):
-                    raise refusal from error
-                raise
 
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:

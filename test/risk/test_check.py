@@ -146,10 +146,10 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "number of examples": (scaled(lambda self, x: x * self.gamma / len(x)), "depend on each other.*`len"),
     "statistics by hand": (scaled(lambda self, x: (x - x.mean(0)) * self.gamma), "depend on each other"),
     "rows of a buffer": (scaled(rows_of_a_buffer), "depend on each other"),
-    "counter": (scaled(counted), "Two evaluations of the model.*first in layer 'scale'"),
+    "counter": (scaled(counted), "Two evaluations of the model"),
     "noise": (
         lambda: Around(lambda self, h: h + torch.randn_like(h)),
-        "Two evaluations.*first in layer 'b'",
+        "Two evaluations",
     ),
     "examples attend to each other": (lambda: Around(lambda self, h: h.cumsum(0)), "3 of 7 examples.*depend"),
     "examples change places": (lambda: Around(swapped), "layer 'a'"),
@@ -295,7 +295,7 @@ def test_buffers_that_a_training_pass_wrote_stay() -> None:
 @pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
 def test_dropout_in_training_mode(approximation: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
-    with unchanged(model), pytest.raises(RuntimeError, match=r"Two evaluations.*first in layer '1' \(Dropout\)"):
+    with unchanged(model), pytest.raises(RuntimeError, match=r"Two evaluations.*'1' \(Dropout\)"):
         _ = curvature(risk_of(model), approximation).trace
     _ = curvature(risk_of(model), approximation, check_deterministic=False).trace
     estimator = CurvatureEstimator(risk_of(model, ()), approximation)
