@@ -67,8 +67,12 @@ class ScaleShiftRule(LayerRule):
                 found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
             else:
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    found[name] = sum_of_products(g, x, lambda some: self.normalized(module, some), positions)
+                    found[name] = self.products(module, g, x, positions)
         return found
+
+    def products(self, module: nn.Module, g: Tensor, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """`Σ g x̂` over the positions of each example."""
+        return sum_of_products(g, x, lambda some: self.normalized(module, some), positions)
 
 
 def sum_of_products(
@@ -127,12 +131,27 @@ class GroupNormRule(ScaleShiftRule):
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class BatchNormRule(ScaleShiftRule):
-    """Batch normalization in evaluation mode, with running statistics: the features are dimension 1.
+    """Batch normalization: the features are dimension 1.
 
-    In training mode, and without running statistics, the examples of a batch depend on each other: this is refused.
+    In training mode `x̂` is that of the pass, with the statistics of its batch: weight and bias have gradients of each
+    example then, while inner layers read all examples. Only training loops take curvature of that. In evaluation mode
+    without running statistics it is refused.
     """
 
     channels_first: ClassVar[bool] = True
+
+    def check(self, module: nn.Module) -> None:
+        """In evaluation mode it must not use the statistics of the batch."""
+        if not module.training:
+            check_repeatable(module)
+
+    def products(self, module: nn.Module, g: Tensor, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """`Σ g x̂`; in training mode all examples are normalized at once."""
+        if not module.training:
+            return super().products(module, g, x, positions)
+        assert isinstance(module.eps, float)
+        normalized = F.batch_norm(x, None, None, training=True, eps=module.eps)
+        return sum_of_products(g, normalized, lambda some: some, positions)
 
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
         """Shifted and scaled by the running statistics."""

@@ -232,7 +232,7 @@ def test_training_of_processes_that_call_other_layers(processes: Processes) -> N
                 head.zero_grad()
         several.step()
     close(flat(model), flat(alone))
-    operators = [each.curvature.estimator.operator.to_dense() for each in (several, one)]
+    operators = [each.curvature.operator.to_dense() for each in (several, one)]
     close(*operators)
 
 
@@ -289,7 +289,7 @@ def test_optimizer(
     close(flat(model), flat(alone))
     values = everywhere(processes, flat(model).tolist())
     assert all(each == values[0] for each in values)
-    operator = several.curvature.estimator.operator
+    operator = several.curvature.operator
     assert [*operator.mapping, *operator.in_space.names] == ["0", "2", "0.weight", "0.bias", "2.weight", "2.bias"]
     plain = copy.deepcopy(model)  # the state fits a model without a wrapper
     resumed = KFACOptimizer(plain, loss, **options)

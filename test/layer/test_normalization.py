@@ -215,16 +215,20 @@ def test_running_statistics_in_training_mode_are_left_alone(loop: Any, same: Any
 @pytest.mark.parametrize("kind", BATCH, ids=lambda k: k.__name__)
 def test_batch_norm_with_the_statistics_of_the_batch(kind: type[nn.Module]) -> None:
     x = torch.randn(B, 4, *[3] * {"2": 2, "3": 3}.get(kind.__name__[-2], 1))
-    for module, words in (
-        (kind(4), r"in training mode normalizes with the statistics of the batch.*model.eval\(\)"),
-        (kind(4, track_running_stats=False).eval(), "with track_running_stats=False normalizes with the statistics"),
-    ):
-        rule = rule_of(module)
-        assert isinstance(rule, BatchNormRule)
-        with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
-            rule.check(module)
-        with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
-            rule.per_example_grads(module, (x,), {}, torch.randn(V, *x.shape))
+    """In training mode `x̂` is that of the pass; without statistics of training, evaluation is refused."""
+    module, g = kind(4), torch.randn(V, *x.shape)
+    rule = rule_of(module)
+    assert isinstance(rule, BatchNormRule)
+    normalized = (x - x.mean([0, *range(2, x.ndim)], keepdim=True)) / x.var(
+        [0, *range(2, x.ndim)], correction=0, keepdim=True
+    ).add(1e-5).sqrt()
+    positions = [*range(3, g.ndim)] or [g.ndim]
+    expected = [(t.unsqueeze(-1) if g.ndim < 4 else t).sum(positions) for t in (g * normalized, g)]
+    found = rule.per_example_grads(module, (x,), {}, g)
+    torch.testing.assert_close([found["weight"], found["bias"]], expected, rtol=1e-4, atol=1e-4)
+    module, words = kind(4, track_running_stats=False).eval(), "with track_running_stats=False normalizes with the stat"
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
+        rule.per_example_grads(module, (x,), {}, g)
 
 
 def test_a_rule_without_the_normalized_input() -> None:

@@ -274,7 +274,7 @@ def test_steps_with_the_inverse_of_the_last_refresh(options: dict[str, Any]) -> 
     for step in range(5):
         before, λ = flat(model), 0.1 * 0.5 ** (step // 3 * 3 if factored else step)
         plain(optimizer, model, CE, *batch(seed=step))
-        K = optimizer.curvature.estimator.refreshed
+        K = optimizer.curvature.refreshed
         P = K.inverse(HeuristicDamping(λ, min=0.0) if factored else λ)
         torch.testing.assert_close(before - flat(model), P @ gradient(model), rtol=1e-9, atol=1e-10)
 
@@ -287,7 +287,7 @@ def test_a_bound_with_a_factored_inverse(damping: Any) -> None:
     for step in range(8):
         before = flat(model)
         plain(optimizer, model, CE, *batch(seed=step))
-        δ, K = flat(model) - before, optimizer.curvature.estimator.refreshed
+        δ, K = flat(model) - before, optimizer.curvature.refreshed
         assert 0.3 * c < float(δ @ (K @ δ)) + damping(step) * float(δ @ δ) <= c * (1 + 1e-9)
 
 
@@ -380,7 +380,7 @@ def test_approximations_by_layer(make: Any, options: dict[str, Any], kinds: list
     """Against `curvature` with the same options; also with a rule of the user."""
     model = make()
     optimizer = KFACOptimizer(model, CE, 1.0, 0.0, 0.1, norm_constraint=None, **options, **EXACT)
-    assert [entry.approximation.kind for entry in optimizer.curvature.estimator.plan] == kinds
+    assert [entry.approximation.kind for entry in optimizer.curvature.plan] == kinds
     K, before = curvature(EmpiricalRisk(model, CE, [batch()]), **options).to_dense(), flat(model)
     plain(optimizer, model, CE, *batch())
     expected = torch.linalg.solve(K + 0.1 * torch.eye(len(K)).double(), gradient(model))

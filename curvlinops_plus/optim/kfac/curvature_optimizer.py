@@ -1,37 +1,49 @@
-"""What optimizers that follow the curvature of training have in common: groups, doors, state."""
+"""What optimizers that follow the curvature of training have in common: groups, ways to hear batches, state."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.optim.kfac.block_vectors import copied
-from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
-from curvlinops_plus.optim.kfac.move import Move
-from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_order, require_same_loss
-from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
-from curvlinops_plus.optim.kfac.step_plan import StepPlan
-from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
-from curvlinops_plus.optim.kfac.tensor_lists import norm
-from curvlinops_plus.optim.kfac.watch import Watch
-from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.blocks import CurvatureEstimator
+from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.blocks.estimator_processes import add_nothing, agree
+from curvlinops_plus.blocks.heard_pass import HeardBatch
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
+from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping
+from curvlinops_plus.optim.kfac.flat import Flat, Vectors, norm
+from curvlinops_plus.optim.kfac.hooks import Hooks
+from curvlinops_plus.optim.kfac.policies import (
+    Norms,
+    StepReport,
+    as_norm_constraint,
+    as_weight_decay,
+    number,
+    plain_policy,
+)
+from curvlinops_plus.optim.kfac.trust import Trust
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.replicas import wrapped_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Inverse = Literal["exact", "factored"]
+
+# Options that all parameters of a block have in common.
+_COMMON = ("lr", "momentum", "norm_constraint")
 
 
 class CurvatureOptimizer(torch.optim.Optimizer):
@@ -41,9 +53,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     Args:
         params: Parameters, or groups of them; None: all that require a gradient.
+        options: Of parameter groups, where these have none of their own.
         schedule: Damping as a function of the number of steps before, if it is one.
+        vectors: What is sent back; `MonteCarlo()` for None.
+        power: Of `K + λI`; -1 but for special purposes.
         strict: Refuse a step for which statistics were due, and no batch was seen.
+        risk_options: Of `EmpiricalRisk`.
+
+    The other arguments are as for `KFACOptimizer`.
     """
+
+    #: What evaluates the loss of a step's batches once more, if anything does.
+    trust: Trust | None = None
 
     def __init__(
         self,
@@ -53,7 +74,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         options: dict[str, Any],
         *,
         schedule: Callable[[int], float] | None,
-        curvature: CurvatureOptions,
+        approximation: Any,
+        default: Any,
+        vectors: Any,
+        decay: float,
+        statistics_every: int,
+        inverse_every: int,
+        inverse: Inverse,
+        power: float,
         strict: bool,
         risk_options: dict[str, Any],
     ) -> None:
@@ -62,32 +90,82 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
                 f"{type(self).__name__}(model, loss, params=...)."
             )
-        _check_risk_options(type(self).__name__, risk_options)
+        self._check_options(inverse, power, statistics_every, inverse_every, risk_options)
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
         risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
         risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
-        #: The statistics and their inverse.
-        self.curvature = RunningCurvature(risk, curvature)
+        if decay == 1 and risk.losses.reduction == "sum":
+            raise ValueError(
+                'decay=1 with reduction="sum" would add up the curvature of all steps. Give a decay below 1, which '
+                "averages over steps, such as 0.999, or a loss that is a mean."
+            )
+        #: The statistics.
+        self.curvature = CurvatureEstimator(
+            risk,
+            approximation,
+            default=default,
+            vectors=MonteCarlo() if vectors is None else vectors,
+            decay=decay,
+            leave_out_uncalled=True,
+        )
+        self._schedule, self._strict, self._inverse, self._power = schedule, strict, inverse, power
+        self._statistics_every, self._inverse_every = statistics_every, inverse_every
         self._keys = {p: key for key, p in risk.params.items()}
-        self._plan = StepPlan(self._keys, risk.dtype)
-        self._schedule, self._strict = schedule, strict
+        #: Steps that were taken.
+        self.steps = 0
+        self._batches = 0  # that were added since the last step
+        self._before = 0  # examples before this step
+        self._error: NumericsError | None = None  # of a batch that could not be added
+        self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh
+        self._P: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
+        self._flat: tuple[Any, Flat] | None = None  # with the parameters that it is of
         super().__init__(groups, options)
         self._check_groups()
         #: What the last step did.
         self.last_step = StepReport(-1)
-        #: Compare the loss that `step`'s closure returns with that of the statistics, in a pass of its own.
-        self.check_loss = False
         #: Report norms of each parameter in `last_step`.
         self.report_norms = False
-        losses = [one.loss for one in risk.losses]
+        losses = [one.loss for one in self.curvature.risk.losses]
         modules = [one for one in losses if isinstance(one, nn.Module)]
         #: Hears plain training loops; None if a loss is a function, which takes no hooks.
-        self._watch: Watch | None = None
-        if modules == losses:
-            own = weakref.ref(self)  # no cycle: an optimizer that is dropped is gone at once, and its hooks with it
-            self._watch = Watch(model, modules, self.curvature, lambda: getattr(own(), "_looks_again", False))
+        self._hooks = Hooks(self, model, modules) if modules == losses else None
+
+    def _check_options(
+        self, inverse: str, power: float, statistics_every: int, inverse_every: int, risk_options: dict[str, Any]
+    ) -> None:
+        number("-power", -power, strict=True)
+        if inverse not in ("exact", "factored"):
+            raise ValueError(
+                f'inverse={inverse!r}; expected "exact" or "factored". Eigenvalues of their own in the eigenbasis '
+                "of the Kronecker factors (EKFAC) are another curvature, not another inverse: approximation=EKFAC."
+            )
+        if inverse == "factored" and power != -1:
+            raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
+        for name, every in (("statistics_every", statistics_every), ("inverse_every", inverse_every)):
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
+        known = inspect.signature(EmpiricalRisk).parameters
+        if unknown := [name for name in risk_options if name not in known]:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
+        if "weight" in risk_options:
+            raise UnsupportedError(
+                f"{type(self).__name__}(weight=...): the optimizer takes the gradient of your loss as it is, and can't "
+                "see whether it has the weights of the examples. Accumulate weighted curvature by "
+                "CurvatureEstimator(risk, ...).update(batch)."
+            )
+
+    def _check_groups(self) -> None:
+        """Refuse options that are out of range."""
+        for group in self.param_groups:
+            group["damping"] = number("damping", group["damping"])
+            constraint = as_norm_constraint(group["norm_constraint"])
+            if constraint is not None and constraint.norm != "euclidean" and self._power != -1:
+                raise ValueError(
+                    f"A norm constraint in the {constraint.norm} norm is for inverses; with power="
+                    f'{self._power:g} use NormConstraint(..., norm="euclidean"), or None.'
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, in the constructor alone.
@@ -104,7 +182,46 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 )
         super().add_param_group(param_group)
 
-    # --------------------------------------------------------------------------------------------------------- doors
+    # ------------------------------------------------------------------------------------------------------- batches
+    @property
+    def due(self) -> bool:
+        """Whether this step updates the statistics."""
+        return self.steps % self._statistics_every == 0 or not self.curvature.updates
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether this step runs the model on its batches once more."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the model holds its own tensors."""
+        try:
+            self.curvature.risk.require_in_place()
+        except ValueError:
+            return False
+        return True
+
+    def add(self, heard: HeardBatch | None, batch: Batch, start: PassStart | None) -> None:
+        """Add a batch that hooks have heard.
+
+        Args:
+            heard: Its recording, if statistics are due.
+            batch: With targets.
+            start: What its forward pass began with, if the step looks at it once more.
+        """
+        if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
+            error, self._error = self._error, None
+            warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
+        if start is not None and self.trust is not None:
+            self.trust.note(batch, start)
+        if heard is not None:
+            try:
+                heard.add(batch.y, decay=1.0 if self._batches else None)
+                self._batches += 1
+            except NumericsError as error:  # which a step raises, or rejects
+                self._error = error
+
     @contextmanager
     def listen(self, batch: Any) -> Iterator[None]:
         """Add a batch to the statistics of this step from the forward pass that happens inside.
@@ -119,8 +236,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: If a statistic is NaN or infinite; nothing has changed then.
         """
-        with self._paused(), self.curvature.listen(batch, remember=self._looks_again):
+        risk, due = self.curvature.risk, self.due
+        start = PassStart.now(risk.model) if self.looks_again else None
+        with self.paused():
+            if due:
+                with self.curvature.listen(batch, decay=1.0 if self._batches else None):
+                    yield
+            else:
+                yield
+        self._batches += due
+        if start is not None:
+            self.add(None, risk.read(batch), start)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of the model and the losses in here are none of this optimizer's training."""
+        if self._hooks is not None:
+            self._hooks.paused = True
+        try:
             yield
+        finally:
+            if self._hooks is not None:
+                self._hooks.paused = False
 
     def warmup(self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False) -> None:
         """Add batches to the statistics, with equal weights, without moving parameters: before the first step.
@@ -134,32 +271,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Source: kfac_jax's burn-in.
         """
-        steps_taken, reduction = self.curvature.steps, self.curvature.risk.losses.reduction
-        if steps_taken or reduction == "sum":
+        reduction = self.curvature.risk.losses.reduction
+        if self.steps or reduction == "sum":
             raise ValueError(
                 "warmup(...) averages batches before the first step, of losses that are means. Here "
-                f"{steps_taken} steps were taken, and the reduction is {reduction!r}."
+                f"{self.steps} steps were taken, and the reduction is {reduction!r}."
             )
         for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
-            with naming_training_mode(self.curvature.risk):
-                self.curvature.estimator.update(batch, decay=1.0)
-        self.curvature.forget_examples()
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """The hooks ignore what happens in here."""
-        if self._watch is not None:
-            self._watch.paused = True
-        try:
-            yield
-        finally:
-            if self._watch is not None:
-                self._watch.paused = False
+            self.curvature.update(batch, decay=1.0)
+        self._before = self.curvature.examples
 
     def close(self) -> None:
         """Remove all hooks from model and losses."""
-        if self._watch is not None:
-            self._watch.close()
+        if self._hooks is not None:
+            self._hooks.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -173,37 +298,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients: batches that these came from belong to no step any more."""
-        super().zero_grad(set_to_none)
-        self.curvature.seen.forget_differentiated()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """No; a gradient scaler asks before it takes a step, so that it is known that there is one."""
-        self.curvature.scale = None
-        return False
-
-    @property
-    def _looks_again(self) -> bool:
-        """Whether this step runs the model on its batches once more."""
-        return self.check_loss
-
-    @property
-    def _undoes(self) -> bool:
-        """Whether this step may be undone."""
-        return False
-
     # --------------------------------------------------------------------------------------------------------- steps
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step.
 
         Args:
             closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
-                once. With `check_loss`, and a loss that was computed before, `lambda: value` will do.
-            scaler: The `GradScaler` whose scale was divided out of the gradients. Needed where it is not the scaler
-                that takes the step, and where the losses were multiplied with other numbers besides.
+                once.
 
         Returns:
             What the closure returned.
@@ -212,9 +314,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             RuntimeError: If statistics were due, and no batch was seen since the last step.
             NumericsError: If a gradient or a statistic is NaN or infinite; parameters and velocities have not changed
                 then.
-            ValueError: If some parameters of a block have a gradient, and others have none; with `check_loss`, if the
-                closure's loss is another one than that of the statistics; or the model holds other tensors than when
-                the optimizer was made.
+            ValueError: If some parameters of a block have a gradient, and others have none; or the model holds other
+                tensors than when the optimizer was made.
         """
         loss = None
         if closure is not None:
@@ -222,181 +323,261 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.curvature.risk.require_in_place()
-            self._plan.check(self.param_groups, self._check_groups)
-            if scaler is not None:
-                self.curvature.scale = float(scaler.get_scale())
             if self._schedule is not None:
                 for group in self.param_groups:
-                    group["damping"] = number("damping", self._schedule(self.curvature.steps))
-            if self._watch is not None:
-                self._watch.drop()
-            self.last_step = StepReport(self.curvature.steps)
-            self.last_step.damping = [group["damping"] for group in self.param_groups]
+                    group["damping"] = number("damping", self._schedule(self.steps))
+            self._check_groups()
+            self.last_step = report = StepReport(self.steps)
+            report.damping = [group["damping"] for group in self.param_groups]
             try:
-                self._finish_and_step(self.last_step, loss)
-            except Exception:
-                self.curvature.forget()  # the next step has batches of its own
-                raise
-            self.curvature.steps += 1
-            self.curvature.forget()
+                self._finish_and_step(report)
+            finally:
+                self._forget()
+            self.steps += 1
         return loss
 
-    def _finish_and_step(self, report: StepReport, loss: Any) -> None:
-        """Finish the statistics of this step, and take it; `loss` is what a closure returned."""
+    def _forget(self) -> None:
+        """What was heard until now belongs to no step any more."""
+        self._batches, self._before, self._error = 0, self.curvature.examples, None
+        if self._hooks is not None:
+            self._hooks.drop()
+        if self.trust is not None:
+            self.trust.clear()
+
+    def _finish_and_step(self, report: StepReport) -> None:
         gradient = self._gradient()
-        try:
-            self.curvature.finish()
-        except (NumericsError, UnsupportedError) as error:
-            key = first_nonfinite(gradient)
-            found = error if key is None else refusal_of_nonfinite(key)
-            if isinstance(found, UnsupportedError):
-                raise
-            self._not_finite(found, report)
-            return
-        self.curvature.require_batches(self._strict, self._looks_again)
-        if self.check_loss:
-            require_same_loss(self.curvature.risk, loss, self.curvature.loss)
-        report.examples = self.curvature.examples
-        if (key := first_nonfinite(gradient)) is not None:
-            self._not_finite(refusal_of_nonfinite(key), report)
-        elif gradient:
-            self.curvature.seen.warn_of_other_losses()
-            if self._looks_again:
-                self.curvature.compare(self._gradient_of_losses())
-            if (move := self._move(gradient, report)) is not None:
-                self._step(move, report)
-        else:
-            report.left_alone = list(self._keys.values())
+        key = _first_nonfinite(gradient)
+        heard, seen, error = self._finish_statistics()
+        if key is not None:
+            error = NumericsError(
+                f"The gradient of {key} is not finite; parameters have not changed. Look for a loss that diverged (a "
+                "larger damping or a smaller lr helps), for NaN in the batch, or for overflow in half precision."
+            )
+        if error is not None:
+            return self._not_finite(error, report)
+        again = self.looks_again and not seen
+        if again or (self.due and not heard and (self._strict or not self.curvature.updates)):
+            raise self._no_batch(again)
+        if self.steps == 0 and self._hooks is not None:
+            self._hooks.warn_of_factors()
+        report.examples = self.curvature.examples - self._before
+        report.left_alone = list(self._keys.values())
+        if gradient and (flat := self._precondition(gradient, report)) is not None:
+            report.left_alone = [key for key in report.left_alone if key not in flat.keys]
+            self._step(flat, report)
+
+    def _gradient(self) -> dict[str, Tensor]:
+        """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
+        dtype = self.curvature.risk.dtype
+        found = {self._keys[p]: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for key, g in found.items():
+            if g.is_sparse or g.dtype != dtype:  # those of `nn.Embedding(sparse=True)` are sparse
+                found[key] = (g.to_dense() if g.is_sparse else g).to(dtype)
+        return found
+
+    def _finish_statistics(self) -> tuple[bool, bool, NumericsError | None]:
+        """Hear what all processes have seen. Collective.
+
+        Returns:
+            Whether a batch was added, and whether one was kept, in any of them; the error of one that could not be.
+        """
+        seen, processes = bool(self.trust), self.curvature.risk.processes
+        if processes.world == 1:
+            return self._batches > 0, seen, self._error
+        told = processes.gather("a step", (self._error, self._batches, seen, self.curvature.step.untold))
+        errors, batches, seen_by, untold = zip(*told, strict=True)
+        if any(batches) and not self._batches:  # else the moving averages of the processes would weigh differently
+            add_nothing(self.curvature)
+        agree(self.curvature, untold)
+        found = [
+            self._error or type(error)(f"Process {rank} of {len(told)}: {error}")
+            for rank, error in enumerate(errors)
+            if error is not None
+        ]
+        return any(batches), any(seen_by), found[0] if found else None
+
+    def _no_batch(self, again: bool) -> RuntimeError:
+        names = ", ".join(one.title for one in self.curvature.risk.losses)
+        return RuntimeError(
+            "No batch was heard since the last step. Heard are calls of the model itself, in training mode and with "
+            f"gradients, and then of {names}, as the optimizer was given it, on what the model returned:\n"
+            "    loss(model(X), y).backward()\n"
+            "    optimizer.step()\n"
+            "For losses that are functions, and for outputs that are changed before the loss:\n"
+            "    with optimizer.listen((X, y)):\n"
+            "        output = model(X)\n"
+            "    function(output, y).backward()\n"
+            "    optimizer.step()" + ("" if again else "\nstrict=False steps with the statistics of before.")
+        )
 
     def _not_finite(self, error: NumericsError, report: StepReport) -> None:
         """Statistics or gradients are not finite."""
         raise error from None
 
     @abstractmethod
-    def _step(self, move: Move, report: StepReport) -> None:
+    def _step(self, flat: Flat, report: StepReport) -> None:
         """Do what the optimizer does with a preconditioned gradient, and say what it was."""
 
-    def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move | None:
-        """Precondition a gradient; None if none of its parameters has a curvature yet.
+    def _precondition(self, gradient: dict[str, Tensor], report: StepReport) -> Flat | None:
+        """Begin a step with `P g`; None if no parameter with a gradient has a curvature yet.
 
         Args:
             gradient: Key of a parameter to its gradient.
         """
-        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
-        dampings = self._plan.dampings(self.param_groups, blocks)
-        inverse, factor = self.curvature.inverse, self.curvature.factor
-        report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
-        if report.refreshed or self.curvature.new_factor:
-            for kept in self.state.values():  # it belongs to another curvature
+        curvature = self.curvature
+        groups = {self._keys[p]: group for group in self.param_groups for p in group["params"]}
+        λs = {id(group): _damping(group) for group in self.param_groups}
+        called = None if self._refreshed is None else len(curvature.refreshed.plan) + len(curvature.uncalled)
+        due = called != len(curvature.plan) or self.steps % self._inverse_every == 0
+        if due:
+            uncalled = set(curvature.uncalled)
+            blocks = {
+                group.name: group.layout.names
+                for entry in curvature.plan
+                if entry.layer.name not in uncalled
+                for group in entry.layer.groups
+            }
+            _require_common(blocks.values(), groups)
+            dampings = {name: λs[id(groups[keys[0]])] for name, keys in blocks.items()}
+            curvature.refresh(self._of_blocks(dampings))
+            self._refreshed, self._P = dampings, None
+            for kept in self.state.values():
                 kept.pop("curved_velocity", None)
-        vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
-        report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
-        if not vectors.keys:
-            return None
-        g = vectors.join([gradient[key] for key in vectors.keys])
-        direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
-        now, inverted = ([of[key] for key in vectors.first_keys] for of in (dampings, inverse.inverted(dampings)))
-        move = Move(vectors, self.state, g, direction, now, inverted, self._undoes)
-        move.bound_direction()
-        return move
+                kept.pop("velocity_damping", None)
+        report.refreshed = due
+        K = curvature.refreshed.operator
+        of = [(id(group), key) for key, group in groups.items() if key in gradient]
+        if self._flat is None or self._flat[0] != of or self._flat[1].K.layouts.keys() != K.layouts.keys():
+            if self._flat is not None:
+                self._flat[1].keep(self.state)
+            if not any(key in gradient for layout in K.layouts.values() for key in layout.names):
+                self._flat = None
+                return None
+            _require_common([layout.names for layout in K.layouts.values()], groups)
+            params = {key: p for p, key in self._keys.items()}
+            owned = {key: group for key, group in groups.items() if key in gradient}
+            flat = Flat(K, owned, params, self.state, curvature.risk.dtype)
+            for p in set(self.state) - set(flat.params):  # what is kept of the others is a part of larger tensors
+                self.state[p] = _copied(self.state[p])
+            self._flat = of, flat
+        flat = self._flat[1]
+        if flat.K is not K:
+            flat.renew(K)
+        now = {name: λs[id(groups[layout.names[0]])] for name, layout in K.layouts.items()}
+        assert self._refreshed is not None
+        inverted = self._refreshed if self._inverse == "factored" else now
+        if self._P is None or self._P[0] != inverted:
+            of_blocks = self._of_blocks(inverted)
+            P = curvature.inverse(of_blocks) if self._power == -1 else curvature.refreshed.power(self._power, of_blocks)
+            assert isinstance(P, BlockDiagonal)
+            self._P = inverted, P
+        first = [names[0] for names in flat.names]
+        flat.precondition(gradient, self._P[1], [now[n] for n in first], [inverted[n] for n in first])
+        return flat
 
-    def _curved(self, move: Move) -> list[Tensor]:
-        """The curvature of this step's loss times the update."""
-        parts = move.vectors.parts(move.update)
-        return move.vectors.join_parts(self.curvature.inverse.product(parts, self.curvature.factor))
+    def _of_blocks(self, dampings: dict[str, float]) -> Any:
+        return HeuristicDamping(dampings, min=0.0) if self._inverse == "factored" else dampings
 
-    def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
+    def _report(self, flat: Flat, update: Vectors, report: StepReport) -> None:
         """Say how long an update is, before it is added."""
-        report.scale = move.scale
+        report.scale = flat.scale
         report.update_norm = norm(update)
         if self.report_norms:
-            columns = (move.vectors.params, *map(move.vectors.split, (move.gradient, move.direction, update)))
+            columns = (flat.params, *map(flat.split, (flat.gradient, flat.direction, update)))
             table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
-            report.norms = {key: Norms(*row) for key, row in zip(move.vectors.keys, table.tolist(), strict=True)}
-
-    @property
-    def _listed(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Group, key and tensor of every parameter."""
-        return self._plan.listed(self.param_groups)
-
-    def _gradient(self) -> dict[str, Tensor]:
-        """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
-        dtype = self.curvature.risk.dtype
-        return {key: _strided(g, dtype) for _, key, p in self._listed if (g := p.grad) is not None}
-
-    def _gradient_of_losses(self) -> dict[str, Tensor]:
-        """What is in `.grad`, without terms besides the losses that are known."""
-        return CurvatureOptimizer._gradient(self)
-
-    def _check_groups(self) -> None:
-        """Refuse options that are out of range."""
-        for group in self.param_groups:
-            group["damping"] = number("damping", group["damping"])
-            constraint = as_norm_constraint(group["norm_constraint"])
-            if constraint is not None and constraint.norm != "euclidean" and self.curvature.options.power != -1:
-                raise ValueError(
-                    f"A norm constraint in the {constraint.norm} norm is for inverses; with power="
-                    f'{self.curvature.options.power:g} use NormConstraint(..., norm="euclidean"), or None.'
-                )
+            report.norms = {key: Norms(*row) for key, row in zip(flat.keys, table.tolist(), strict=True)}
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature"."""
+        """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature".
+
+        Parameters have their names in it, so their order does not matter.
+        """
+        if self._flat is not None:
+            self._flat[1].keep(self.state)
+        names = [self._keys[p] for group in self.param_groups for p in group["params"]]
         state = super().state_dict()
-        groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
-        kept = {n: copied(entries) for n, entries in state["state"].items()}
-        state |= {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
-        return state | {"parameters": [key for _, key, _ in self._listed]}
+        return state | {
+            "state": {names[i]: _copied(kept) for i, kept in state["state"].items()},
+            "param_groups": [
+                {name: plain_policy(value) for name, value in group.items()}
+                | {"params": [names[i] for i in group["params"]]}
+                for group in state["param_groups"]
+            ],
+            "steps": self.steps,
+            "heard": [self._batches, self.curvature.examples - self._before],
+            "dampings": self._refreshed,
+            "curvature": self.curvature.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another optimizer with the same arguments stopped.
 
         Raises:
-            ValueError: If the state is foreign, or of another network or other approximations, or if parameters had
-                another order.
+            ValueError: If the state is foreign, or of another network, other groups or other approximations.
         """
         if "curvature" not in state_dict:
             raise ValueError(
                 f"This is not the state of a {type(self).__name__}: the key 'curvature' is missing. Is it "
                 "another optimizer's?"
             )
-        require_order(state_dict, [key for _, key, _ in self._listed])
-        before = super().state_dict()
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "curvature"})
-        try:
-            self.curvature.load_state_dict(state_dict["curvature"])
-        except Exception:
-            super().load_state_dict(before)
-            raise
-        if self._watch is not None:
-            self._watch.drop()
-        # PyTorch casts state to the parameters' dtype, which would round what is kept for parameters in half precision.
-        listed = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for p, index in zip(listed, numbers, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
+        own = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
+        theirs = [list(group["params"]) for group in state_dict["param_groups"]]
+        if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
+            raise ValueError(f"The state is of groups with the parameters {theirs}, and this optimizer has {own}.")
+        self.curvature.load_state_dict(state_dict["curvature"])
+        places = {key: i for i, key in enumerate(key for keys in own for key in keys)}
+        groups = [
+            {**group, "params": [places[key] for key in keys]}
+            for group, keys in zip(state_dict["param_groups"], own, strict=True)
+        ]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        params = {key: p for p, key in self._keys.items()}
+        for key, kept in state_dict["state"].items():  # PyTorch would cast it to the parameters' dtype
+            for name, value in kept.items():
+                p = params[key]
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+        self._forget()
+        self.steps, self._refreshed = state_dict["steps"], state_dict["dampings"]
+        self._batches, examples = state_dict["heard"]
+        self._before -= examples
+        self._flat = self._P = None
 
 
-def _strided(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient that vectors are made from; those of `nn.Embedding(sparse=True)` are sparse."""
-    g = g.to_dense() if g.is_sparse else g
-    return g if g.dtype == dtype else g.to(dtype)
+def _copied(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what is kept of a parameter, tensors and numbers."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
-def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
+def _damping(group: Mapping[str, Any]) -> float:
+    """`λ`, with the weight decay that is part of the curvature."""
+    return group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
+
+
+def _require_common(blocks: Iterable[Iterable[str]], groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse options that differ within a block.
+
+    Args:
+        blocks: Keys of the parameters of each.
+        groups: Key to option group.
+    """
+    for keys in blocks:
+        found = list({id(groups[key]): groups[key] for key in keys}.values())
+        for name in ("damping", *_COMMON) if len(found) > 1 else ():
+            values = [_damping(group) if name == "damping" else group.get(name) for group in found]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"The parameters {list(keys)} are one block of the curvature, and have {name} {values}, weight "
+                    "decay in the curvature included. Put them in one group. Weight decay of weights alone is possible "
+                    "if it is decoupled, a number."
+                )
+
+
+def _first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
     if gradient and not isfinite(norm(list(gradient.values()))):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
-
-
-def refusal_of_nonfinite(key: str) -> NumericsError:
-    """The error about a gradient that is not finite."""
-    return NumericsError(
-        f"The gradient of {key} is not finite; parameters have not changed. Look for a loss that diverged (a larger "
-        "damping or a smaller lr helps), for NaN in the batch, or for overflow in half precision."
-    )
 
 
 def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
@@ -421,16 +602,3 @@ def _as_list(params: Any) -> list[Any]:
 def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
     """The parameters of a group, which may come with their names."""
     return [entry[1] if isinstance(entry, tuple) else entry for entry in _as_list(group["params"])]
-
-
-def _check_risk_options(optimizer: str, options: dict[str, Any]) -> None:
-    """Refuse options that a risk does not have, or an optimizer can't."""
-    known = inspect.signature(EmpiricalRisk).parameters
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{optimizer} has no option {', '.join(map(repr, unknown))}.")
-    if "weight" in options:
-        raise UnsupportedError(
-            f"{optimizer}(weight=...): the optimizer takes the gradient of your loss as it is, and can't see whether "
-            "it has the weights of the examples. Accumulate weighted curvature by CurvatureEstimator(risk, "
-            "...).update(batch)."
-        )

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
-from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
-from curvlinops_plus.optim.kfac.move import Move
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, Inverse
+from curvlinops_plus.optim.kfac.flat import Flat, Vectors
 from curvlinops_plus.optim.kfac.policies import (
-    Adaptive,
     LevenbergMarquardt,
     NormConstraint,
+    StepReport,
     WeightDecay,
     as_weight_decay,
     number,
-    scheduled,
 )
-from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
-from curvlinops_plus.optim.kfac.step_report import StepReport
-from curvlinops_plus.optim.kfac.tensor_lists import times
-from curvlinops_plus.risk import Vectors
+from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
+from curvlinops_plus.risk import Vectors as SentBack
 
 
 class KFACOptimizer(CurvatureOptimizer):
@@ -110,7 +105,7 @@ class KFACOptimizer(CurvatureOptimizer):
         params: Any = None,
         approximation: Any = KFAC,
         default: Any = KFAC,
-        vectors: Vectors | str | None = None,
+        vectors: SentBack | str | None = None,
         decay: float = 0.95,
         statistics_every: int = 1,
         inverse_every: int = 10,
@@ -134,9 +129,8 @@ class KFACOptimizer(CurvatureOptimizer):
             raise ValueError(
                 "reject= multiplies the damping, which is a schedule here. Give a number, or LevenbergMarquardt."
             )
-        self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._reject, self._maximize = reject, maximize
-        self._were_adaptive: set[str] = set()  # coefficients, when groups were last looked at
+        levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
+        self._maximize = maximize
         self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
         start = damping.initial if isinstance(damping, LevenbergMarquardt) else damping
         options = {
@@ -152,17 +146,52 @@ class KFACOptimizer(CurvatureOptimizer):
             params,
             options,
             schedule=schedule,
-            curvature=CurvatureOptions(
-                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
-            ),
+            approximation=approximation,
+            default=default,
+            vectors=vectors,
+            decay=decay,
+            statistics_every=statistics_every,
+            inverse_every=inverse_every,
+            inverse=inverse,
+            power=power,
             strict=strict,
             risk_options=risk_options,
         )
+        if levenberg is not None or reject is not None:
+            self.trust = Trust(self.curvature, self._exact_model, levenberg, reject)
+
+    def _check_groups(self) -> None:
+        super()._check_groups()
+        adaptive = False
+        for group in self.param_groups:
+            as_weight_decay(group["weight_decay"])
+            for name in ("lr", "momentum"):
+                if (value := group[name]) == "adaptive":
+                    adaptive = True
+                    if group["norm_constraint"] is not None:
+                        raise ValueError(
+                            "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; "
+                            "give one."
+                        )
+                elif not isinstance(value, Tensor):  # which others may write to, as schedulers do
+                    group[name] = number(name, value)
+                else:
+                    number(name, value)
+        if adaptive:
+            for name in ("lr", "momentum"):
+                values = {group[name] for group in self.param_groups}
+                if "adaptive" in values and len(values) > 1:
+                    raise ValueError(
+                        f"{name} is adaptive in one group and a number in another; one value serves all then."
+                    )
+            if self.trust is None:
+                self.trust = Trust(self.curvature, self._exact_model, None, None)
 
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
-        return self._levenberg is not None and (self.curvature.steps + 1) % self._levenberg.interval == 0
+        levenberg = None if self.trust is None else self.trust.levenberg
+        return levenberg is not None and (self.steps + 1) % levenberg.interval == 0
 
     @property
     def _adaptive(self) -> bool:
@@ -170,29 +199,12 @@ class KFACOptimizer(CurvatureOptimizer):
         return any(isinstance(group[name], str) for group in self.param_groups for name in ("lr", "momentum"))
 
     @property
-    def _looks_again(self) -> bool:
-        adaptive = self._adaptive and self._exact_model
-        return super()._looks_again or self._adapts or self._reject is not None or adaptive
-
-    @property
-    def _undoes(self) -> bool:
-        return self._reject is not None
+    def looks_again(self) -> bool:
+        if self.trust is None:
+            return False
+        return self._adapts or self.trust.reject is not None or (self._adaptive and self._exact_model)
 
     # --------------------------------------------------------------------------------------------------------- a step
-    def _step(self, move: Move, report: StepReport) -> None:
-        known = self._combine(move, report)
-        move.bound_update(lambda: self._curved(move))
-        displacement = move.with_decay()
-        self._report(move, displacement, report)
-        if self._adapts or self._reject is not None:
-            if known is None or displacement is not move.update:
-                known = self._model(move, [displacement]), [1.0]
-            self._add_and_look(move, displacement, known, report)
-        else:
-            move.vectors.add_to_params(displacement)
-        if not report.rejected:
-            move.remember()
-
     def _gradient(self) -> dict[str, Tensor]:
         """The gradient of what is minimised: with the sign of `maximize`, and with coupled weight decay."""
         found = super()._gradient()
@@ -206,119 +218,71 @@ class KFACOptimizer(CurvatureOptimizer):
                         found[key] = g + decay.strength * p.to(g.dtype)
         return found
 
-    def _gradient_of_losses(self) -> dict[str, Tensor]:
-        found = super()._gradient_of_losses()
-        for group, key, p in self._listed:
-            decay = as_weight_decay(group["weight_decay"])
-            if decay.kind == "in_loss" and decay.strength and key in found:
-                found[key] = found[key] + (decay.strength if self._maximize else -decay.strength) * p.to(found[key])
-        return found
-
-    def _combine(self, move: Move, report: StepReport) -> tuple[QuadraticModel, list[float]] | None:
-        """Set the update, with coefficients from the options or from the quadratic model.
-
-        Returns:
-            The quadratic model and the update in its coordinates, if there is one.
-        """
-        coefficients, known = [move.option("lr"), move.option("momentum")], None
-        if self._adaptive:
-            # The model chooses factors of both directions; a number of a group is part of its direction, times 1.
-            fixed = [None if "adaptive" in values else 1.0 for values in coefficients]
-            coefficients = [[1.0 if value == "adaptive" else value for value in values] for values in coefficients]
-            directions = [times(move.direction, [-lr for lr in coefficients[0]]), times(move.velocity, coefficients[1])]
-            model = self._model(move, directions)
-            known = model, model.minimizer(fixed)
-            coefficients = [[w * value for value in values] for w, values in zip(known[1], coefficients, strict=True)]
-        lr, momentum = coefficients
+    def _step(self, flat: Flat, report: StepReport) -> None:
+        lr, momentum, trust = flat.option("lr"), flat.option("momentum"), self.trust
+        known: tuple[QuadraticModel, list[float]] | None = None  # a model, and the update in its coordinates
+        if trust is not None and self._adaptive:
+            lr, momentum, model, w = trust.coefficients(flat, lr, momentum)
+            known = model, w
         report.lr, report.momentum = sorted(set(lr)), sorted(set(momentum))
-        move.combine(lr, momentum)
-        return known
-
-    def _model(self, move: Move, directions: Sequence[Sequence[Tensor]]) -> QuadraticModel:
-        """The quadratic model of this step's loss along some directions."""
-
-        def form(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-            rows = move.vectors.split([torch.stack(parts) for parts in zip(*vectors, strict=True)])
-            named = dict(zip(move.vectors.keys, rows, strict=True))
-            return self.curvature.quadratic_form(named, self._exact_model)
-
-        decays = [as_weight_decay(group["weight_decay"]).curvature for group in move.groups]
-        return QuadraticModel.along(directions, move.gradient, form, decays, move.option("damping"))
+        flat.combine(lr, momentum, undoable=trust is not None and trust.reject is not None)
+        displacement = flat.with_decay()
+        self._report(flat, displacement, report)
+        if trust is not None and (self._adapts or trust.reject is not None):
+            if known is None or displacement is not flat.update:
+                known = trust.model(flat, [displacement]), [1.0]
+            self._add_and_look(trust, flat, displacement, known, report)
+        else:
+            flat.add_to_params(displacement)
+        if not report.rejected:
+            flat.remember(self.state)
 
     def _add_and_look(
         self,
-        move: Move,
-        displacement: Sequence[Tensor],
-        known: tuple[QuadraticModel, Sequence[float]],
+        trust: Trust,
+        flat: Flat,
+        displacement: Vectors,
+        known: tuple[QuadraticModel, list[float]],
         report: StepReport,
     ) -> None:
         """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step.
 
         Args:
-            move: The step.
-            displacement: What is added to its parameters.
+            displacement: What is added to the parameters.
             known: A quadratic model, and the displacement in its coordinates.
-            report: Of the step.
         """
-        include = self._levenberg is not None and self._levenberg.include_damping
         model, w = known
-        report.quadratic_change = model.change(w, include)
-        before, report.loss = [p.clone() for p in move.vectors.params], self._objective()
-        move.vectors.add_to_params(displacement)
-        report.new_loss = self._objective()
-        predicted = report.quadratic_change
+        levenberg = trust.levenberg
+        report.quadratic_change = predicted = model.change(w, levenberg is not None and levenberg.include_damping)
+        before, report.loss = [p.clone() for p in flat.params], self._objective(trust)
+        flat.add_to_params(displacement)
+        report.new_loss = self._objective(trust)
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
-        if self._reject is not None and not report.new_loss <= report.loss:
-            for p, old in zip(move.vectors.params, before, strict=True):
+        if trust.reject is not None and not report.new_loss <= report.loss:
+            for p, old in zip(flat.params, before, strict=True):
                 p.copy_(old)
-            self._reject_step(report)
-        elif self._adapts and self._levenberg is not None and (report.update_norm or report.scale < 1):
+            self._reject_step(trust, report)
+        elif self._adapts and levenberg is not None and (report.update_norm or report.scale < 1):
             for group in self.param_groups:
-                group["damping"] = self._levenberg.adapted(group["damping"], report.rho)
+                group["damping"] = levenberg.adapted(group["damping"], report.rho)
 
-    def _objective(self) -> float:
+    def _objective(self, trust: Trust) -> float:
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
-        value = self.curvature.loss()
-        value = -value if self._maximize else value
-        for group, _, p in self._listed:
+        value = -trust.loss() if self._maximize else trust.loss()
+        for group in self.param_groups:
             if decay := as_weight_decay(group["weight_decay"]).curvature:
-                value += decay / 2 * float(p.square().sum())
+                value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
 
     def _not_finite(self, error: NumericsError, report: StepReport) -> None:
-        if self._reject is None:
+        if self.trust is None or self.trust.reject is None:
             raise error from None
-        self._reject_step(report)
+        self._reject_step(self.trust, report)
 
-    def _reject_step(self, report: StepReport) -> None:
-        assert self._reject is not None
+    def _reject_step(self, trust: Trust, report: StepReport) -> None:
+        assert trust.reject is not None
         report.rejected = True
         for group in self.param_groups:
-            group["damping"] *= self._reject
-            if self._levenberg is not None:
-                group["damping"] = min(group["damping"], self._levenberg.max)
-
-    def _check_groups(self) -> None:
-        super()._check_groups()
-        for group in self.param_groups:
-            as_weight_decay(group["weight_decay"])
-            coefficients = [self._coefficient(group, name) for name in ("lr", "momentum")]
-            if group["norm_constraint"] is not None and "adaptive" in coefficients:
-                raise ValueError(
-                    "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."
-                )
-        for name in ("lr", "momentum"):
-            values = {group[name] for group in self.param_groups}
-            if "adaptive" in values and len(values) > 1:
-                raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
-
-    def _coefficient(self, group: dict[str, Any], name: str) -> float | Adaptive:
-        """The learning rate or the momentum of a group: a number, or "adaptive", which no scheduler drives."""
-        value, were = group[name], self._were_adaptive
-        adaptive = isinstance(value, str) and value == "adaptive"
-        found = Adaptive(value) if adaptive else number(name, value)
-        group[name] = value if isinstance(value, Tensor) else found  # which others may write to, as schedulers do
-        if name in were and "initial_lr" in group and (name == "lr" or not adaptive):
-            raise scheduled(name)
-        (were.add if adaptive else were.discard)(name)
-        return found
+            group["damping"] *= trust.reject
+            if trust.levenberg is not None:
+                group["damping"] = min(group["damping"], trust.levenberg.max)

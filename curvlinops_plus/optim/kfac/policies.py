@@ -1,35 +1,15 @@
-"""Policies of the K-FAC optimizer: how damping adapts, how long an update may be, what weight decay means."""
+"""Policies of the K-FAC optimizer: how damping adapts, how long an update may be, what weight decay means; and what a
+step has done."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf, isfinite, isnan
 from numbers import Real
 from typing import Any, Literal
 
 from torch import Tensor
-
-
-def scheduled(name: str) -> TypeError:
-    """The error about a scheduler of what the quadratic model chooses."""
-    return TypeError(
-        f'{name} is "adaptive": the quadratic model chooses it in every step, so a scheduler has nothing to multiply '
-        "and must not put numbers in its place. Give the optimizer a number for what is scheduled, or leave it out: "
-        "a larger damping, a function of the step or LevenbergMarquardt, is what shortens adaptive steps."
-    )
-
-
-class Adaptive(str):
-    """The word "adaptive" as the option of a group: whoever takes it for a number learns why it is none."""
-
-    __slots__ = ()
-
-    def _refuse(self, *_: object) -> Any:
-        raise scheduled("A coefficient")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse  # pyright: ignore[reportAssignmentType]
-    __float__ = __pow__ = _refuse
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
@@ -175,8 +155,6 @@ class WeightDecay:
 
 def plain_policy(value: Any) -> Any:
     """An option of a group in plain Python, from which `as_weight_decay` and `as_norm_constraint` make it again."""
-    if isinstance(value, Adaptive):
-        return str(value)
     if isinstance(value, Tensor):
         return value.clone()
     return asdict(value) if isinstance(value, (NormConstraint, WeightDecay)) else value
@@ -196,3 +174,69 @@ def as_norm_constraint(value: Any) -> NormConstraint | None:
     if isinstance(value, Mapping):
         return NormConstraint(**value)
     return NormConstraint(number("norm_constraint", value, strict=True))
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Euclidean norms of one parameter in a step.
+
+    Attributes:
+        parameter: Of the parameter before the step.
+        gradient: Of its gradient.
+        direction: Of the preconditioned gradient.
+        update: Of what was added to it.
+    """
+
+    parameter: float
+    gradient: float
+    direction: float
+    update: float
+
+
+@dataclass
+class StepReport:
+    """What the last step of a `KFACOptimizer` did.
+
+    Attributes:
+        step: Its number, from 0.
+        examples: Examples in the statistics of this step; 0 if none were due.
+        refreshed: Whether the inverse was renewed.
+        lr: The learning rate of each group, or the adaptive one.
+        momentum: The same of momentum.
+        damping: The damping of each group, before it was adapted.
+        update_norm: The Euclidean norm of the update.
+        scale: What the update was multiplied with by the norm constraint; 1 if it was short enough.
+        loss: The loss of the step's batches before the update, None where it was not needed.
+        new_loss: The same after it.
+        quadratic_change: The change of the loss that the quadratic model predicts, None where it was not needed.
+        rho: `(new_loss - loss) / quadratic_change`.
+        rejected: Whether the update was undone.
+        left_alone: Parameters without gradient, or without curvature yet.
+        norms: Of each parameter, by its name, if `optimizer.report_norms` is True.
+
+    Example:
+        >>> import torch
+        >>> from curvlinops_plus import KFACOptimizer
+        >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
+        >>> optimizer = KFACOptimizer(model, loss)
+        >>> loss(model(torch.rand(8, 3)), torch.rand(8, 2)).backward()
+        >>> optimizer.step()
+        >>> optimizer.last_step.examples, optimizer.last_step.refreshed, optimizer.last_step.lr
+        (8, True, [0.1])
+    """
+
+    step: int
+    examples: int = 0
+    refreshed: bool = False
+    lr: list[float] = field(default_factory=list)
+    momentum: list[float] = field(default_factory=list)
+    damping: list[float] = field(default_factory=list)
+    update_norm: float = 0.0
+    scale: float = 1.0
+    loss: float | None = None
+    new_loss: float | None = None
+    quadratic_change: float | None = None
+    rho: float | None = None
+    rejected: bool = False
+    left_alone: list[str] = field(default_factory=list)
+    norms: dict[str, Norms] = field(default_factory=dict)

@@ -8,11 +8,9 @@ from typing import Any
 from torch import nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
-from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
-from curvlinops_plus.optim.kfac.move import Move
-from curvlinops_plus.optim.kfac.policies import NormConstraint
-from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, Inverse
+from curvlinops_plus.optim.kfac.flat import Flat
+from curvlinops_plus.optim.kfac.policies import NormConstraint, StepReport
 from curvlinops_plus.risk import Vectors
 
 
@@ -88,19 +86,22 @@ class KFACPreconditioner(CurvatureOptimizer):
             params,
             {"damping": damping(0) if callable(damping) else damping, "norm_constraint": norm_constraint},
             schedule=schedule,
-            curvature=CurvatureOptions(
-                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
-            ),
+            approximation=approximation,
+            default=default,
+            vectors=vectors,
+            decay=decay,
+            statistics_every=statistics_every,
+            inverse_every=inverse_every,
+            inverse=inverse,
+            power=power,
             strict=strict,
             risk_options=risk_options,
         )
-        self.curvature.seen.large = 64.0  # no scaler takes its steps, and would be heard of
 
-    def _step(self, move: Move, report: StepReport) -> None:
-        move.combine([-1.0] * len(move.groups), [0.0] * len(move.groups))
-        move.bound_update(lambda: self._curved(move))
-        self._report(move, move.update, report)
-        for p, d in zip(move.vectors.params, move.vectors.split(move.update), strict=True):
+    def _step(self, flat: Flat, report: StepReport) -> None:
+        flat.combine([-1.0] * len(flat.groups), [0.0] * len(flat.groups))
+        self._report(flat, flat.update, report)
+        for p, d in zip(flat.params, flat.split(flat.update), strict=True):
             assert p.grad is not None
             if p.grad.is_sparse:
                 p.grad = d.to(p.grad.dtype, copy=True)
