@@ -248,7 +248,7 @@ ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarqua
         (PLAIN, {}, 1, "sum"),
         (ADAPTIVE, {}, 1, "mean"),
         (ADAPTIVE, {}, 1, "sum"),
-        ({"lr": 0.1, "reject": 2.0, "check_loss": True}, {}, 1, "mean"),
+        ({"lr": 0.1, "reject": 2.0}, {}, 1, "mean"),
     ],
     ids=str,
 )
@@ -265,9 +265,7 @@ def test_optimizer(
     ddp = DistributedDataParallel(model, process_group=processes.group, **wrapper)
     steps, N, world = 12, 6 * processes.world + more, processes.world
     X, y = torch.randn(steps, N, 4, dtype=torch.float64), torch.randint(3, (steps, N))
-    check = options.pop("check_loss", False)
     one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
-    one.check_loss = several.check_loss = check
 
     def whole(model: nn.Module, optimizer: KFACOptimizer, step: int) -> None:
         optimizer.zero_grad()

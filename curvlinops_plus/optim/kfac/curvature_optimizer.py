@@ -117,6 +117,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self._batches = 0  # that were added since the last step
         self._before = 0  # examples before this step
+        self._uncalled = set[str]()  # layers that no process has called yet
         self._error: NumericsError | None = None  # of a batch that could not be added
         self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh
         self._P: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
@@ -358,8 +359,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         again = self.looks_again and not seen
         if again or (self.due and not heard and (self._strict or not self.curvature.updates)):
             raise self._no_batch(again)
-        if self.steps == 0 and self._hooks is not None:
-            self._hooks.warn_of_factors()
+        if self.steps == 0 and self._hooks is not None and self.curvature.risk.processes.world == 1:
+            self._hooks.warn_of_factors()  # several processes multiply parts of different size with other numbers
         report.examples = self.curvature.examples - self._before
         report.left_alone = list(self._keys.values())
         if gradient and (flat := self._precondition(gradient, report)) is not None:
@@ -382,15 +383,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             Whether a batch was added, and whether one was kept, in any of them; the error of one that could not be.
         """
         seen, processes = bool(self.trust), self.curvature.risk.processes
+        self._uncalled = set(self.curvature.uncalled)
         if processes.world == 1:
             return self._batches > 0, seen, self._error
-        told = processes.gather("a step", (self._error, self._batches, seen, self.curvature.step.untold))
-        errors, batches, seen_by, untold = zip(*told, strict=True)
+        own = self._error, self._batches, seen, self.curvature.step.untold, self._uncalled
+        errors, batches, seen_by, untold, uncalled = zip(*processes.gather("a step", own), strict=True)
+        self._uncalled = set.intersection(*uncalled)
         if any(batches) and not self._batches:  # else the moving averages of the processes would weigh differently
             add_nothing(self.curvature)
         agree(self.curvature, untold)
         found = [
-            self._error or type(error)(f"Process {rank} of {len(told)}: {error}")
+            self._error or type(error)(f"Process {rank} of {processes.world}: {error}")
             for rank, error in enumerate(errors)
             if error is not None
         ]
@@ -427,14 +430,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         curvature = self.curvature
         groups = {self._keys[p]: group for group in self.param_groups for p in group["params"]}
         λs = {id(group): _damping(group) for group in self.param_groups}
-        called = None if self._refreshed is None else len(curvature.refreshed.plan) + len(curvature.uncalled)
-        due = called != len(curvature.plan) or self.steps % self._inverse_every == 0
+        known = 0 if self._refreshed is None else len(curvature.refreshed.plan)
+        due = known < len(curvature.plan) - len(self._uncalled) or self.steps % self._inverse_every == 0
         if due:
-            uncalled = set(curvature.uncalled)
             blocks = {
                 group.name: group.layout.names
                 for entry in curvature.plan
-                if entry.layer.name not in uncalled
+                if entry.layer.name not in self._uncalled
                 for group in entry.layer.groups
             }
             _require_common(blocks.values(), groups)

@@ -79,8 +79,7 @@ class Trust:
     ) -> None:
         self._estimator, self._exact, self.levenberg, self.reject = estimator, exact, levenberg, reject
         self._batches: list[tuple[Batch, PassStart]] = []
-        self._processes = estimator.risk.processes
-        self._risk = estimator.risk.alone().with_data(self)  # each process has batches of its own
+        self._risk = estimator.risk.with_data(self)
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -111,19 +110,13 @@ class Trust:
         self._batches.clear()
 
     def loss(self) -> float:
-        """The loss of the step's batches at the parameters of now."""
-        own = torch.tensor(float(self._risk.loss()) if self else 0.0, dtype=torch.float64)
-        return float(self._mean(own))
+        """The loss of the step's batches at the parameters of now. Collective."""
+        return float(self._risk.loss())
 
     @cached_property
     def _ggn(self) -> GGN:
         """How the model is differentiated is found out once."""
         return GGN(self._risk, check_deterministic=False)
-
-    def _mean(self, own: Tensor) -> Tensor:
-        """The mean over processes, as of gradients. Collective."""
-        self._processes.sum_("a mean over processes", [own])
-        return own / self._processes.world
 
     def _form(self, flat: Flat, directions: Sequence[Vectors]) -> Tensor:
         """`⟨v_i, C v_j⟩`, `[k, k]`."""
@@ -131,9 +124,7 @@ class Trust:
         V, k = dict(zip(flat.keys, rows, strict=True)), len(directions)
         C, params = self._ggn if self._exact else self._estimator.operator, self._estimator.risk.params
         V = {key: V[key] if key in V else params[key].new_zeros((k, *params[key].shape)) for key in C.in_space.names}
-        if not self._exact:
-            return C.quadratic_form(V)
-        return self._mean(C.quadratic_form(V) if self else torch.zeros(k, k, dtype=C.dtype, device=C.device))
+        return C.quadratic_form(V)
 
     def model(self, flat: Flat, directions: Sequence[Vectors]) -> QuadraticModel:
         """The quadratic model of this step's loss along some directions."""
