@@ -268,7 +268,7 @@ def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
             with pytest.raises(ValueError, match=r"only \['0.weight'\] have a gradient"):
                 optimizer.step()
         else:
-            optimizer._forget()
+            optimizer._hearing.forget()
         plain(optimizer, model, CE, *batch(seed=2))
         assert optimizer.last_step.examples == 12
         ends.append(flat(model))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, Inverse
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors
 from curvlinops_plus.optim.kfac.policies import (
     LevenbergMarquardt,
@@ -19,11 +18,12 @@ from curvlinops_plus.optim.kfac.policies import (
     as_weight_decay,
     number,
 )
+from curvlinops_plus.optim.kfac.preconditioner import Inverse, KFACPreconditioner
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.risk import Vectors as SentBack
 
 
-class KFACOptimizer(CurvatureOptimizer):
+class KFACOptimizer(KFACPreconditioner):
     """K-FAC: steps along the gradient, times the inverse of a curvature that follows training.
 
     A step is, in this order: statistics of the batch (they are added in its forward pass); a new inverse, if it is due;
@@ -124,28 +124,19 @@ class KFACOptimizer(CurvatureOptimizer):
             norm_constraint = None if adaptive else 1e-3
         if quadratic_model not in (None, "blocks", "exact"):
             raise ValueError(f'quadratic_model={quadratic_model!r}; expected "blocks", "exact" or None.')
-        schedule = damping if callable(damping) else None
-        if reject is not None and (number("reject", reject, low=1.0) and schedule):
+        if reject is not None and (number("reject", reject, low=1.0) and callable(damping)):
             raise ValueError(
                 "reject= multiplies the damping, which is a schedule here. Give a number, or LevenbergMarquardt."
             )
         levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
         self._maximize = maximize
         self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
-        start = damping.initial if isinstance(damping, LevenbergMarquardt) else damping
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "damping": start(0) if callable(start) else start,
-            "weight_decay": weight_decay,
-            "norm_constraint": norm_constraint,
-        }
+        self._options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model,
             loss,
-            params,
-            options,
-            schedule=schedule,
+            damping.initial if isinstance(damping, LevenbergMarquardt) else damping,
+            params=params,
             approximation=approximation,
             default=default,
             vectors=vectors,
@@ -154,11 +145,12 @@ class KFACOptimizer(CurvatureOptimizer):
             inverse_every=inverse_every,
             inverse=inverse,
             power=power,
+            norm_constraint=norm_constraint,
             strict=strict,
-            risk_options=risk_options,
+            **risk_options,
         )
         if levenberg is not None or reject is not None:
-            self.trust = Trust(self.curvature, self._exact_model, levenberg, reject)
+            self.trust = Trust(self.curvature, self._hearing.kept, self._exact_model, levenberg, reject)
 
     def _check_groups(self) -> None:
         super()._check_groups()
@@ -185,13 +177,13 @@ class KFACOptimizer(CurvatureOptimizer):
                         f"{name} is adaptive in one group and a number in another; one value serves all then."
                     )
             if self.trust is None:
-                self.trust = Trust(self.curvature, self._exact_model, None, None)
+                self.trust = Trust(self.curvature, self._hearing.kept, self._exact_model, None, None)
 
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
         levenberg = None if self.trust is None else self.trust.levenberg
-        return levenberg is not None and (self.steps + 1) % levenberg.interval == 0
+        return levenberg is not None and (self._hearing.steps + 1) % levenberg.interval == 0
 
     @property
     def _adaptive(self) -> bool:
@@ -199,7 +191,7 @@ class KFACOptimizer(CurvatureOptimizer):
         return any(isinstance(group[name], str) for group in self.param_groups for name in ("lr", "momentum"))
 
     @property
-    def looks_again(self) -> bool:
+    def _looks_again(self) -> bool:
         if self.trust is None:
             return False
         return self._adapts or self.trust.reject is not None or (self._adaptive and self._exact_model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,7 @@ from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors
 from curvlinops_plus.optim.kfac.policies import LevenbergMarquardt, as_weight_decay
-from curvlinops_plus.risk.batches import Batch, copied
-
-_LIMIT = 1024
+from curvlinops_plus.risk.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -69,45 +67,28 @@ class Trust:
 
     Args:
         estimator: The statistics.
+        batches: Of the step of now, with what their forward passes began with.
         exact: Whether the quadratic model has the exact GGN of the batches instead of the statistics.
         levenberg: How the damping adapts.
         reject: The factor of the damping after a step that was undone.
     """
 
     def __init__(
-        self, estimator: CurvatureEstimator, exact: bool, levenberg: LevenbergMarquardt | None, reject: float | None
+        self,
+        estimator: CurvatureEstimator,
+        batches: Sequence[tuple[Batch, PassStart]],
+        exact: bool,
+        levenberg: LevenbergMarquardt | None,
+        reject: float | None,
     ) -> None:
         self._estimator, self._exact, self.levenberg, self.reject = estimator, exact, levenberg, reject
-        self._batches: list[tuple[Batch, PassStart]] = []
+        self._batches = batches
         self._risk = estimator.risk.with_data(self)
-
-    def __bool__(self) -> bool:
-        return bool(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch, start in self._batches:
             start.restore()
             yield batch
-
-    def note(self, batch: Batch, start: PassStart) -> None:
-        """Keep a batch for the step.
-
-        Raises:
-            RuntimeError: If too many are kept, and no step comes that looks at them.
-        """
-        if len(self._batches) >= _LIMIT:
-            self._batches.clear()
-            raise RuntimeError(
-                f"{_LIMIT} batches were seen since the last step, and kept, since the step looks at them once more "
-                "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
-                "without this optimizer, call optimizer.close() before."
-            )
-        # A loader may fill the same memory anew for the next batch of the step.
-        self._batches.append((replace(batch, X=copied(batch.X), y=copied(batch.y)), start))
-
-    def clear(self) -> None:
-        """A step was taken."""
-        self._batches.clear()
 
     def loss(self) -> float:
         """The loss of the step's batches at the parameters of now. Collective."""
