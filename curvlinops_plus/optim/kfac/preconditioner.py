@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,12 +166,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
             )
         if inverse == "factored" and power != -1:
             raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
-        for name, every in (("statistics_every", statistics_every), ("inverse_every", inverse_every)):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
-        known = inspect.signature(EmpiricalRisk).parameters
-        if unknown := [name for name in risk_options if name not in known]:
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
+        number("statistics_every", statistics_every, low=1.0)
+        number("inverse_every", inverse_every, low=1.0)
         if "weight" in risk_options:
             raise UnsupportedError(
                 f"{type(self).__name__}(weight=...): the optimizer takes the gradient of your loss as it is, and can't "
