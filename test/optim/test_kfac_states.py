@@ -160,6 +160,21 @@ REFUSED: list[tuple[Callable[[], KFACOptimizer], Callable[[dict[str, Any]], Any]
 ]
 
 
+def test_the_state_shows_the_velocity_of_now() -> None:
+    """Also while the learning rate changes; and without it there is none."""
+    model, before = net(), flat(net())
+    optimizer = KFACOptimizer(model, CE, **EXACT)
+    for step in range(3):
+        plain(optimizer, model, CE, *batch(seed=step))
+        shown = torch.cat([optimizer.state[p]["velocity"].flatten() for p in model.parameters()])
+        torch.testing.assert_close(shown, flat(model) - before)
+        before, optimizer.param_groups[0]["lr"] = flat(model), 0.1 / (step + 2)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["lr"] = 0.0
+    plain(optimizer, model, CE, *batch())
+    assert torch.equal(flat(model), before)
+
+
 def test_the_order_of_parameters_does_not_matter() -> None:
     one, two = net(), net()
     optimizer = KFACOptimizer(one, CE, **EXACT)

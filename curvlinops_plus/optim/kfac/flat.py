@@ -133,6 +133,7 @@ class Flat:
         self._sent: Vectors = []  # `(C + λ) P g`
         self._curved: Vectors = []  # `(C + λ) δ`, if a norm constraint reads it
         self._lr: list[Any] = []
+        self.λ: list[float] = []  # of each vector
         # Of the update before; None without one. `(C + λ) v` is None, too, where it is not known.
         self._velocity: list[Tensor | None]
         self._curved_velocity: list[Tensor | None]
@@ -214,11 +215,13 @@ class Flat:
             ratio = lr / before if lr is not None and before else 1.0  # else it went on as fast when a schedule ends
             curved, λ = self._curved_velocity[k], self._dampings[k]
             if v is not None and ratio != 1:
-                v = self._velocity[k] = v * ratio
-                curved = self._curved_velocity[k] = None if curved is None else curved * ratio
+                v.mul_(ratio)
                 self._rates[k] = lr
+                if curved is not None:
+                    curved.mul_(ratio)
             if v is not None and curved is not None and λ is not None and λ != dampings[k]:
-                self._curved_velocity[k], self._dampings[k] = curved + (dampings[k] - λ) * v, dampings[k]
+                curved.add_(v, alpha=dampings[k] - λ)
+                self._dampings[k] = dampings[k]
 
         def squares(norm: str) -> list[Tensor]:
             found = self._squares(norm, self.direction, self._sent)
@@ -271,10 +274,12 @@ class Flat:
 
     def with_decay(self) -> Vectors:
         """The update, with decoupled weight decay."""
-        decays = [as_weight_decay(group.get("weight_decay", 0.0)) for group in self._of_params]
-        strengths = [decay.strength if decay.kind == "decoupled" else 0.0 for decay in decays]
-        if not any(strengths):
+        groups = {id(group): group for group in self._of_params}
+        decays = {i: as_weight_decay(group.get("weight_decay", 0.0)) for i, group in groups.items()}
+        if not any(decay.strength for decay in decays.values() if decay.kind == "decoupled"):
             return self.update
+        of_params = [decays[id(group)] for group in self._of_params]
+        strengths = [decay.strength if decay.kind == "decoupled" else 0.0 for decay in of_params]
         factors = [-self._lr[k] * strength for k, strength in zip(self._at, strengths, strict=True)]
         dtype = self.update[0].dtype
         shrink = self.join([factor * p.to(dtype) for p, factor in zip(self.params, factors, strict=True)])
@@ -285,6 +290,11 @@ class Flat:
     def velocity(self) -> Vectors:
         """The update before, with the learning rate of now; zero without one."""
         return [torch.zeros_like(g) if v is None else v for g, v in zip(self.gradient, self._velocity, strict=True)]
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is a velocity."""
+        return any(v is not None for v in self._velocity)
 
     def remember(self, state: State) -> None:
         """The update is the velocity of the next step."""

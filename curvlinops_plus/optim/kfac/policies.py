@@ -21,7 +21,7 @@ def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: b
     """
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number.")
     found = float(value)
     if not (low < found if strict else low <= found) or found > high or isnan(found):

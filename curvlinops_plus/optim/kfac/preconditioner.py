@@ -420,6 +420,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 kept.pop("velocity_damping", None)
         report.refreshed = due
         K = curvature.refreshed.operator
+        if self._flat is not None and self._flat[1].moves and not self.state:
+            self._flat = None  # somebody has cleared the state, to begin without a velocity
         of = [(id(group), key) for key, group in groups.items() if key in gradient]
         if self._flat is None or self._flat[0] != of or self._flat[1].K.layouts.keys() != K.layouts.keys():
             if self._flat is not None:
