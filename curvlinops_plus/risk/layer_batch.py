@@ -61,7 +61,7 @@ class LayerBatch:
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return replace(self, group=group)
+        return self if group is self.group else replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
         """The batch restricted to each role, in the layer's order; a role that was not called has no calls.
@@ -78,8 +78,8 @@ class LayerBatch:
             parts.append(replace(self, calls=calls, role=role, _shared=shared))
         return parts
 
-    def examples(self, chosen: slice | Sequence[int]) -> LayerBatch:
-        """Some of the examples."""
+    def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
+        """Some of the examples, and some of the vectors if these are given."""
 
         def pick(t: Tensor, axis: int = 0) -> Tensor:
             if isinstance(chosen, slice):
@@ -103,16 +103,11 @@ class LayerBatch:
 
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
-            grads = _mapped(lambda t, cut=cut: cut(t, 1), call.grads)
+            grads = _mapped(lambda t, cut=cut: cut(t if vectors is None else t[vectors], 1), call.grads)
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
         mask, weights = (None if t is None else pick(t) for t in (self.mask, self.example_weights))
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
-
-    def first_vector(self) -> LayerBatch:
-        """The first of the vectors alone."""
-        calls = [replace(call, grads=_mapped(lambda t: t[:1], call.grads)) for call in self.calls]
-        return replace(self, calls=calls, _shared={})
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
         """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
@@ -187,15 +182,6 @@ class LayerBatch:
         group, grads = self._only_group, self.param_grads()
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
         return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
-
-    def combined_grads(self, left: Tensor) -> Tensor:  # [k, rows] -> [V, N, *b, k, columns]
-        """`left @ J`: some linear combinations of the rows of `per_example_grads`.
-
-        Cost: of layers that multiply with one matrix, that of `k` of their rows.
-        """
-        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
-            return self.rows.outer_products(left)
-        return left @ self.per_example_grads
 
     def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
         """Inner products of `per_example_grads` with some matrices, [V, N, K].
