@@ -21,7 +21,6 @@ from curvlinops_plus.risk import Layer
 Parts = Tensor | tuple[Tensor, ...]
 
 # Rows that wait before they are multiplied, see `GramSum`.
-_WAITING = 128
 
 
 class FactorForm(NamedTuple):
@@ -33,7 +32,6 @@ class FactorForm(NamedTuple):
         bytes: Of its matrices, before `max_bytes` was asked.
         diagonal: Whether only the diagonal is kept.
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
-        waiting: Bytes of rows that wait.
         split: Whether matrices on the diagonal are kept, and nothing between them.
     """
 
@@ -43,7 +41,6 @@ class FactorForm(NamedTuple):
     diagonal: bool
     pieces: tuple[int, ...]
     kept: int
-    waiting: int
     split: bool
 
 
@@ -73,9 +70,8 @@ def _form(
     row = prod(batch) * itemsize
     bytes_ = row * sum([piece**2 for piece in pieces])
     if sparse or bytes_ > max_bytes:
-        return FactorForm(size, batch, bytes_, True, pieces, row * size, 0, False)
-    waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
-    return FactorForm(size, batch, bytes_, False, pieces, bytes_, waiting, number > 1)
+        return FactorForm(size, batch, bytes_, True, pieces, row * size, False)
+    return FactorForm(size, batch, bytes_, False, pieces, bytes_, number > 1)
 
 
 def form_in_role(layer: Layer, role: int, forms: dict[str, FactorForm]) -> tuple[FactorForm | None, FactorForm]:

@@ -157,11 +157,8 @@ class KFAC(Accumulator):
         return ", ".join(said)
 
     def needs(self) -> Needs:
-        factors = waiting = 0
-        for form in self.forms.values():
-            factors += form.kept
-            waiting += form.waiting
-        return Needs(max(1, len(self.layer.roles)) * (factors + waiting), factors)
+        factors = sum(form.kept for form in self.forms.values())
+        return Needs(max(1, len(self.layer.roles)) * factors, factors)
 
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):

@@ -39,8 +39,6 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("layer.convolution_gram", "_MIN_PATCHES", 1),
     ("layer.convolution_gram", "_MIN_PRODUCTS", 1),
     ("layer.convolution_gram", "_MIN_PACKED_PRODUCTS", 1),
-    ("layer.convolution_gram", "_IMAGE_BYTES", 64),
-    ("layer.convolution_gram", "_TABLE_BYTES", 1024),
     ("layer.patches", "_FEW_EXAMPLES", 2),
     ("linalg.gram_sum", "_BLOCK", 2),
     ("estimate.matrix", "BLOCK_BYTES", 64),
