@@ -20,8 +20,6 @@ class LinearRule(AffineRule):
         torch.Size([4, 30, 3])
     """
 
-    rows_are_inputs = True
-
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` as it is, then the bias as one more column."""
         weight = {"weight": "o i -> o i"}

@@ -209,8 +209,6 @@ class AffineRule(LayerRule):
             the method, unless the class body sets them.
         direct_input_gram: Whether `input_gram` is computed without rows.
         direct_grad_gram: Whether `grad_gram` is computed without rows.
-        rows_are_inputs: Whether `inputs` returns the entries of its input in their order, whatever the module: layers
-            that read one tensor then share an input factor. A subclass that does not say so is not asked for it.
 
     Example:
         >>> from curvlinops_plus.layer import register_rule, rule_of
@@ -237,7 +235,6 @@ class AffineRule(LayerRule):
     direct_grads: ClassVar[bool] = False
     direct_input_gram: ClassVar[bool] = False
     direct_grad_gram: ClassVar[bool] = False
-    rows_are_inputs: ClassVar[bool] = False
 
     _set_by_methods: ClassVar[Mapping[str, str]] = {
         "direct_grads": "per_example_grads",

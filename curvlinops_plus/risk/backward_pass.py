@@ -137,7 +137,6 @@ class BackwardPasses:
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
         self.called = set(self._calls)
-        self._of_batch = {recorder.layers[i]: [c.call for c in calls] for i, calls in self._calls.items()}
         self._first = True  # whether no vector was sent yet
         self._power = 1.0  # what vectors in float16 are multiplied with
 
@@ -233,13 +232,12 @@ class BackwardPasses:
         layer = recorder.layers[index]
         batch = LayerBatch(
             layer,
-            self._of_batch[layer],
+            [recorded.call for recorded in calls],
             recorder.num_examples,
             self._first,
             self.mask,
             self.weight,
             group=layer.groups[0] if len(layer.groups) == 1 else None,
-            of_batch=self._of_batch,
         )
         with recorder.disabled, plain_mode(layer.device.type):
             if self.see is not None:

@@ -167,7 +167,7 @@ class Look:
             chosen = replace(batch.examples(self.chosen, slice(1)), mask=None, example_weights=None)
             for group in layer.groups:
                 J = chosen.restrict(group).per_example_grads[0].flatten(1)
-                total = (J.new_tensor(self.numbers) @ J)[:, None]
+                total = (torch.tensor(self.numbers, dtype=J.dtype, device=J.device) @ J)[:, None]
                 self.ours.update({key: g[..., 0] for key, g in group.layout.split(total).items()})
         except (UnsupportedError, torch.OutOfMemoryError):
             raise

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
+
+if TYPE_CHECKING:
+    from curvlinops_plus.risk.risk import EmpiricalRisk
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.

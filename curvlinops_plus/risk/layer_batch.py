@@ -7,7 +7,7 @@ parameters as one matrix; see `AffineRows` for more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_examples, squared_gradients
+from curvlinops_plus.layer.squares import multiplied, rotate, row_products, squared_examples, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
 
@@ -43,7 +43,6 @@ class LayerBatch:
         example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
-        of_batch: All layers' calls in the mini-batch, the same object for each of them; None if they are gone.
         summed: Gradients of each example in place of the calls, see `for_squares`.
     """
 
@@ -56,7 +55,6 @@ class LayerBatch:
     group: Group | None = None
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
-    of_batch: Mapping[Layer, Sequence[Call]] | None = None
     summed: Tensor | None = None
 
     def restrict(self, group: Group) -> LayerBatch:
@@ -218,11 +216,11 @@ class LayerBatch:
             parts.append(row_products(piece.rows.grads, a, C, right))
         return torch.cat(parts, 1)
 
-    def squared_grads(self, QG: Basis | None = None, QA: Basis | None = None, total: Tensor | None = None) -> Tensor:
+    def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
 
         Args:
-            QG: Basis of the rows [*b, rows, rows], None for the identity; a tuple of the matrices on its diagonal.
+            QG: Basis of the rows [*b, rows, rows], None for the identity.
             QA: Basis of the columns [*b, columns, columns], likewise.
             total: What it is added to, if it is not the first one; it is returned then.
 
@@ -260,7 +258,7 @@ class LayerBatch:
             grads = part.per_example_grads
             yield replace(part, calls=[], mask=None, example_weights=None, _shared={}, summed=grads)
 
-    def _squared_rows(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
+    def _squared_rows(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
         """`squared_grads` from rows, in pieces of examples."""
         for piece in self._row_pieces():
             if self._many_positions:
@@ -275,7 +273,7 @@ class LayerBatch:
         assert total is not None
         return total
 
-    def _squared_examples(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
+    def _squared_examples(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
         grads = self.per_example_grads
         total = torch.zeros_like(grads[0, 0]) if total is None else total
         for J in grads:

@@ -29,7 +29,6 @@ from curvlinops_plus.layer import convolution_gram
 KINDS: dict[str, Any] = {
     "KFAC": KFAC,
     "reduce": KFAC.using(kfac_approx="reduce"),
-    "split": KFAC.using(split=7),
     "EKFAC": EKFAC,
     "full": FullBlock,
     "diagonal": DiagonalBlock,
@@ -153,7 +152,7 @@ def test_looking_and_resuming_change_no_bits(name: str, kind: str, tmp_path: Pat
         assert torch.equal(of_found, product)
 
 
-@pytest.mark.parametrize("kind", ["KFAC", "reduce", "split", "full"])
+@pytest.mark.parametrize("kind", ["KFAC", "reduce", "full"])
 def test_what_is_looked_at_is_what_was_added(kind: str) -> None:
     """With rows that wait, and after some were multiplied."""
     data, running = list(batches()), stream("dense", kind, Exact(), 1.0)
