@@ -161,7 +161,7 @@ class Hessian(ParameterCurvature):
         new = way not in self._checked
         if new:
             refuse_once_differentiable(loss)
-            refuse_outside_reads(loss, self.risk.params)
+            refuse_outside_reads("loss", [loss], self.risk.params)
         columns = self._columns(edges.params)
         of_loss = partial(_BatchHessian, edges=edges, blocks=self._blocks, dtype=self.dtype, columns=columns)
         hessian = of_loss(loss)

@@ -700,15 +700,6 @@ def test_states_say_what_functions_read(name: str) -> None:
     same(other.to_dense(), expected)
 
 
-def test_states_before_functions_were_looked_for() -> None:
-    """Version 2 says nothing of functions: its layers are those of modules alone."""
-    risk = risk_of("one bias")
-    K = curvature(risk, EKFAC)
-    expected, state = K.to_dense(), K.state_dict()
-    old = {key: value for key, value in state.items() if key != "reads"} | {"version": 2}
-    same(BlockwiseLinearOperator.from_state_dict(old, risk.model, data=None).to_dense(), expected)
-
-
 def function(params: Mapping[str, Tensor], X: Tensor) -> Tensor:
     return F.linear(torch.tanh(F.linear(X, params["w"], params["b"])), params["v"])
 
