@@ -2,8 +2,7 @@
 
 from curvlinops_plus.exact.activation import ActivationHessian
 from curvlinops_plus.exact.ggn import GGN
-from curvlinops_plus.exact.ggn_factor import GGNFactor
 from curvlinops_plus.exact.hessian import Hessian
-from curvlinops_plus.exact.jacobian import Jacobian
+from curvlinops_plus.exact.rows import GGNFactor, Jacobian
 
 __all__ = ["GGN", "ActivationHessian", "GGNFactor", "Hessian", "Jacobian"]

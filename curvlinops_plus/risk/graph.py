@@ -74,20 +74,26 @@ def edge_of(t: Tensor) -> GradientEdge:
 
 
 def gradients_of(
-    outputs: Sequence[Tensor], inputs: Sequence[Any], vectors: Sequence[Tensor], retain_graph: bool
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    vectors: Sequence[Tensor],
+    retain_graph: bool,
+    create_graph: bool = False,
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad(outputs, inputs, vectors, allow_unused=True)`, without its comparison of symbolic shapes.
 
     To compare shapes, that function loads SymPy, a third of a second in the first call of a process, and takes as long
-    in each as a layer of a small network.
+    in each as a layer of a small network. And it hides modes that watch functions from parts of the model that run
+    again in the backward pass.
 
     Args:
         inputs: Tensors, or edges of the graph.
         vectors: One for each output, of its shape.
         retain_graph: Whether somebody goes back through the graph once more.
+        create_graph: Whether what comes out is differentiated.
     """
     return _engine_run_backward(
-        tuple(outputs), tuple(vectors), retain_graph, False, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs), tuple(vectors), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
 
 
