@@ -126,9 +126,7 @@ class GGN(ParameterCurvature):
             totals, draws = Totals(), Draws(self.vectors.seed or 0)
             total, energy = torch.zeros_like(rows), torch.zeros(len(rows), dtype=self.dtype, device=self.device)
             for batch in self._batches(draws=draws):
-                found, own = self._passes.ggn(batch, rows, self._output_product(totals, weights, draws))
-                total += found
-                energy += own
+                energy += self._passes.ggn(batch, rows, self._output_product(totals, weights, draws), total)
                 if self._passes.twice:  # a vector of ones may not tell what a random one does
                     self._passes.require_linear(batch, forward=True)
             if self._passes.agree(rows, total, energy):
@@ -165,6 +163,7 @@ class GGN(ParameterCurvature):
             if found is None:
                 state.restore()
                 eye = torch.eye(n, dtype=self.dtype, device=self.device)
-                found, _ = self._passes.ggn(batch, eye, output_product)
-            total += found
+                self._passes.ggn(batch, eye, output_product, total)
+            else:
+                total += found
         return total, totals

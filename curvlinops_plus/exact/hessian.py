@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import ParameterCurvature
-from curvlinops_plus.exact.passes import Passes, join_rows, naming_operations, split_rows
+from curvlinops_plus.exact.passes import Passes, add_rows, naming_operations, split_rows, vjp
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
@@ -89,17 +89,16 @@ class Hessian(ParameterCurvature):
                 refuse_outside_reads("loss", [loss], risk.params)
                 self._looked_at = True
             gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
-            for k, row in enumerate(X.T):
-                V, found = split_rows(row[None], free), list[Tensor | None]()
+            rows, size = X.T, self._passes.sent_together(X.shape[1], ())
+            for start in range(0, len(rows), size):
+                V, own = split_rows(rows[start : start + size], free), total[start : start + size]
+                found: list[Tensor | None] = []
                 for block in self._blocks:
-                    pairs = [(g, v[0]) for g, v in zip(gradient[block], V[block]) if g is not None and g.requires_grad]
-                    if not pairs:
-                        found += [None] * len(free[block])
-                        continue
-                    last = k == X.shape[1] - 1 and block is self._blocks[-1]
-                    (gs, vs) = zip(*pairs, strict=True)
-                    found += gradients_of(gs, free[block], vs, not last)
-                total[k] += join_rows([None if h is None else h[None] for h in found], free, 1, self.dtype)[0]
+                    pairs = [(g, v) for g, v in zip(gradient[block], V[block]) if g is not None and g.requires_grad]
+                    last = start + size >= len(rows) and block is self._blocks[-1]
+                    gs, vs = zip(*pairs, strict=True) if pairs else ((), ())
+                    found += vjp(gs, free[block], vs, last) if pairs else [None] * len(free[block])
+                add_rows(own, found, free)
             return True
 
         with naming_operations():

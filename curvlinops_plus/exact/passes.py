@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, group_norm
 from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
@@ -71,9 +71,10 @@ class Replaced(TorchFunctionMode):
 
     Attributes:
         used: Whether an operation was replaced.
+        grouped: Whether there was group norm.
     """
 
-    used = False
+    used = grouped = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,6 +87,7 @@ class Replaced(TorchFunctionMode):
             padding = args[2] if len(args) > 2 else kwargs["padding_idx"]
             out = embedding(index, weight)
             return torch.where((index == padding % len(weight))[..., None], out.detach(), out)
+        self.grouped |= func in (group_norm, torch.group_norm)
         return func(*args, **kwargs)
 
 
@@ -95,19 +97,23 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
 
 
+class MissingDerivative(UnsupportedError):
+    """An operation can't be differentiated twice."""
+
+
 @contextmanager
 def naming_operations() -> Iterator[None]:
     """Context that names the operation which can't be differentiated twice, if that is why its body fails.
 
     Raises:
-        UnsupportedError: Instead of PyTorch's error.
+        MissingDerivative: Instead of PyTorch's error.
     """
     try:
         yield
     except RuntimeError as error:
         if not (found := _MISSING.search(str(error))):
             raise
-        raise UnsupportedError(
+        raise MissingDerivative(
             f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with "
             "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), attention as softmax(q kᵀ) v), or use an "
             "operator that goes back once, as KFACLinearOperator."
@@ -135,9 +141,10 @@ class Passes:
                 f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
             )
         self.risk, self.read, self.params = risk, read, list(risk.params.values())
-        self.columns = chunk_size or max(1, min(_COLUMNS, _CHUNK_BYTES // (8 * risk.space.dim)))
+        self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, _CHUNK_BYTES // (8 * risk.space.dim)))
         self._fixed = chunk_size is not None
         self.twice = self._known = False  # and whether that is known to be right
+        self._grouped = False  # whether the model has group norm
         self._replaces: bool | None = None  # whether operations are replaced; None as long as the model did not run
         self._itemsize: int | None = None  # of the coarsest numbers in the model
 
@@ -146,7 +153,9 @@ class Passes:
         """`function(model)` at these values of the parameters, backward passes too: checkpointing runs parts again."""
         with nullcontext() if self._replaces is False else Replaced() as mode:
             found = self.risk.at(dict(zip(self.risk.params, values, strict=True)), function)
-        self._replaces = self._replaces or (mode is not None and mode.used)
+        if mode is not None:
+            self._grouped |= mode.grouped
+            self._replaces = bool(self._replaces) or mode.used
         return found
 
     def graph(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
@@ -175,20 +184,26 @@ class Passes:
 
     # --------------------------------------------------------------------------------------------------------- products
     def ggn(
-        self, batch: Batch, rows: Tensor, output_product: Callable[[Outputs, Any], Linear]
-    ) -> tuple[Tensor, Tensor]:
-        """`Jᵀ M J v` of several vectors [K, n], and `⟨M J v, J v⟩` [K].
+        self, batch: Batch, rows: Tensor, output_product: Callable[[Outputs, Any], Linear], total: Tensor
+    ) -> Tensor:
+        """Add `Jᵀ M J v` of several vectors [K, n] to a total; returns `⟨M J v, J v⟩` [K].
 
         Args:
             output_product: Makes the product with `M` from the outputs and what was read beside them.
+            total: [K, n]. Where an operation has no forward mode it is written to once all the same.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, which share the graph. Several
         share a forward pass, and carry tangents through another one.
         """
+        state = RandomState.now(self.risk.device)
 
         def reached(F: Outputs, JV: list[Tensor]) -> list[Tensor]:
-            if not any(f.requires_grad for f in F) and any(bool(t.any()) for t in JV):
-                raise_unreached()
+            if not any(f.requires_grad for f in F):  # nothing depends on the parameters, or a graph was lost
+                state.restore()
+                other = [1.01 * p.detach() + 0.01 for p in self.params]
+                moved = self.at(batch, other, lambda model: self.read(model, batch)[0])
+                if not all(torch.equal(f, there) for f, there in zip(F, moved, strict=True)):
+                    raise_unreached()
             return JV
 
         made: list[Linear] = []  # what it counts and draws for a batch is counted and drawn once
@@ -197,20 +212,20 @@ class Passes:
             made[:] = made or [output_product(F, extra)]
             return made[0]
 
-        def shared(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> tuple[Tensor, Tensor]:
+        def shared(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor:
             MJV = product(F, extra)(reached(F, JV))
-            return self.back(F, free, MJV, last=True), inner(MJV, JV)
+            self.back(F, free, MJV, total, last=True)
+            return inner(MJV, JV)
 
-        def several(F: Outputs, extra: Any, free: list[Tensor]) -> tuple[Tensor, Tensor]:
-            M, parts = product(F, extra), []
-            for piece in rows.split(self.columns):
+        def several(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
+            M, energy = product(F, extra), []
+            for piece, own in zip(rows.split(self.columns), total.split(self.columns), strict=True):
                 JV = self._twice(F, free, piece) if self.twice else self._forward(batch, piece, state)
                 MJV = M(reached(F, JV))
-                parts.append((self.back(F, free, MJV), inner(MJV, JV)))
-            back, energy = zip(*parts, strict=True)
-            return torch.cat(back), torch.cat(energy)
+                self.back(F, free, MJV, own)
+                energy.append(inner(MJV, JV))
+            return torch.cat(energy)
 
-        state = RandomState.now(self.risk.device)
         return self.in_some_way(
             state,
             lambda: (
@@ -267,8 +282,9 @@ class Passes:
         state = RandomState.now(self.risk.device)
         for _ in range(2):
             try:
-                found, energy = self.ggn(batch, v[None], lambda F, extra: lambda V: V)
-            except UnsupportedError:
+                found = torch.zeros_like(v)[None]
+                energy = self.ggn(batch, v[None], lambda F, extra: lambda V: V, found)
+            except MissingDerivative:
                 if forward:
                     raise
                 return
@@ -294,15 +310,19 @@ class Passes:
         return False
 
     # ------------------------------------------------------------------------------------------------------------ parts
-    def back(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor], last: bool = False) -> Tensor:
-        """`Jᵀ u` of several vectors, [K, *output] for each output -> [K, n].
+    def back(
+        self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor], total: Tensor | None = None, last: bool = False
+    ) -> Tensor:
+        """`Jᵀ u` of several vectors, [K, *output] for each output -> [K, n], added to a total if there is one.
 
         In float16 vectors are sent times a power of two that leaves room on both sides.
 
         Args:
             last: Whether the graph may be freed.
         """
-        K, parts = len(vectors[0]), []
+        K = len(vectors[0])
+        if total is None:
+            total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
         if self._itemsize is None:
             met = {d for node, _ in postorder(nodes_of(F)) for d in (m.dtype for m in node._input_metadata)}
             dtypes = met | {t.dtype for t in (*F, *self.params)}
@@ -312,15 +332,21 @@ class Passes:
         if torch.float16 in {t.dtype for t in (*F, *self.params)}:
             largest = max((float(v.abs().amax()) for _, v in sent), default=0.0)
             power = 2.0 ** (6 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-        numbers = max((t.numel() for t in (*F, *free)), default=1)
-        size = K if self._fixed or self.risk.device.type != "cpu" else max(1, _CPU_NUMBERS // max(1, numbers))
-        for start in range(0, K, size):
+        size = self.sent_together(K, F)
+        for start in range(0, K if sent else 0, size):
             U = [v[start : start + size] for _, v in sent]
             U = [(u if power == 1 else u.float() * power).to(f.dtype) for (f, _), u in zip(sent, U, strict=True)]
-            found = vjp([f for f, _ in sent], free, U, last and start + size >= K) if sent else [None] * len(free)
-            parts.append(join_rows(found, free, min(size, K - start), self.risk.dtype))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined / power if power != 1 else joined
+            found = vjp([f for f, _ in sent], free, U, last and start + size >= K)
+            add_rows(total[start : start + size], found, free, power)
+        return total
+
+    def sent_together(self, K: int, F: Outputs) -> int:
+        """How many of K columns are sent back together."""
+        if self._grouped:  # several at once are wrong in its second derivative
+            return 1
+        numbers = max((t.numel() for t in (*F, *self.params)), default=1)
+        together = self.risk.device.type != "cpu" or self._fixed
+        return self.columns if together else max(1, min(K, _CPU_NUMBERS // max(1, numbers)))
 
     def _forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
@@ -384,13 +410,11 @@ def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n
     return [part.reshape(K, *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
 
 
-def join_rows(parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype) -> Tensor:
-    """Several vectors [K, n] from their parts, of which None is zero."""
-    joined = [
-        torch.zeros(K, p.numel(), dtype=dtype, device=p.device) if part is None else part.reshape(K, -1).to(dtype)
-        for part, p in zip(parts, params, strict=True)
-    ]
-    return torch.cat(joined, 1)
+def add_rows(total: Tensor, parts: Sequence[Tensor | None], params: Sequence[Tensor], power: float = 1.0) -> None:
+    """Add several vectors to a total [K, n], from their parts over a power of two; None is zero."""
+    for own, part in zip(total.split([p.numel() for p in params], 1), parts, strict=True):
+        if part is not None:
+            own += part.reshape(len(own), -1) if power == 1 else part.reshape(len(own), -1).to(own.dtype) / power
 
 
 def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:  # -> [K]
