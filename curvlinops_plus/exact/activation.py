@@ -70,7 +70,7 @@ class ActivationHessian(SymmetricRiskOperator):
     ) -> None:
         super().__init__(risk, check_deterministic)
         self._activation = _checked(risk.model, activation)
-        self._passes = Passes(risk, risk.run)
+        self._passes = Passes(risk, _read)
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
@@ -194,6 +194,10 @@ class ActivationHessian(SymmetricRiskOperator):
             f"and {None if came is None else list(came)} in this one. Each pass must give the same batches in the same "
             "order (shuffle=False)."
         )
+
+
+def _read(model: nn.Module, batch: Batch) -> tuple[tuple[()], None]:
+    return (), None  # nothing is differentiated in the parameters
 
 
 def _checked(model: nn.Module, activation: tuple[str, str, int]) -> tuple[str, str, int]:

@@ -67,7 +67,8 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
 class Replaced(TorchFunctionMode):
     """While active, replaces two operations of which PyTorch has wrong derivatives by others of the same values.
 
-    Of weight norm's fused kernel the second derivative is wrong, and forward mode ignores the `padding_idx` of tables.
+    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables, and
+    their gradients by `scale_grad_by_freq` are no derivatives.
 
     Attributes:
         used: Whether an operation was replaced.
@@ -81,12 +82,9 @@ class Replaced(TorchFunctionMode):
         if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
             self.used = True
             return _weight_norm(*args, **kwargs)
-        if func is embedding and (kwargs.get("padding_idx") is not None or (len(args) > 2 and args[2] is not None)):
+        if func is embedding and (found := _embedding(*args, **kwargs)) is not None:
             self.used = True
-            index, weight = args[:2]
-            padding = args[2] if len(args) > 2 else kwargs["padding_idx"]
-            out = embedding(index, weight)
-            return torch.where((index == padding % len(weight))[..., None], out.detach(), out)
+            return found
         self.grouped |= func in (group_norm, torch.group_norm)
         return func(*args, **kwargs)
 
@@ -95,6 +93,24 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """`g v / |v|`, with a norm for each entry of the axis, or a single one if that is -1."""
     others = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
     return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
+
+
+def _embedding(
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """A table whose row `padding_idx` is constant, and whose gradients are derivatives; None if they are anyway."""
+    if padding_idx is None and not scale_grad_by_freq:
+        return None
+    out = embedding(index, weight, None, max_norm, norm_type)
+    if padding_idx is None:
+        return out
+    return torch.where((index == padding_idx % len(weight))[..., None], out.detach(), out)
 
 
 class MissingDerivative(UnsupportedError):
@@ -141,7 +157,8 @@ class Passes:
                 f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
             )
         self.risk, self.read, self.params = risk, read, list(risk.params.values())
-        self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, _CHUNK_BYTES // (8 * risk.space.dim)))
+        fitting = _CHUNK_BYTES // max(1, 8 * risk.space.dim)
+        self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, fitting))
         self._fixed = chunk_size is not None
         self.twice = self._known = False  # and whether that is known to be right
         self._grouped = False  # whether the model has group norm
@@ -331,7 +348,7 @@ class Passes:
         power = 1.0
         if torch.float16 in {t.dtype for t in (*F, *self.params)}:
             largest = max((float(v.abs().amax()) for _, v in sent), default=0.0)
-            power = 2.0 ** (6 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+            power = 2.0 ** (-math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
         size = self.sent_together(K, F)
         for start in range(0, K if sent else 0, size):
             U = [v[start : start + size] for _, v in sent]

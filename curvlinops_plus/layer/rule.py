@@ -31,8 +31,6 @@ from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
-_OF_INPUTS = ("stacked_inputs", "input_gram", "packed_gram", "mean_inputs", "per_example_grads")
-
 
 class LayerRule:
     """Per-example gradients of any module that treats its examples (dimension 0) independently.
@@ -241,27 +239,6 @@ class AffineRule(LayerRule):
         "direct_input_gram": "input_gram",
         "direct_grad_gram": "grad_gram",
     }
-
-    #: Methods to those that are shorter ways to the same, which a subclass of another first one does not inherit.
-    _shorter: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("inputs", "rows"), _OF_INPUTS),
-        **dict.fromkeys(("grads", "grad_rows"), ("stacked_grads", "grad_gram", "sum_grads", "per_example_grads")),
-    }
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        own = set(vars(cls))
-        super().__init_subclass__(**kwargs)
-
-        def place(name: str) -> int:
-            return next(k for k, base in enumerate(cls.__mro__) if name in vars(base))
-
-        last = cls.__mro__.index(AffineRule)
-        stale = [name for method, short in cls._shorter.items() for name in short if place(method) < place(name) < last]
-        for name in stale:
-            setattr(cls, name, vars(AffineRule)[name])
-        for attribute, method in cls._set_by_methods.items():
-            if method in stale and attribute not in own:
-                setattr(cls, attribute, False)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""

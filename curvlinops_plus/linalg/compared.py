@@ -72,7 +72,7 @@ class TensorSums:
 def compared(tensors: Mapping[str, Tensor], rounding: float = _ROUNDING) -> dict[str, TensorSums]:
     """What other processes are told of tensors, which may differ by `rounding`."""
     kinds = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
-    return {name: TensorSums(kinds[name], *sums, rounding) for name, sums in sums_of(tensors).items()}
+    return {name: TensorSums(kinds[name], sums[0], sums[1], rounding) for name, sums in sums_of(tensors).items()}
 
 
 def rounding_of(dtype: torch.dtype) -> float:

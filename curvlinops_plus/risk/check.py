@@ -283,13 +283,10 @@ class Look:
             return
         widest = max([layer.accumulation_dtype for layer in layers], key=lambda dtype: dtype.itemsize)
         mine, theirs = (
-            [
-                (torch.zeros_like(p) if found.get(key) is None else found[key]).detach().to(self.risk.device, widest)
-                for key, p in params.items()
-            ]
-            for found in (self.ours, self.theirs)
+            [_wide(found.get(key), p, widest) for key, p in params.items()] for found in (self.ours, self.theirs)
         )
-        norms = torch._foreach_norm([*torch._foreach_sub(mine, theirs), *mine, *theirs])
+        apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm([*apart, *mine, *theirs])  # pyright: ignore[reportPrivateImportUsage]
         by_key = dict(zip(params, torch.stack(norms).view(3, -1).T.tolist(), strict=True))
         sizes = [[math.hypot(*part) for part in zip(*[by_key[key] for key in layer.params])] for layer in layers]
         largest = max([size for _, _, size in sizes if math.isfinite(size)], default=0.0)
@@ -315,6 +312,11 @@ class Look:
             "this check, and with numbers that are wrong.",
             layer.params,
         )
+
+
+def _wide(g: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient of a parameter, None for zero."""
+    return (torch.zeros_like(p) if g is None else g).detach().to(dtype)
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

@@ -232,8 +232,6 @@ def test_what_is_refused() -> None:
     model, data = nn.Linear(2, 1).double(), [(X, Y, torch.ones(3))]
     with pytest.raises(ValueError, match=r"expected a pair .* For weights of examples: EmpiricalRisk\(..., weight="):
         EmpiricalRisk(model, nn.MSELoss(), data).loss()
-    with pytest.raises(TypeError, match="weight is a Tensor; expected a function, for instance weight=lambda"):
-        EmpiricalRisk(model, nn.MSELoss(), data, weight=torch.ones(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UnsupportedError, match=r"num_data replaces a count .* is over the sum of their weights"):
         EmpiricalRisk(model, nn.MSELoss(), data, weight=get_weight, num_data=7)
     with pytest.raises(UnsupportedError, match="weight=: HuberLoss has no likelihood"):
