@@ -6,9 +6,7 @@ All other refusals are in `test_messages.py`.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,36 +80,6 @@ def test_inputs_in_a_named_tuple() -> None:
     gain, model = normal(6, 4, seed=1), Written(lambda m, pair: m.inner(pair.x * pair.gain), inner=net())
     found = curvature(risk(model, [(Pair(X, gain), Y)], batch_size_fn=lambda pair: len(pair.x)), FullBlock)
     torch.testing.assert_close(found.to_dense(), curvature(risk(data=[(X * gain, Y)]), FullBlock).to_dense())
-
-
-# -------------------------------------------------------------------------------------------------- weights that move
-class Training:
-    """Batches between which another thread trains."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(2):
-            yield X, Y
-            thread = threading.Thread(target=self.train)
-            thread.start()
-            thread.join()
-
-    @torch.no_grad()
-    def train(self) -> None:
-        next(self.model.parameters()).add_(0.1)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [partial(curvature, approximation=EKFAC), lambda r: GGN(r).to_dense(), lambda r: r.loss(), lambda r: r.gradient()],
-)
-def test_weights_that_change_during_a_pass(use: Callable[[EmpiricalRisk], Any]) -> None:
-    model = net()
-    with pytest.raises(RuntimeError, match=r"\['0.weight'\] were written to during this pass.*copy.deepcopy\(model\)"):
-        use(risk(model, Training(model)))
-    use(risk(copy.deepcopy(model), Training(model)))  # as it advises
 
 
 def test_other_inputs_than_listen_was_given() -> None:

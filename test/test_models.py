@@ -520,7 +520,7 @@ def bert_masked_lm() -> Problem:
         hidden = (torch.arange(7) % 3 == 1) & b["attention_mask"].bool()
         ids = b["input_ids"]
         data.append(b | {"input_ids": ids.masked_fill(hidden, 39), "labels": ids.masked_fill(~hidden, -100)})
-    return Problem(model, data, {"LayerNorm"}, {"mask": attended})
+    return Problem(model, data, {"LayerNorm"}, {"mask": attended, "shift_labels": False})
 
 
 def lora() -> Problem:
@@ -847,7 +847,7 @@ def test_what_models_do_with_labels() -> None:
     bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=11, **sizes, **special))
     sizes = {"d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=11, **sizes, **special))
-    for model, words in ((bart, "BartFor.* depend on `labels`"), (t5, "T5For.* fails without `labels`")):
+    for model, words in ((bart, "BartFor.*depend on `labels`"), (t5, "T5For.*fails without `labels`")):
         model.double().eval()
         for targets in (ids.flip(1), ids[:, :4].clone()):
             batch = {"input_ids": ids, "labels": targets}

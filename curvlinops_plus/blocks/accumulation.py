@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work, share_totals
-from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
+from curvlinops_plus.blocks.memory import groups_within, warn_of_groups
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.ownership import Everyone
 from curvlinops_plus.blocks.plan import LayerPlan
-from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.linalg import LinearOperator
@@ -123,25 +122,20 @@ class Accumulation:
             require_rereadable(self.risk.data, "another sweep over it is needed")
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
-        self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
-        kept, self._cache, begin = self._cache, None, None
+        kept, self._cache = self._cache, None
         if kept is not None and self.risk.processes.every("kept", kept.can_replay(layers)):
             kept.replay(self._add, self._count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             self._cache = kept
             return
         again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
-        if self._max_bytes and again:
+        if self._max_bytes and again and isinstance(self.risk.data, (list, tuple)):
             self._cache = SweepCache(self._max_bytes, again, filter(self._squares_again, again))
-            # What lists hold stays; loaders may fill one memory anew.
-            begin = None if type(self.risk.data) in (list, tuple) else self._cache.begin
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
         # do not depend on groups and on what is kept.
-        totals = sweep(
-            self.risk, self.layers, self.vectors, self._add, self._count, desc, self._weights, repeatable, begin
-        )
+        totals = sweep(self.risk, self.layers, self.vectors, self._add, self._count, desc, self._weights, repeatable)
         self._check(totals)
         self.totals.append(totals)
 
@@ -158,7 +152,6 @@ class Accumulation:
         return f", group {self._groups - len(self._waiting)} of {self._groups}" if self._groups > 1 else ""
 
     def _add(self, batch: LayerBatch) -> None:
-        self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
         if self._cache is not None:
             self._cache.add(batch)
@@ -166,7 +159,6 @@ class Accumulation:
     def _count(self, batch_totals: Totals) -> None:
         for totals in self._counted:
             totals.add(batch_totals)
-        self._inputs.end()
         if self._cache is not None:
             self._cache.end_of_batch(batch_totals)
 
@@ -189,7 +181,6 @@ class Accumulation:
         """Sums of all processes in place of those of this one, and their decompositions."""
         named = [item for of_layer in self.pending.values() for item in of_layer.items()]
         accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
-        self._inputs.agree(self.risk.processes)
         sum_over_processes(accumulators, self.risk.processes, owners)
         decompose_together(accumulators, self.risk.processes, owners)
 
@@ -206,23 +197,17 @@ class Accumulation:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
         pending, self.pending = self.pending, {layer: {} for layer in self.pending}
 
-        def finish(unit: list[Layer]) -> dict[Layer, dict[str, Any]]:
-            found: dict[Layer, dict[str, Any]] = {layer: {} for layer in unit}
-            for layer in unit:
-                for name, accumulator in pending.pop(layer).items():
-                    if self.keepers.finishes(name, accumulator):
-                        found[layer][name] = self.keepers.checked(accumulator, accumulator.finish_for_good())
-            return found
+        def finish(layer: Layer) -> dict[str, Any]:
+            return {
+                name: self.keepers.checked(accumulator, accumulator.finish_for_good())
+                for name, accumulator in pending.pop(layer).items()
+                if self.keepers.finishes(name, accumulator)
+            }
 
-        def work(unit: list[Layer]) -> float:
-            return sum(finish_work(layer, pending[layer]) for layer in unit)
-
-        units = self._inputs.units(list(pending))
-        del self._inputs  # it refers to all accumulators
-
+        layers = list(pending)
         with plain_mode(self.risk.device.type):
-            results = side_by_side(finish, units, work)
-        return {layer: found for result in results for layer, found in result.items()}
+            results = side_by_side(finish, layers, lambda layer: finish_work(layer, pending[layer]))
+        return dict(zip(layers, results, strict=True))
 
     def _check(self, totals: Totals) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
@@ -298,7 +283,7 @@ def run_accumulation(
         while True:
             _agree_on_reads(K)
             accumulation = Accumulation(K.risk, K.plan, K.vectors, title, max_kept_bytes, max_bytes, store, K.keepers)
-            warn_of_memory(K.plan, accumulation.pending, max_bytes)
+            warn_of_groups(K.plan, groups_within(K.plan, max_bytes)[0], max_bytes)
             try:
                 accumulation.run(**options)
             except OutsideReads as error:

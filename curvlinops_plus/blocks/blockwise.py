@@ -23,8 +23,8 @@ from curvlinops_plus.blocks.operator_state import (
     describe,
     part_names,
     read_blocks,
+    read_state,
     rebuild_arguments,
-    upgrade,
     write_blocks,
 )
 from curvlinops_plus.blocks.ownership import Everyone, keepers_of
@@ -205,9 +205,9 @@ class BlockwiseLinearOperator(ScaledBlocks):
             >>> from curvlinops_plus import EKFAC, EmpiricalRisk, curvature
             >>> risk = EmpiricalRisk(nn.Linear(4095, 1024), nn.MSELoss(), ())
             >>> print(curvature(risk, EKFAC, compute=False).memory())
-            layer     computing  kept   as KFAC  as EKFAC
-            (model)   0.151      0.082  0.0688   0.151
-            all, GiB  0.151      0.082  0.0688   0.151
+            layer     computing  kept
+            (model)   0.148      0.082
+            all, GiB  0.148      0.082
         """
         return memory_of(self.plan)
 
@@ -275,7 +275,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """Take over the blocks of a state. The data is not read, the model is not changed.
 
         Args:
-            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
+            state_dict: What `state_dict()` returned.
 
         Raises:
             ValueError: If the state is cut off or foreign, or was computed for another loss, other layers, shapes or
@@ -287,7 +287,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._load(state_dict)
 
     def _load(self, given: Mapping[str, Any]) -> None:
-        state = upgrade(given)
+        state = read_state(given)
         fitting = _reading_as(self, state)
         check_state(fitting, state)
         blocks = read_blocks(fitting, state, fitting.keepers.keeps)
@@ -332,7 +332,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """The operator that a state describes; neither is the data read nor anything computed.
 
         Args:
-            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
+            state_dict: What `state_dict()` returned.
             model: The network.
             data: For computing anew later; None is fine.
             params: The parameters, as when the state was made.
@@ -390,7 +390,7 @@ def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
 
 def restore(cls: type[Operator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any) -> Operator:
     """`cls.from_state_dict` for every class."""
-    state = upgrade(state_dict)
+    state = read_state(state_dict)
     K = cls.__new__(cls)
     BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), owned=owned, compute=False)
     K._load(state)

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.factors import (
-    Parts,
-    as_factor,
-    numbered,
-)
-from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES
+from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, as_factor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.layer.squares import multiplied, squared_gradients
 from curvlinops_plus.linalg import (
@@ -36,9 +30,6 @@ from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
-if TYPE_CHECKING:
-    pass
-
 
 class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it than KFAC.
@@ -49,7 +40,6 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
-        split: As for `KFAC`. Eigenvectors are those of the matrices on the diagonal, and eigenvalues are exact.
         basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
             `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
             distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
@@ -82,9 +72,8 @@ class EKFAC(KFAC):
         kfac_approx: str = "expand",
         max_bytes: int = MAX_BYTES,
         basis_rtol: float = 0.0,
-        split: int | None = None,
     ) -> None:
-        super().__init__(layer, group, scale, kfac_approx, max_bytes, split)
+        super().__init__(layer, group, scale, kfac_approx, max_bytes)
         if not 0 <= basis_rtol < 1:
             raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
         self.basis_rtol = basis_rtol
@@ -104,40 +93,18 @@ class EKFAC(KFAC):
         return Needs(first.computing + kept, kept)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        found = self._bases()
-        if self.leader is not None:
-            assert isinstance(self.leader, EKFAC)  # as of its kind
-            found = {**found, **{name: Q for name, Q in self.leader._bases().items() if name.startswith("A")}}
-
-        def basis(side: str) -> Parts | None:
-            return found[side] if side in found else tuple(found[part] for part in numbered(found, side)) or None
-
-        return Correction(self.layer, self.scale, basis("G"), basis("A"))
-
-    def _bases(self) -> dict[str, Tensor]:
-        """Its decompositions, computed once if nothing is added any more; each factor ends with its own then."""
         found = self.decomposed
         if not found:
             matrices = self.decompositions()
-            if self._for_good:
+            if self._for_good:  # nothing is added any more: each factor ends with its own decomposition
                 self.sums, self._scaled = {}, {}
             found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
-        if self._for_good:
-            self.decomposed = found
-        return found
+        return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
 
     def decompositions(self) -> dict[str, Tensor]:
         A, G = self.factors()
-        A = A if self.leader is None else None  # it has the leader's basis
-        matrices: dict[str, Tensor] = {}
-        for name, factor in (("G", G), ("A", A)):
-            if factor is None or self.forms[name].diagonal:
-                continue
-            if isinstance(factor, Tensor):
-                matrices[name] = factor
-            else:
-                matrices |= {f"{name}.{k}": part for k, part in enumerate(factor)}
-        return matrices
+        factors = {"G": G} if A is None else {"G": G, "A": A}
+        return {name: factor for name, factor in factors.items() if not self.forms[name].diagonal}
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
         # Of the data that the factors come from nothing is outside of their ranges; but positions differ from means.
@@ -159,7 +126,7 @@ class Correction(Accumulator):
     changes_basis = True
     constants = ("QG", "QA")
 
-    def __init__(self, layer: Layer, scale: LossScale, QG: Parts | None, QA: Parts | None) -> None:
+    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None) -> None:
         super().__init__(layer, None, scale)
         self.QG, self.QA = QG, QA
 
@@ -196,31 +163,21 @@ class Correction(Accumulator):
         for group in self.layer.groups:
             total = before.sums[group.name]
             if self.QG is not None and before.QG is not None:
-                total = multiplied(total.mT, _turn(before.QG, self.QG)).mT
+                total = multiplied(total.mT, (before.QG.mT @ self.QG).square()).mT
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
-                total = multiplied(total, _turn(before.QA, self.QA))
+                total = multiplied(total, (before.QA.mT @ self.QA).square())
             self.sums[group.name] = total
         self.counts, self.totals = dict(before.counts), replace(before.totals)
 
 
-def _same_basis(mine: Parts | None, theirs: Parts | None) -> bool:
-    if mine is theirs or mine is None or theirs is None:
+def _same_basis(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    if mine is None or theirs is None:
         return mine is theirs
-    if isinstance(mine, Tensor) or isinstance(theirs, Tensor):
-        return isinstance(mine, Tensor) and isinstance(theirs, Tensor) and torch.equal(mine, theirs)
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
-
-
-def _turn(before: Parts, now: Parts) -> Parts:
-    """Squares of the entries of `before.mT @ now`."""
-    if isinstance(before, Tensor):
-        assert isinstance(now, Tensor)
-        return (before.mT @ now).square()
-    return tuple((P.mT @ Q).square() for P, Q in zip(before, now, strict=True))
+    return mine is theirs or torch.equal(mine, theirs)
 
 
 def ekfac_blocks(
-    layer: Layer, QG: Parts | None, QA: Parts | None, values: Mapping[str, Tensor]
+    layer: Layer, QG: Tensor | None, QA: Tensor | None, values: Mapping[str, Tensor]
 ) -> dict[str, LinearOperator]:
     """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
     blocks: dict[str, LinearOperator] = {}

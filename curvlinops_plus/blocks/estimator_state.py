@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.step import Step
-from curvlinops_plus.errors import CurvatureWarning, level_of_user
+from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Totals, Vectors
 
@@ -67,12 +67,6 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
 def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
     """Take over a state; see `CurvatureEstimator.load_state_dict`."""
     _require_state(state, estimator.decay)
-    if isinstance(state["draws"], Tensor) and estimator.vectors.random:
-        warnings.warn(
-            "The state is of an earlier version, which drew random numbers in another way: vectors go on with others.",
-            CurvatureWarning,
-            stacklevel=level_of_user(),
-        )
     with warnings.catch_warnings():  # in training, parameters are meant to change
         warnings.simplefilter("ignore", CurvatureWarning)
         blank, snapshot = copy.copy(estimator._blank), None
@@ -82,20 +76,18 @@ def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
             snapshot.load_state_dict(state["refreshed"])
     own = estimator._blank
     estimator.risk.reads, own.plan, own._reads = blank.risk.reads, blank.plan, blank._reads
-    # States before it was there.
-    begun = state.get("begun", estimator.weight if estimator.decay < 1 else 1.0)
-    sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale, begun)
+    sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale, state["begun"])
     first = estimator.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
     estimator._sums = sums if first else sums.emptied()
-    estimator.step = Step.from_state_dict(state["step"]) if "step" in state else sums.whole_step()
+    estimator.step = Step.from_state_dict(state["step"])
     if not first:
         estimator.step.totals = Totals()
     estimator._snapshot, estimator._inverse = snapshot, None
-    step, drawn = (state["updates"], 0) if isinstance(state["draws"], Tensor) else state["draws"]
+    step, drawn = state["draws"]
     estimator._drawn = step, -(-drawn // estimator.risk.processes.world)
     estimator.updates, estimator.weight = state["updates"], state["weight"]
     estimator.examples = state["examples"] if first else 0
-    estimator.begun = begun
+    estimator.begun = state["begun"]
     estimator.damping = estimator.damping if state["damping"] is None else state["damping"]
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from curvlinops_plus.blocks.ekfac import EKFAC, ekfac_blocks
-from curvlinops_plus.blocks.factors import Parts, factor_forms
-from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, kfac_blocks
+from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, factor_forms, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import (
     BlockDiagonal,
@@ -21,7 +22,6 @@ from curvlinops_plus.linalg import (
     Kronecker,
     LinearOperator,
     Space,
-    SplitFactor,
 )
 from curvlinops_plus.linalg.offload import resident
 from curvlinops_plus.risk import Layer
@@ -47,8 +47,7 @@ def factor_names(entry: LayerPlan) -> tuple[str, ...]:
     """Names of the factors that the blocks of a layer are made of; none unless it is approximated by KFAC or EKFAC."""
     kind, layer = entry.approximation.kind, entry.layer
     if issubclass(kind, EKFAC):  # the eigenvectors of a diagonal factor are the identity's
-        options = entry.approximation.options
-        forms = factor_forms(layer, options.get("max_bytes", MAX_BYTES), options.get("split"))
+        forms = factor_forms(layer, entry.approximation.options.get("max_bytes", MAX_BYTES))
         without = {side for side in "AG" if side not in forms or forms[side].diagonal}
         return (*(name for side, name in zip("AG", EIGENVECTORS) if side not in without), VALUES)
     return COVARIANCES[layer.weight is None :] if issubclass(kind, KFAC) else ()
@@ -57,7 +56,6 @@ def factor_names(entry: LayerPlan) -> tuple[str, ...]:
 def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], space: Space) -> Any:
     """One factor of a layer, the tensor that its blocks multiply with.
 
-    Of a split factor number of a matrix on its diagonal to tensor.
     Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
 
     Raises:
@@ -78,9 +76,9 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
         block = _at_hand(blocks[group.name], name)
         operator = block.basis if isinstance(block, Eigendecomposed) else block
         if isinstance(operator, Kronecker):
-            return _tensors(getattr(operator, side))
-        if side == "G" and isinstance(operator, (Dense, Diagonal, SplitFactor)):
-            return _tensors(operator)
+            return _tensor(getattr(operator, side))
+        if side == "G" and isinstance(operator, (Dense, Diagonal)):
+            return _tensor(operator)
     raise KeyError(layer.name)
 
 
@@ -92,22 +90,16 @@ def _at_hand(block: LinearOperator, name: str) -> LinearOperator:
     return block
 
 
-def _tensors(factor: Any) -> Any:
-    """What a factor is made of: one tensor, or number of a matrix on the diagonal to tensor."""
-    if isinstance(factor, SplitFactor):
-        return {k: _tensors(piece) for k, piece in enumerate(factor.pieces)}
+def _tensor(factor: Any) -> Tensor:
+    """What a factor is made of."""
     return factor.vector if isinstance(factor, Diagonal) else factor.matrix
-
-
-def _parts(factor: Any) -> Parts | None:
-    return tuple(factor[k] for k in sorted(factor)) if isinstance(factor, Mapping) else factor
 
 
 def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Space) -> dict[str, LinearOperator]:
     """The blocks of a layer that `factors`, by their names, belong to. The tensors are shared, not copied."""
     layer = entry.layer
     if VALUES not in factors:
-        A, G = (_parts(factors.get(name)) for name in COVARIANCES)
+        A, G = (factors.get(name) for name in COVARIANCES)
         assert G is not None
         return kfac_blocks(layer, A, G)
     values = factors[VALUES]
@@ -115,7 +107,7 @@ def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Spa
         group.name: values[space.names.index(group.keys[0])] if isinstance(values, Mapping) else values
         for group in layer.groups
     }
-    QA, QG = (_parts(factors.get(name)) for name in EIGENVECTORS)
+    QA, QG = (factors.get(name) for name in EIGENVECTORS)
     return ekfac_blocks(layer, QG, QA, by_block)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from curvlinops_plus.linalg.compared import Sums
+from curvlinops_plus.linalg.compared import sums_of
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.replicas import all_parameters
 
@@ -12,7 +12,7 @@ Fingerprint = Mapping[str, list[float]]
 
 
 def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
-    """For all parameters of the risk's model `Σ|p|` and `Σ p·cos(index)`, whatever their device and dtype.
+    """For all parameters of the risk's model `Σ p` and `Σ p²`, whatever their device and dtype.
 
     Writing to `p.data` changes no version of a tensor, so that only values tell. Those of the risk have their own keys;
     others, which it depends on too, that of the model after "model.".
@@ -20,19 +20,20 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
     Cost: one pass over the memory of the parameters, 2 ms for a million of them on one core.
     """
     risk.whole.renew()
-    return Sums(all_parameters(risk), risk.device)
+    return sums_of(all_parameters(risk))
 
 
 def changed_parameters(
     before: Mapping[str, list[float]], now: Mapping[str, list[float]], tolerance: float
 ) -> list[str]:
-    """Keys of the parameters that changed, relative to the sum of their absolute values by more than `tolerance`."""
-    return [
-        key
-        for key, (size, *_) in before.items()
-        if key not in now
-        or not all(abs(a - b) <= tolerance * max(size, 1e-30) for a, b in zip(before[key], now[key], strict=True))
-    ]
+    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
+
+    def same(key: str) -> bool:
+        size = before[key][1]
+        room = tolerance * (size + size**0.5)
+        return key in now and all(abs(a - b) <= 2 * room for a, b in zip(before[key], now[key], strict=True))
+
+    return [key for key in before if not same(key)]
 
 
 def require_unchanged(label: str, before: Mapping[str, list[float]], risk: EmpiricalRisk) -> None:

@@ -19,40 +19,57 @@ the sum over roles.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.factors import (
-    FactorForm,
-    Parts,
-    as_factor,
-    factor_forms,
-    form_in_role,
-    numbered,
-    of_form,
-    slices,
-    stacked,
-    unstacked,
-)
-from curvlinops_plus.linalg import (
-    Kronecker,
-    LinearOperator,
-    Structure,
-    nearest_kronecker,
-)
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
-from curvlinops_plus.risk.affine_rows import AffineRows
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Larger factors are diagonal.
 MAX_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class FactorForm:
+    """What is kept of a factor.
+
+    Attributes:
+        size: Its rows.
+        batch: Its batch axis, () or (b,).
+        bytes: Of its matrices.
+        diagonal: Whether only the diagonal is kept: of sparse rows, and of matrices above `max_bytes`.
+        kept: Bytes of what is kept.
+    """
+
+    size: int
+    batch: tuple[int, ...]
+    bytes: int
+    diagonal: bool
+    kept: int
+
+
+def factor_forms(layer: Layer, max_bytes: int) -> dict[str, FactorForm]:
+    """The form of `G`, and of `A` if there is a weight."""
+
+    def form(size: int, batch: Sequence[int], sparse: bool) -> FactorForm:
+        row = prod(batch) * layer.accumulation_dtype.itemsize * size
+        diagonal = sparse or row * size > max_bytes
+        return FactorForm(size, tuple(batch), row * size, diagonal, row if diagonal else row * size)
+
+    forms: dict[str, FactorForm] = {}
+    for group in layer.groups:
+        *batch, o, i = group.layout.matrix_shape
+        forms["G"] = form(o, batch, False)
+        if layer.weight in group.keys:
+            forms["A"] = form(i, batch, layer.sparse)
+    return forms
 
 
 class KFAC(Accumulator):
@@ -63,12 +80,9 @@ class KFAC(Accumulator):
             and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
         max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a head with 50 000
             rows, are diagonal: the diagonal of the block stays the same. `print(K)` says where.
-        split: Factors with more rows are block-diagonal: the matrices on their diagonal are kept, as few of equal size
-            (up to one row) as possible, and nothing between them. With 4096, `G` of a head with 50 257 rows takes .72
-            GiB instead of 9.4. By default none is.
 
     Raises:
-        ValueError: If `kfac_approx` is neither, or `split` is no integer of at least 1.
+        ValueError: If `kfac_approx` is neither.
 
     Cost: one sweep, two small Gram matrices per layer and batch.
 
@@ -93,167 +107,106 @@ class KFAC(Accumulator):
         scale: LossScale,
         kfac_approx: str = "expand",
         max_bytes: int = MAX_BYTES,
-        split: int | None = None,
     ) -> None:
         super().__init__(layer, group, scale)
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'.")
-        if split is not None and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
-            raise ValueError(
-                f"split={split!r}: expected the most rows that a factor may have, an integer of at least 1."
-            )
         self.reduce, weight = kfac_approx == "reduce", layer.weight
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
         self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
         #: What is kept of each factor, by its name.
-        self.forms = factor_forms(layer, max_bytes, split)
-        #: Another accumulator whose layer reads the same inputs: the input factor is its.
-        self.leader: KFAC | None = None
-        self._input_factor: Factor | None = None
-
-    # --------------------------------------------------------------------------------------------------- shared inputs
-    @property
-    def may_share_inputs(self) -> bool:
-        """Whether the input factor may be that of another layer which reads the same."""
-        plain = type(self).update is KFAC.update and type(self).factors is KFAC.factors
-        return plain and "A" in self.forms and not self.forms["A"].diagonal and len(self.layer.roles) == 1
-
-    @property
-    def input_kind(self) -> tuple[Any, ...]:
-        """What input factors, and what is made of them, depend on besides the inputs."""
-        bias = self.weight_group is not None and self.layer.bias in self.weight_group.keys
-        return type(self), self.reduce, self.forms["A"], bias, self.layer.accumulation_dtype
-
-    def part_from_leader(self) -> None:
-        """Go on with a copy of the leader's sums."""
-        leader, self.leader = self.leader, None
-        assert leader is not None
-        for name in ["A", *numbered(leader.sums, "A")]:
-            if name in leader.sums:
-                self.sums[name], self.counts[name] = leader.sums[name].clone(), leader.counts[name]
-
-    def empty(self) -> Self:
-        other = super().empty()
-        other.leader = other._input_factor = None
-        return other
-
-    def _factor_of_inputs(self, A: Parts | None) -> Factor | None:
-        """The input factor as an operator, one for all that share it: it is decomposed once."""
-        owner = self.leader or self
-        if A is None or owner._input_factor is not None:
-            return owner._input_factor
-        factor = as_factor(A, Structure.PSD, len(self.layer.groups[0].layout.matrix_shape))
-        owner._input_factor = factor if owner._for_good else None
-        return factor
+        self.forms = factor_forms(layer, max_bytes)
 
     @classmethod
-    def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, split: int | None = None, **options: Any) -> str:
-        said = []
-        for name, form in factor_forms(layer, max_bytes, split).items():
-            if form.split:
-                said.append(f"{name} in {len(form.pieces)} pieces of {max(form.pieces)} rows")
-            elif form.diagonal and form.bytes > max_bytes and not (name == "A" and layer.sparse):
-                said.append(f"diagonal {name} ({form.bytes / 2**30:.2g} GiB as a matrix)")
-        return ", ".join(said)
+    def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, **options: Any) -> str:
+        return ", ".join(
+            f"diagonal {name} ({form.bytes / 2**30:.2g} GiB as a matrix)"
+            for name, form in factor_forms(layer, max_bytes).items()
+            if form.bytes > max_bytes and not (name == "A" and layer.sparse)
+        )
 
     def needs(self) -> Needs:
-        factors = waiting = 0
-        for form in self.forms.values():
-            factors += form.kept
-            waiting += form.waiting
-        return Needs(max(1, len(self.layer.roles)) * (factors + waiting), factors)
+        factors = sum(form.kept for form in self.forms.values())
+        return Needs(max(1, len(self.layer.roles)) * factors, factors)
 
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
-            of_A, of_G = form_in_role(self.layer, number, self.forms)
-            if role.calls and batch.first and of_A is not None and self.leader is None:
+            of_A, of_G = (self.forms.get(name) for name in ("A", "G"))
+            if self.layer.roles[number].transposed:  # its factors change sides
+                of_A, of_G = of_G, of_A
+            assert of_G is not None
+            if role.calls and batch.first and of_A is not None:
                 assert self.weight_group is not None
-                part = role if len(self.layer.groups) == 1 else role.restrict(self.weight_group)
-                self._add_inputs(f"A{number or ''}", of_A, part.rows)
+                rows = role.restrict(self.weight_group).rows
+                name = f"A{number or ''}"
+                if not of_A.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
+                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(a.shape[0]))
+                elif not (of_A.diagonal or self.reduce) and (packed := rows.packed_inputs()) is not None:
+                    self.add_packed(name, packed)
+                else:
+                    self.add(name, *rows.input_gram(self.reduce, of_A.diagonal))
             if role.calls and batch.num_vectors:
-                self._add_grads(f"G{number or ''}", of_G, role.rows)
-
-    def _add_inputs(self, name: str, form: FactorForm, rows: AffineRows) -> None:
-        if form.split and not rows.sparse:
-            self._add_pieces(name, form, *rows.split_inputs(self.reduce))
-        elif not form.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
-            self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(a.shape[0]))
-        elif not (form.diagonal or self.reduce) and (packed := rows.packed_inputs()) is not None:
-            self.add_packed(name, packed)
-        else:
-            self.add(name, *rows.input_gram(self.reduce, form.diagonal))
-
-    def _add_grads(self, name: str, form: FactorForm, rows: AffineRows) -> None:
-        if form.split:
-            self._add_pieces(name, form, rows.split_grads(self.reduce))
-        elif not form.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
-            self.add_rows(name, g)
-        else:
-            self.add(name, rows.grad_gram(self.reduce, form.diagonal))
-
-    def _add_pieces(self, name: str, form: FactorForm, rows: Tensor, count: Tensor | float | None = None) -> None:
-        """Add the matrices on the diagonal of `rowsᵀ rows`, of rows `[M, *b, d]`."""
-        for k, at in enumerate(slices(form, rows.shape[-1])):
-            if rows.ndim == 2:
-                self.add_rows(f"{name}.{k}", rows[:, at], count=count)
-            else:
-                self.add(f"{name}.{k}", gram(rows[..., at]), count)
+                rows, name = role.rows, f"G{number or ''}"
+                if not of_G.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
+                    self.add_rows(name, g)
+                else:
+                    self.add(name, rows.grad_gram(self.reduce, of_G.diagonal))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()
-        return kfac_blocks(self.layer, self._factor_of_inputs(A), G)
+        return kfac_blocks(self.layer, A, G)
 
-    def factors(self) -> tuple[Parts | None, Parts]:
+    def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
 
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """
         if len(self.layer.roles) == 1 or self.weight_group is None:
-            owner = self.leader or self
-            return (None if self.weight_group is None else owner._sum("A")), self._gradient_factor(0)
+            return (None if self.weight_group is None else self._sum("A")), self._gradient_factor(0)
         pairs = []
         for number, role in enumerate(self.layer.roles):
             if (A := self._sum(f"A{number or ''}")) is not None:  # a module may never have been called
                 G = self._gradient_factor(number)
                 left, right = (A, G) if role.transposed else (G, A)
-                pairs.append((of_form(left, self.forms["G"]), of_form(right, self.forms["A"])))
+                pairs.append((_of_form(left, self.forms["G"]), _of_form(right, self.forms["A"])))
         if not pairs:
             return self.value("A"), self.value("G")  # says that nothing was added
-        G, A = nearest_of_parts(pairs)
+        G, A = nearest_kronecker(pairs)
         return A, G
 
-    def _sum(self, name: str) -> Parts | None:
+    def _sum(self, name: str) -> Tensor | None:
         """A factor that was added to, None for another."""
-        if name in self._sums or name in self._rows:
-            return self.value(name)
-        return tuple(self.value(part) for part in numbered(self.names, name)) or None
+        return self.value(name) if name in self._sums or name in self._rows else None
 
-    def _gradient_factor(self, number: int) -> Parts:
+    def _gradient_factor(self, number: int) -> Tensor:
+        """`G` of a role."""
         if (found := self._sum(f"G{number or ''}")) is not None:
             return found
-        form = form_in_role(self.layer, number, self.forms)[1]
-
-        def identity(size: int) -> Tensor:
-            one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
-            one = one.diagonal() if form.diagonal else one
-            return one.expand(*form.batch, *one.shape).clone()
-
-        return tuple(map(identity, form.pieces)) if form.split else identity(form.size)
+        form = self.forms["A" if self.layer.roles[number].transposed else "G"]
+        one = torch.ones(*form.batch, form.size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
+        return one if form.diagonal else torch.diag_embed(one)
 
 
-def nearest_of_parts(pairs: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts]:
-    """`nearest_kronecker` of factors of equal forms."""
-    like = pairs[0]
-
-    def as_one(factor: Parts) -> Tensor:
-        return factor if isinstance(factor, Tensor) else stacked(factor)
-
-    found = nearest_kronecker([(as_one(G), as_one(A)) for G, A in pairs])
-    G, A = (one if isinstance(old, Tensor) else unstacked(one, old) for one, old in zip(found, like, strict=True))
-    return G, A
+def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
+    """A factor of a role in the form that the layer's has; columns that the role does not have are zero."""
+    missing = form.size - factor.shape[-1]
+    if form.diagonal:
+        return torch.nn.functional.pad(factor, (0, missing))
+    M = torch.diag(factor) if factor.ndim == 1 else factor
+    return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
 
 
-def kfac_blocks(layer: Layer, A: Factor | Parts | None, G: Parts) -> dict[str, LinearOperator]:
+def as_factor(factor: Tensor, structure: Structure, axes: int = 2) -> Factor:
+    """A factor as an operator; the tensor is shared.
+
+    Args:
+        structure: Of its matrices.
+        axes: Of a matrix, with those of a batch: what has fewer is a diagonal.
+    """
+    return Dense(factor, structure) if factor.ndim == axes else Diagonal(factor)
+
+
+def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
     """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
     axes = len(layer.groups[0].layout.matrix_shape)
     # One object for weight and bias: it is decomposed once.
@@ -262,7 +215,24 @@ def kfac_blocks(layer: Layer, A: Factor | Parts | None, G: Parts) -> dict[str, L
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            blocks[group.name] = Kronecker(factor, A if isinstance(A, Factor) else as_factor(A, Structure.PSD, axes))
+            blocks[group.name] = Kronecker(factor, as_factor(A, Structure.PSD, axes))
         else:
             blocks[group.name] = factor
     return blocks
+
+
+def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:
+    """Refuse Kronecker factors that are larger than the option of that name allows.
+
+    Raises:
+        UnsupportedError: If a factor has more than `limit` bytes.
+    """
+    layer = accumulator.layer
+    for name, form in factor_forms(layer, limit).items():
+        if form.bytes > limit and not (name == "A" and layer.sparse):
+            raise UnsupportedError(
+                f"{layer.title}: its factor {name} is {form.size} x {form.size}, {form.bytes / 2**30:.1f} GiB, above "
+                f"{option}={limit}. Use KFAC or EKFAC, which take its diagonal, or DiagonalBlock for this layer, leave "
+                f"its parameters {list(layer.params)} out of `params`, or say "
+                f"{type(accumulator).__name__}.using({option}=...)."
+            )

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from warnings import warn
 
-import torch
-
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.ekfac import EKFAC
-from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.accumulator import LossScale, Needs
 from curvlinops_plus.blocks.plan import LayerPlan, table
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.risk import Layer
-
-_LITTLE = 2**30  # below, nobody asks how much there is
 
 
 @dataclass(frozen=True)
@@ -25,8 +17,6 @@ class Memory:
 
     Args:
         layers: Layer name to what its approximation needs.
-        kfac: Layer name to what KFAC would, where it has Kronecker factors.
-        ekfac: The same of EKFAC.
 
     Example:
         >>> from torch import nn
@@ -37,8 +27,6 @@ class Memory:
     """
 
     layers: dict[str, Needs]
-    kfac: dict[str, Needs]
-    ekfac: dict[str, Needs]
 
     @property
     def computing(self) -> int:
@@ -51,16 +39,9 @@ class Memory:
         return sum(needs.kept for needs in self.layers.values())
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("layer", "computing", "kept", "as KFAC", "as EKFAC")]
-        for name, own in self.layers.items():
-            others = [_gib(found[name].computing) if name in found else "" for found in (self.kfac, self.ekfac)]
-            rows.append((name or "(model)", _gib(own.computing), _gib(own.kept), *others))
-        every = [
-            sum(found.get(name, own).computing for name, own in self.layers.items())
-            for found in (self.kfac, self.ekfac)
-        ]
-        rows.append(("all, GiB", _gib(self.computing), _gib(self.kept), *map(_gib, every)))
-        return "\n".join(table(rows))
+        rows: list[tuple[str, ...]] = [("layer", "computing", "kept")]
+        rows += [(name or "(model)", _gib(own.computing), _gib(own.kept)) for name, own in self.layers.items()]
+        return "\n".join(table([*rows, ("all, GiB", _gib(self.computing), _gib(self.kept))]))
 
 
 def memory_of(plan: Sequence[LayerPlan]) -> Memory:
@@ -69,16 +50,7 @@ def memory_of(plan: Sequence[LayerPlan]) -> Memory:
     Raises:
         UnsupportedError: If an approximation does not say.
     """
-    layers = {entry.layer.name: _needs(entry) for entry in plan}
-    affine = [entry.layer for entry in plan if entry.layer.affine]
-    kfac, ekfac = ({layer.name: _of(kind, layer) for layer in affine} for kind in (KFAC, EKFAC))
-    return Memory(layers, kfac, ekfac)
-
-
-def _of(kind: type[Accumulator], layer: Layer) -> Needs:
-    needs = kind(layer, None, _unscaled).needs()
-    assert needs is not None
-    return needs
+    return Memory({entry.layer.name: _needs(entry) for entry in plan})
 
 
 def _needs(entry: LayerPlan) -> Needs:
@@ -103,7 +75,7 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[lis
         The groups, and what the largest one leaves of `max_bytes`.
 
     Raises:
-        UnsupportedError: If a layer alone needs more; names it, and what takes less.
+        UnsupportedError: If a layer alone needs more; names it.
     """
     if max_bytes is None:
         return [list(plan)], None
@@ -114,7 +86,8 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[lis
         if needed > max_bytes:
             raise UnsupportedError(
                 f"{entry.layer.title}: {entry.approximation!r} needs {_gib(needed)} GiB while it is computed, more "
-                f"than max_bytes={max_bytes} ({_gib(max_bytes)} GiB). {_advice(entry, max_bytes)}"
+                f"than max_bytes={max_bytes} ({_gib(max_bytes)} GiB). Use less for it, KFAC or DiagonalBlock, as in "
+                f"curvature(risk, {{{entry.layer.name!r}: ...}}, ...)."
             )
         if not groups or needed > left[-1]:
             groups.append([])
@@ -143,69 +116,16 @@ def sweeps_of(entry: LayerPlan) -> int:
     return max(accumulator.sweeps for accumulator in entry.accumulators(_unscaled).values())
 
 
-def _advice(entry: LayerPlan, max_bytes: int) -> str:
-    """What takes less for a layer."""
-    name, kind = entry.layer.name, entry.approximation.kind
-    if issubclass(kind, KFAC):
-        sizes = sorted({size for group in entry.layer.groups for size in group.layout.matrix_shape[-2:]})
-        pieces = next(
-            (s for k in range(1, 12) if _split(entry, s := -(-sizes[-1] // 2**k)) <= max_bytes and s > 1), None
+def warn_of_groups(plan: Sequence[LayerPlan], groups: Sequence[Sequence[LayerPlan]], max_bytes: int | None) -> None:
+    """Say how many sweeps several groups of layers take."""
+    if len(groups) > 1:
+        sweeps = [max(map(sweeps_of, group)) for group in groups]
+        warn(
+            f"max_bytes={max_bytes}: {len(plan)} layers in {len(groups)} groups take {sum(sweeps)} sweeps over the "
+            f"data, instead of {max(sweeps)}.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
         )
-        split = f"{kind.__name__}.using(split={pieces}) keeps the diagonal parts of its factors, " if pieces else ""
-        return f"Use less for it: {split}DiagonalBlock its diagonal, as in curvature(risk, {{{name!r}: ...}}, ...)."
-    return f"Use less for it, KFAC or DiagonalBlock, as in curvature(risk, {{{name!r}: ...}}, ...)."
-
-
-def _split(entry: LayerPlan, split: int) -> int:
-    options = {**entry.approximation.options, "split": split}
-    return _needs(LayerPlan(entry.layer, type(entry.approximation)(entry.approximation.kind, options))).computing
-
-
-def warn_of_memory(
-    plan: Sequence[LayerPlan], first: Mapping[Layer, Mapping[str, Accumulator]], max_bytes: int | None
-) -> None:
-    """Warn before computing of statistics that will not fit into the memory that is free, and of several groups.
-
-    Args:
-        first: The accumulators of the first group of layers.
-        max_bytes: Of the statistics of a group; None: there is one.
-    """
-    if max_bytes is not None:
-        groups, _ = groups_within(plan, max_bytes)
-        if len(groups) > 1:
-            sweeps = [max(map(sweeps_of, group)) for group in groups]
-            warn(
-                f"max_bytes={max_bytes}: {len(plan)} layers in {len(groups)} groups take {sum(sweeps)} sweeps over the "
-                f"data, instead of {max(sweeps)}.",
-                CurvatureWarning,
-                stacklevel=level_of_user(),
-            )
-    needs = [(layer.name, a.needs()) for layer, own in first.items() for a in own.values()]
-    total = sum([each.computing for _, each in needs if each is not None])
-    if total < _LITTLE or (free := _free(plan[0].layer.device)) is None or total <= free:
-        return
-    needed = dict.fromkeys([name for name, _ in needs], 0)
-    for name, each in needs:
-        needed[name] += 0 if each is None else each.computing
-    largest = max(needed, key=needed.__getitem__)
-    warn(
-        f"The statistics of all layers take {_gib(total)} GiB while they are computed, and {_gib(free)} are free on "
-        f"{plan[0].layer.device}; {largest!r} takes {_gib(needed[largest])}. Compute some layers at a time by "
-        'curvature(..., max_bytes=..., offload="cpu"), or use KFAC.using(split=...) or DiagonalBlock for the largest. '
-        "print(curvature(..., compute=False).memory()) lists all.",
-        CurvatureWarning,
-        stacklevel=level_of_user(),
-    )
-
-
-def _free(device: torch.device) -> int | None:
-    """Bytes of memory that are free on a device; None if that is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu" or not (listed := Path("/proc/meminfo")).exists():
-        return None
-    found = [line.split()[1] for line in listed.read_text().splitlines() if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None
 
 
 def _gib(size: int) -> str:

@@ -6,8 +6,6 @@ and for the vectors. Version 1 stored the `repr` of both; such states are conver
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol
@@ -21,7 +19,6 @@ from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import (
     as_data,
-    plain,
     rebuild_approximations,
     rebuild_vectors,
     same_data,
@@ -31,10 +28,9 @@ from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Spa
 from curvlinops_plus.linalg.packing import FORMAT, copied, pack, taken, unpack
 from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
-from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import rebuild_losses
 
-VERSION = 3
+VERSION = 1
 # Without them a state is cut off; "examples", "blocks" and factors are there as soon as blocks are computed.
 KEYS = (
     "format",
@@ -57,8 +53,6 @@ KEYS = (
     "reads",
     "fingerprint",
 )
-#: Keys that states had not before a version.
-_SINCE = {"scale": 2, "reads": 3}
 
 
 class StateOwner(FactorOwner, Protocol):
@@ -111,11 +105,11 @@ def describe(K: StateOwner) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-def upgrade(state: Any) -> Mapping[str, Any]:
-    """The state in the present version; nothing changes if it is.
+def read_state(state: Any) -> Mapping[str, Any]:
+    """A state, if it is one.
 
     Raises:
-        ValueError: If the state is foreign, cut off, or of a later version.
+        ValueError: If it is foreign, cut off, or of another version.
     """
     if not isinstance(state, Mapping):
         read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
@@ -130,34 +124,11 @@ def upgrade(state: Any) -> Mapping[str, Any]:
             f"This is the state of a {state.get('class')}, which knows neither model nor data: read it by "
             "BlockDiagonal.from_state_dict(state)."
         )
-    version = state.get("version", VERSION)
-    if version > VERSION:
-        raise ValueError(
-            f"The state has version {version}; this package reads up to {VERSION}. Update curvlinops_plus."
-        )
-    if missing := [key for key in KEYS if key not in state and version >= _SINCE.get(key, 1)]:
+    if (version := state.get("version")) != VERSION:
+        raise ValueError(f"The state has version {version}; this package reads version {VERSION}.")
+    if missing := [key for key in KEYS if key not in state]:
         raise ValueError(f"The state lacks {missing}; is the file cut off?")
-    if version == VERSION:
-        return state
-    state = {**state, "version": VERSION, "reads": describe_reads(FoundReads())}  # of modules alone
-    if version > 1:
-        return state
-    layers = {
-        name: {**layer, "approximation": _parse_call(layer["approximation"])} for name, layer in state["layers"].items()
-    }
-    return {**state, "scale": 1.0, "vectors": _parse_call(state["vectors"]), "layers": layers}
-
-
-def _parse_call(text: str) -> dict[str, Any]:
-    """The data of an object that version 1 stored as `KFAC`, `KFAC(kfac_approx='reduce')` or the like."""
-    try:
-        call = ast.parse(re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", text), mode="eval").body  # members of an Enum
-        if isinstance(call, ast.Call):
-            options = {str(keyword.arg): plain(ast.literal_eval(keyword.value)) for keyword in call.keywords}
-            return {"kind": ast.unparse(call.func), "options": options}
-    except (SyntaxError, ValueError):
-        pass
-    return {"kind": text, "options": {}}
+    return state
 
 
 def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:

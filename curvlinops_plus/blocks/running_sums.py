@@ -327,12 +327,6 @@ class RunningSums:
         empty = {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
         return RunningSums(empty)._sharing(Totals())
 
-    def whole_step(self) -> Step:
-        """All batches as one step, of states that don't tell their last one."""
-        called = [k for k, own in enumerate(self._of_layers) if k in own[0].totals.called]
-        totals = Totals.union(self._distinct_totals(called[:1]))
-        return Step(1.0, totals, set(called), set(called))
-
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
@@ -368,8 +362,7 @@ class RunningSums:
                     loaded._append(layer, _following(stages[-1]))
                 for name, accumulator in stages[number].items():
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
-        # States of earlier versions don't tell; their layers have sums.
-        called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
+        called = state["called"]
         for index, own in enumerate(loaded._of_layers):
             totals = replace(own[0].totals, called=set(called)) if index in called else Totals()
             totals.steps = totals.steps or (steps if index in called else 0.0)
@@ -395,11 +388,6 @@ def _copied(accumulator: Accumulator) -> Accumulator:
     copied.add_sums(accumulator)
     copied.totals = accumulator.totals
     return copied
-
-
-def _used(stages: list[Stage]) -> bool:
-    """Whether there are sums of a layer."""
-    return any(accumulator.names for accumulator in stages[0].values())
 
 
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:

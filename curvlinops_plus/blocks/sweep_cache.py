@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
-from curvlinops_plus.risk.batches import Batch, tensors_of
 
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
 # eigendecompositions and memory count.
@@ -28,8 +25,7 @@ KEPT_BYTES = 2**24
 class SweepCache:
     """Batches of layers. All of them are dropped when they become too large, or when one was modified in place.
 
-    What lies in the memory of the data is copied: a loader may fill it anew for each batch, and version counters don't
-    notice what NumPy writes.
+    For data in lists, which stay where they are: a loader may fill one memory for all batches.
 
     Args:
         max_bytes: The largest memory that they may hold. A tensor that several layers read counts once.
@@ -44,15 +40,6 @@ class SweepCache:
         self._storages: set[int] = set()  # their addresses
         self._bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
-        self._of_data: set[int] | None = set()  # addresses of the mini-batch's storages; None: any may be its
-        self._copies: dict[Any, Tensor] = {}  # of its tensors
-
-    def begin(self, batch: Batch) -> None:
-        """A mini-batch comes."""
-        self._copies, self._of_data = {}, None
-        if all(isinstance(x, (Tensor, bool, int, float, str, type(None))) for x in tree_leaves([batch.X, batch.y])):
-            tensors = tensors_of([batch.X, batch.y])
-            self._of_data = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
 
     def add(self, batch: LayerBatch) -> None:
         """Keep a batch, if it is of one of the layers."""
@@ -63,13 +50,9 @@ class SweepCache:
     def _add(self, batch: LayerBatch) -> None:
         if self._batches is None:
             return
-        # The sweep removes the gradients from its own objects.
-        calls = [
-            replace(call, args=tuple(map(self._own, call.args)), kwargs=self._own(dict(call.kwargs)))
-            for call in batch.calls
-        ]
-        mask, weights = self._own(batch.mask), self._own(batch.example_weights)
-        tensors = tree_leaves([(call.args, call.kwargs, call.grads) for call in calls] + [mask, weights, batch.summed])
+        calls = [replace(call) for call in batch.calls]  # the sweep removes the gradients from its own objects
+        tensors = tree_leaves([(call.args, dict(call.kwargs), call.grads) for call in calls])
+        tensors += [batch.mask, batch.example_weights, batch.summed]
         for t in tensors:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()
@@ -77,30 +60,9 @@ class SweepCache:
                     self._storages.add(storage.data_ptr())
                     self._bytes += storage.nbytes()
                 self._versions.append((t, t._version))
-        kept = replace(batch, calls=calls, mask=mask, example_weights=weights, _shared={}, of_batch=None)
-        self._batches.append(kept)
+        self._batches.append(replace(batch, calls=calls, _shared={}))
         if self._bytes > self.max_bytes:
-            self._batches, self._totals, self._storages, self._versions, self._copies = None, [], set(), [], {}
-
-    def _own(self, tree: Any) -> Any:
-        """Tensors outside of the data's memory, or copies."""
-        if isinstance(tree, Tensor):
-            return self._copy(tree)
-        return (
-            tree if tree is None or (isinstance(tree, dict) and not tree) else tree_map_only(Tensor, self._copy, tree)
-        )
-
-    def _copy(self, t: Tensor) -> Tensor:
-        if self._of_data is not None and t.untyped_storage().data_ptr() not in self._of_data:
-            return t
-        key = t.data_ptr(), t.shape, t.stride(), t.dtype
-        if key not in self._copies:
-            span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
-            if self._bytes + span * t.element_size() > self.max_bytes:
-                return t  # all are dropped
-            # In the same layout, in which products round alike.
-            self._copies[key] = t.as_strided((span,), (1,)).clone().as_strided(t.shape, t.stride(), 0)
-        return self._copies[key]
+            self._batches, self._totals, self._storages, self._versions = None, [], set(), []
 
     def end_of_batch(self, batch_totals: Totals) -> None:
         """Note the totals of a mini-batch."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.factors import check_factor_sizes
+from curvlinops_plus.blocks.kfac import check_factor_sizes
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.kronecker_approximation import balanced

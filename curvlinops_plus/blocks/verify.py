@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.factors import factor_forms, form_in_role
-from curvlinops_plus.blocks.kfac import MAX_BYTES
+from curvlinops_plus.blocks.kfac import MAX_BYTES, factor_forms
 from curvlinops_plus.blocks.plan import table
 from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
@@ -212,8 +211,8 @@ def _statistics(batch: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], di
     if batch.layer.affine:
         for number, role in enumerate(batch.roles()):
             if role.calls:
-                of_A, of_G = form_in_role(batch.layer, number, forms)
-                sides = (of_A is None or of_A.diagonal, of_G.diagonal)
+                sides = ["A" not in forms or "A" in diagonal, "G" in diagonal]
+                sides = sides[::-1] if batch.layer.roles[number].transposed else sides
                 grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role, *sides).items()}
     if len(batch.layer.roles) == 1:
         corrected = torch.zeros_like(total)

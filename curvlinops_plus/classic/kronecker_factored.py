@@ -55,7 +55,6 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
         max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
         offload: As for `curvature`: where finished blocks are put, "cpu" or "disk:folder".
-        split: Factors with more rows are split into matrices on their diagonal, as by `KFAC.using(split=...)`.
         risk_options: Keyword options of `EmpiricalRisk`, such as `output`, `mask`, `weight`, `shift_labels`,
             `processes`.
 
@@ -106,7 +105,6 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         owned: bool = False,
         max_bytes: int | None = None,
         offload: str | torch.device | None = None,
-        split: int | None = None,
         **risk_options: Any,
     ) -> None:
         if fisher_type not in self._SUPPORTED_FISHER_TYPE:
@@ -125,7 +123,6 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         )
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
         changed = {} if expand else {"kfac_approx": "reduce"}
-        changed |= {} if split is None else {"split": split}
         vectors: Vectors = Empirical() if fisher_type == FisherType.EMPIRICAL else ForwardOnly()
         if fisher_type == FisherType.MC:
             vectors = MonteCarlo(mc_samples, seed)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
-from curvlinops_plus.exact.kept import KEPT_BYTES
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import Adjoint
@@ -33,7 +32,6 @@ class GGNLinearOperator(GGN):
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
         batch_size_fn: Number of examples of an input that is no tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
-        max_kept_bytes: Memory for linearisations that stay between products, see `GGN`.
         mc_samples: With more than 0, the Monte-Carlo estimate of `FisherMCLinearOperator`, from so many draws.
         seed: Where these draws start.
         risk_options: Keyword options of `EmpiricalRisk`.
@@ -67,7 +65,6 @@ class GGNLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        max_kept_bytes: int = KEPT_BYTES,
         mc_samples: int = 0,
         seed: int = 2147483647,
         **risk_options: Any,
@@ -86,7 +83,6 @@ class GGNLinearOperator(GGN):
             MonteCarlo(samples, seed) if samples else self._VECTORS,
             check_deterministic=check_deterministic,
             chunk_size=chunk_size,
-            max_kept_bytes=max_kept_bytes,
         )
 
 
@@ -120,7 +116,7 @@ class FisherMCLinearOperator(GGN):
             `GGNLinearOperator`; the loss needs a likelihood.
         seed: Where the draws start.
         mc_samples: Draws per example.
-        chunk_size, max_kept_bytes: As for `GGNLinearOperator`.
+        chunk_size: As for `GGNLinearOperator`.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
@@ -150,7 +146,6 @@ class FisherMCLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        max_kept_bytes: int = KEPT_BYTES,
         **risk_options: Any,
     ) -> None:
         if (whole(mc_samples) or 0) < 1:
@@ -162,7 +157,6 @@ class FisherMCLinearOperator(GGN):
             MonteCarlo(mc_samples, seed),
             check_deterministic=check_deterministic,
             chunk_size=chunk_size,
-            max_kept_bytes=max_kept_bytes,
         )
 
 
@@ -193,12 +187,10 @@ class HessianLinearOperator(Hessian):
         num_data: int | None = None,
         block_sizes: Sequence[int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
-        *,
-        chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
         risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
-        super().__init__(risk, block_sizes=block_sizes, check_deterministic=check_deterministic, chunk_size=chunk_size)
+        super().__init__(risk, block_sizes=block_sizes, check_deterministic=check_deterministic)
 
 
 class JacobianLinearOperator(Jacobian):

@@ -1,9 +1,8 @@
 """Floor 4: exact matrix-free operators of a risk."""
 
 from curvlinops_plus.exact.activation import ActivationHessian
+from curvlinops_plus.exact.data_rows import GGNFactor, Jacobian
 from curvlinops_plus.exact.ggn import GGN
-from curvlinops_plus.exact.ggn_factor import GGNFactor
 from curvlinops_plus.exact.hessian import Hessian
-from curvlinops_plus.exact.jacobian import Jacobian
 
 __all__ = ["GGN", "ActivationHessian", "GGNFactor", "Hessian", "Jacobian"]

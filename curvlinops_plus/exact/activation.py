@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,19 +13,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.base import SymmetricRiskOperator, require_own_data
-from curvlinops_plus.exact.batched import columns_at_once
-from curvlinops_plus.exact.double_backward import (
-    differentiable,
-    kernel_shape,
-    loss_hessian_product,
-    refuse_asymmetry,
-    refuse_once_differentiable,
-)
-from curvlinops_plus.exact.linear_passes import refuse_nonlinear_products
-from curvlinops_plus.exact.operations import Operations, Stopped, replaced_again
+from curvlinops_plus.exact.loss_terms import hessian_product
+from curvlinops_plus.exact.passes import Passes, differentiable
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.graph import kinds_of_nodes
+from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
@@ -54,8 +46,7 @@ class ActivationHessian(SymmetricRiskOperator):
             of activation checkpointing.
 
     Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
-    after the activation is differentiated. For the first batch of each shape three more products, which tell whether
-    second derivatives are symmetric.
+    after the activation is differentiated.
 
     Example:
         >>> from torch import nn
@@ -79,8 +70,7 @@ class ActivationHessian(SymmetricRiskOperator):
     ) -> None:
         super().__init__(risk, check_deterministic)
         self._activation = _checked(risk.model, activation)
-        self._checked: set[Hashable] = set()  # ways through model and kernels that were
-        self._replaced = False  # whether operations in the forward pass were replaced
+        self._passes = Passes(risk, _read)
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
@@ -98,36 +88,21 @@ class ActivationHessian(SymmetricRiskOperator):
     def out_space(self) -> Space:  # type: ignore[override]
         return self.in_space
 
-    def __getstate__(self) -> dict[str, Any]:  # kinds of graph nodes can't be pickled, and are looked at anew
-        return {**vars(self), "_checked": set()}
-
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         n, shapes = self.in_space.dim, iter(self.in_space.shapes.values())
         X = X.clone() if X.is_inference() else X
         found: list[Tensor] = []
         start = 0
 
-        def block(z: Tensor, batch_totals: Totals, hooked: bool) -> None:
+        def block(z: Tensor, batch_totals: Totals) -> None:
             nonlocal start
             expected = next(shapes, None)
             if z.shape != expected:
                 self._raise_changed(z.shape, expected)
             rows = X[start : start + z.numel()].T.to(z.dtype)
             start += z.numel()
-            loss = weights.objective(batch_totals)
-            way = hooked, kinds_of_nodes(loss), kernel_shape(len(z) if z.ndim else 1, [z])
-            if way not in self._checked:
-                refuse_once_differentiable(loss)
-            hessian = loss_hessian_product(loss, z)
-
-            def product(V: Tensor) -> Tensor:  # [K, numbers] -> [K, numbers]
-                return hessian(V.reshape(-1, *z.shape)).flatten(1)
-
-            if way not in self._checked:
-                refuse_nonlinear_products(product, [z.numel()], rows.T, loss, hooked, z.dtype)
-                refuse_asymmetry(product, rows.T, float(loss.detach().abs()), z.dtype)
-                self._checked.add(way)
-            columns = [product(piece) for piece in rows.split(columns_at_once(None, n))]
+            product = hessian_product(weights.objective(batch_totals), z)
+            columns = [product(row.reshape(1, *z.shape)).flatten(1) for row in rows]
             found.append(torch.cat(columns).T.to(X.dtype))
 
         totals = self._loop("product", block)
@@ -147,36 +122,27 @@ class ActivationHessian(SymmetricRiskOperator):
             start += size
         return dense
 
-    def _loop(self, what: str, visit: Callable[[Tensor, Totals, bool], object]) -> Totals:
-        """`visit(z, batch_totals, hooked)` for every batch: the activation, and totals whose loss is a function of it.
-
-        `hooked`: as for `is_by_hand`.
-        """
+    def _loop(self, what: str, visit: Callable[[Tensor, Totals], object]) -> Totals:
+        """`visit(z, batch_totals)` for every batch: the activation, and totals whose loss is a function of it."""
         risk, totals = self.risk, Totals()
-        frozen = {key: p.detach() for key, p in risk.params.items()}
+        frozen = [p.detach() for p in risk.params.values()]
 
-        def loop(model: nn.Module) -> None:
-            with nullcontext() if self._checked and not self._replaced else replaced_again(model, twice=True):
-                read(model)
-
-        def read(model: nn.Module) -> None:
-            for batch in self._batches(f", {what}"):
-                again = self._checked and not self._replaced
-                with self._leaf() as caught, Stopped() if again else Operations(twice=True) as watch:
-                    f, y, class_axis = risk.run(batch, model)
-                if len(caught) != 1:
-                    name, side, _ = self._activation
-                    raise ValueError(
-                        f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
-                        f"respect to its {side} needs exactly one call. Choose another module."
-                    )
-                self._replaced |= isinstance(watch, Operations) and watch.replaced
-                batch_totals = risk.terms(f, y, batch, class_axis).totals
-                visit(caught[0], batch_totals, watch.hooked)
-                totals.add(batch_totals.detached())
+        def of_batch(model: nn.Module, batch: Batch) -> None:
+            with self._leaf() as caught:
+                f, y, class_axis = risk.run(batch, model)
+            if len(caught) != 1:
+                name, side, _ = self._activation
+                raise ValueError(
+                    f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
+                    f"respect to its {side} needs exactly one call. Choose another module."
+                )
+            batch_totals = risk.terms(f, y, batch, class_axis).totals
+            visit(caught[0], batch_totals)
+            totals.add(batch_totals.detached())
 
         try:
-            risk.at(frozen, loop)
+            for batch in self._batches(f", {what}"):
+                self._passes.at(batch, frozen, partial(of_batch, batch=batch))
         except CheckpointError as error:
             raise UnsupportedError(
                 f'Module "{self._activation[0]}" is inside of activation checkpointing, which runs it again in the '
@@ -228,6 +194,10 @@ class ActivationHessian(SymmetricRiskOperator):
             f"and {None if came is None else list(came)} in this one. Each pass must give the same batches in the same "
             "order (shuffle=False)."
         )
+
+
+def _read(model: nn.Module, batch: Batch) -> tuple[tuple[()], None]:
+    return (), None  # nothing is differentiated in the parameters
 
 
 def _checked(model: nn.Module, activation: tuple[str, str, int]) -> tuple[str, str, int]:

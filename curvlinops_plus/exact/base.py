@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.exact.double_backward import differentiable
+from curvlinops_plus.exact.passes import differentiable
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.compared import compared, rounding_of
 from curvlinops_plus.linalg.implicit import linear_in
@@ -20,7 +20,6 @@ from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
-from curvlinops_plus.risk.graph import columns_in_range, is_narrow, require_in_range
 from curvlinops_plus.risk.losses import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
@@ -38,7 +37,8 @@ class RiskOperator(LinearOperator):
     @takes_risk
     def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
         self.risk, self._compares_few = risk, check_deterministic is not False
-        self.dtype, self.device, self._narrow = risk.dtype, risk.device, is_narrow(risk.params.values())
+        self.dtype, self.device = risk.dtype, risk.device
+        self._narrow = any(p.dtype == torch.float16 for p in risk.params.values())
 
     def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
@@ -70,19 +70,14 @@ class SymmetricRiskOperator(RiskOperator):
         return linear_in(X, self._whole_product, self._whole_product)
 
     def _whole_product(self, X: Tensor) -> Tensor:
-        columns = X.T.contiguous().T  # which each batch splits into parameters, without copies then
-        return columns_in_range(columns, self._narrow, lambda V: self._scaled(partial(self._sweep, V), V))
+        return in_range(X, self._narrow, lambda V: self._scaled(partial(self._sweep, V.T.contiguous().T), V))
 
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
         """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
-
-        def preserved(weights: LossWeights) -> tuple[Tensor, Totals]:
-            with differentiable(self.risk):
-                return sweep(weights)
-
-        total, self._totals = self._summed(preserved, X)
-        return require_in_range(total.mul_(self.risk.scale(self._totals)), self._narrow, X)
+        with differentiable(self.risk):
+            total, self._totals = self._summed(sweep, X)
+        return total.mul_(self.risk.scale(self._totals))
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""
@@ -189,6 +184,28 @@ def require_same_products(
         f"{cause or 'Do the data change from pass to pass (shuffle=True, random augmentation), or the model?'} "
         f"The data must come in the same order each time (shuffle=False). {off}"
     )
+
+
+def in_range(X: Tensor, narrow: bool, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A linear function of columns [n, K], each times a power of two that brings its largest number to about 1.
+
+    Args:
+        narrow: Whether they go through float16; else they are left as they are.
+
+    Raises:
+        NumericsError: If what comes out has left the range of float16.
+    """
+    if not narrow:
+        return product(X)
+    power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
+    found = product(X / power) * power
+    if not bool(found.isfinite().all()) and bool(X.isfinite().all()):
+        raise NumericsError(
+            "A product has NaN or infinite entries: something on its way through the model leaves the range of "
+            "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
+            "model.float() or model.bfloat16(), or with a loss that is divided by more."
+        )
+    return found
 
 
 def _close(a: Any, b: Any, dtype: torch.dtype) -> bool:

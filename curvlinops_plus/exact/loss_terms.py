@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.exact.passes import naming_operations, vjp
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.vectors import Root, WeightedRoot
 
 
@@ -61,6 +63,26 @@ def run_losses(
     first = risk.losses.reference
     number = N * pairs[first].shape[1] if risk.losses[first].known else N
     return tuple(pairs), (terms, Totals(N, number, counts[first], counts=tuple(counts), losses=(0.0,) * len(counts)))
+
+
+def hessian_product(loss: Tensor, F: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product `[K, *F.shape] -> [K, *F.shape]` with the Hessian of a loss with respect to `F`, below it in a graph.
+
+    Cost: one backward pass, and one for each product.
+    """
+    gradient = None
+    if loss.requires_grad and F.requires_grad:
+        with naming_operations():
+            (gradient,) = gradients_of([loss], [F], [torch.ones_like(loss)], True, create_graph=True)
+    if gradient is None or not gradient.requires_grad:
+        return torch.zeros_like
+
+    def product(V: Tensor) -> Tensor:
+        with naming_operations():
+            (found,) = vjp([gradient], [F], [V])
+        return torch.zeros_like(V) if found is None else found
+
+    return product
 
 
 # -------------------------------------------------------------------------------------------------------------- roots

@@ -10,7 +10,6 @@ from torch.nn.modules.conv import _ConvNd
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.convolution_gram import (
     Correlations,
-    Images,
     grouped_gram,
     image_gram,
     input_gram,
@@ -127,9 +126,9 @@ class ConvRule(GroupedRule):
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
     def packed_forms(self, module: nn.Module) -> tuple[PackedForm, ...]:
-        """The Gram matrix of whole images or their correlations, of a convolution without groups."""
+        """Correlations of images, of a convolution without groups."""
         assert isinstance(module, _CONVOLUTIONS)
-        return tuple(form(Geometry.of(module), module.weight.shape[1]) for form in (Images, Correlations))
+        return (Correlations(Geometry.of(module), module.weight.shape[1]),)
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
         """What takes less work than the patches, of a convolution without groups."""

@@ -1,11 +1,10 @@
 """Sums of `a aᵀ` over the patches of a convolution, and of `g gᵀ` over images: the products behind Kronecker factors.
 
-There are three algorithms for the Gram matrix of patches. They agree up to rounding; `input_gram` picks the faster one
-of the first two, and `packed_gram`, for sums over many batches, that of the last two if one of them pays.
+There are two algorithms for the Gram matrix of patches. They agree up to rounding; `input_gram` picks the faster one,
+and `packed_gram`, for sums over many batches, adds up correlations before the matrix is made of them.
 
     patch_gram        forms the patches, a few examples at a time: for every convolution
     correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
-    Images            multiplies whole images, of which the matrix is made in the end: for every convolution
 
 A grouped convolution has one Gram matrix per group. `grouped_gram` batches the products of many small groups.
 """
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.weight_gradient import ADDED, weight_gradient
-from curvlinops_plus.linalg.gram_sum import PackedGram, gram, lower_gram, mirror
+from curvlinops_plus.linalg.gram_sum import PackedGram, gram
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
@@ -41,13 +40,6 @@ _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
 # Multiplications that repay those of sums of many batches, of which the matrix is made once.
 _MIN_PACKED_PRODUCTS = 4e7
-# Multiplications that take as long as copying a number of a patch, and as what is done to an entry of a sum of images.
-_PER_COPY = 100
-_PER_ENTRY = 80
-# Up to this size a Gram matrix of whole images may be larger than that of their patches.
-_IMAGE_BYTES = 2**20
-# The largest table that makes the one of the other: it stays, and of 255 taps on 256 pixels it would have 34 GB.
-_TABLE_BYTES = 2**20
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -126,19 +118,6 @@ def correlation_pays(geometry: Geometry, x: Tensor, least: float) -> bool:
     return patches >= _MIN_PATCHES and patches * d**2 >= least and torch.backends.mkldnn.is_available()
 
 
-def images_pay(geometry: Geometry, x: Tensor) -> bool:
-    """Whether the Gram matrix of whole images takes much less work than that of patches, and little memory.
-
-    Multiplications are counted (twice those of images, whose matrix has to pay), with what it costs to copy patches, to
-    add up the matrix of images, and to make that of patches, as if it were read after each batch.
-    """
-    B, D, d = len(x), prod(x.shape[1:]), x.shape[1] * prod(geometry.kernel)
-    taps = max(k * size for k, size in zip(geometry.kernel, x.shape[2:], strict=True))
-    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2 or 8 * taps**2 > _TABLE_BYTES:
-        return False
-    return 2 * B * D**2 + _PER_ENTRY * (D**2 + d**2) < B * geometry.positions(x) * d * (d + _PER_COPY)
-
-
 def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
     """Numbers that are added up over batches before the Gram matrix of patches is made of them.
 
@@ -148,25 +127,20 @@ def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
         ones: Whether the sum of patches is wanted, too: that of images is enough.
 
     Returns:
-        The Gram matrix of small images, or their `correlations` unless these are more numbers than there are in the
-        matrix: without padding most lines are not visited. None if neither is faster than the matrix itself.
+        Their `correlations`. None if these are not faster, or more numbers than there are in the matrix: without
+        padding most lines are not visited.
     """
-    if geometry.pointwise:
+    form = Correlations(geometry, x.shape[1])
+    pays = not geometry.pointwise and correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS)
+    if not pays or form.size > form.columns**2 // 2:
         return None
-    c = x.shape[1]
-    if images_pay(geometry, x):
-        form, values = Images(geometry, c), lower_gram(x.flatten(1)).view(x.shape[1:] * 2)
-    else:
-        form = Correlations(geometry, c)
-        if not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS) or form.size > form.columns**2 // 2:
-            return None
-        values = torch.cat(correlations(geometry, x))
-    return PackedGram(values, form, x.sum(0) if ones else None, float(len(x) * geometry.positions(x)))
+    rows = float(len(x) * geometry.positions(x))
+    return PackedGram(torch.cat(correlations(geometry, x)), form, x.sum(0) if ones else None, rows)
 
 
 @dataclass(frozen=True)
-class _OfPatches:
-    """What numbers mean of which the Gram matrix of a convolution's patches is made."""
+class Correlations:
+    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
 
     geometry: Geometry
     channels: int
@@ -179,37 +153,6 @@ class _OfPatches:
     def row_sum(self, total: Tensor) -> Tensor:  # [c, *size] -> [c·kernel]
         """The sum of patches, from that of images."""
         return self.geometry.sum_rows(total[None])[0]
-
-
-class Images(_OfPatches):
-    """What `lower_gram` of whole images means, `Σ x xᵀ` over images `x [c, *size]`. For every convolution.
-
-    A patch holds pixels of its image, so that the Gram matrix of patches sums entries of that matrix, one dimension
-    after the other: no difference is taken, and it rounds as the products of patches do.
-    """
-
-    def unpack(self, values: Tensor) -> Tensor:  # [c, *size, c, *size] -> [c·kernel, c·kernel]
-        """The Gram matrix of patches."""
-        n, D = len(self.geometry.kernel), prod(values.shape[: values.ndim // 2])
-        values = mirror(values.reshape(D, D).clone()).view(values.shape)
-        for dim, line in enumerate(self.geometry.lines):  # [k, k, ...] of those done, c, *size, c, *size of the others
-            pixels = values.movedim((2 * dim + 1, dim + n + 2), (0, 1))
-            sums = _pairs(line, len(pixels)).to(pixels) @ pixels.flatten(2).flatten(0, 1)
-            values = sums.view(*line.kernel, *line.kernel, *pixels.shape[2:])
-        first, second = ([2 * n + side, *range(2 * n - 2 + side, -1, -2)] for side in (0, 1))
-        return values.permute(*first, *second).reshape(self.columns, self.columns)
-
-
-@lru_cache(256)
-def _pairs(line: Geometry, size: int) -> Tensor:  # -> [k², size²]
-    """At how many positions of a kernel in one dimension each pair of its taps meets each pair of pixels."""
-    with torch.inference_mode(False):
-        taps = line.rows(torch.eye(size, dtype=torch.float64)[:, None])  # [size, S, k]
-        return torch.einsum("psu,qsv->uvpq", taps, taps).flatten(2).flatten(0, 1)
-
-
-class Correlations(_OfPatches):
-    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
 
     @property
     def size(self) -> int:

@@ -17,8 +17,6 @@ class Conv1DRule(LinearRule):
         {'weight': 'i o -> o i', 'bias': 'o -> o 1'}
     """
 
-    rows_are_inputs = True
-
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` transposed, then the bias as one more column."""
         return {"weight": "i o -> o i", "bias": "o -> o 1"}

@@ -20,8 +20,6 @@ class LinearRule(AffineRule):
         torch.Size([4, 30, 3])
     """
 
-    rows_are_inputs = True
-
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` as it is, then the bias as one more column."""
         weight = {"weight": "o i -> o i"}
@@ -43,9 +41,3 @@ class LinearRule(AffineRule):
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
         return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
-
-    def stacked_inputs(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        return at_least_float32(x).flatten(0, -2) if x.ndim > 1 else super().stacked_inputs(module, x)
-
-    def stacked_grads(self, module: nn.Module, g: Tensor) -> Tensor:
-        return at_least_float32(g).flatten(0, -2)

@@ -65,12 +65,6 @@ class Geometry:
         """Whether the kernel moves by one, has no gaps, and sees zeros around the input."""
         return self.mode == "constant" and set(self.stride + self.dilation) == {1}
 
-    @property
-    def lines(self) -> list[Geometry]:
-        """The same along each dimension by itself."""
-        steps = zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
-        return [Geometry((k,), (stride,), (dilation,), (pads,), self.mode) for k, stride, dilation, pads in steps]
-
     def pad(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c, *padded]
         """Add the padding."""
         if not any(chain(*self.padding)):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -145,8 +144,18 @@ def replay_per_example(
             raise
         except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             pass
-        with no_random_numbers(module, g[0].device), words_for_errors(module):
-            return in_chunks(call.one_by_one, g, sizes)
+        try:
+            with no_random_numbers(module, g[0].device):
+                return in_chunks(call.one_by_one, g, sizes)
+        except (NotImplementedError, torch.OutOfMemoryError):  # words of our own, or nothing that the module did
+            raise
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{type(module).__name__} can't be run again with one example of the batch, which gives the example's "
+                f"gradients ({type(error).__name__}: {error}). Does it read what its last call left (a cache: "
+                "use_cache=False), or the number of examples? Write a rule for it (@register_rule), or leave its "
+                "parameters out of `params`."
+            ) from error
 
 
 class _Call:
@@ -386,8 +395,8 @@ def as_parameters(tensors: Iterable[Tensor]) -> None:
 def attributes_restored(module: nn.Module) -> Iterator[None]:
     """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: vmapped tensors must not stay there."""
     found = [(vars(m), dict(vars(m))) for m in module.modules()]
-    # The contents of lists and dicts too: recurrent layers keep their weights in a list.
-    held = [(v, v.copy()) for _, before in found for v in before.values() if isinstance(v, (list, dict))]
+    # The contents of lists too: recurrent layers keep their weights in one.
+    held = [(v, [*v]) for _, before in found for v in before.values() if isinstance(v, list)]
     for m in module.modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             m.scale_grad_by_freq = (
@@ -403,38 +412,7 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
                 del now[name]
             now.update(before)
         for now, before in held:
-            _restore_contents(now, before)
-
-
-def _restore_contents(now: Any, before: Any) -> None:
-    """Restore the contents of a list or a dict if they have changed."""
-
-    def entries(container: Any) -> list[tuple[Any, Any]]:
-        return list(container.items() if isinstance(container, dict) else enumerate(container))
-
-    pairs = list(zip_longest(entries(now), entries(before), fillvalue=(None, None)))
-    if any(key != old_key or value is not old for (key, value), (old_key, old) in pairs):
-        now.clear()
-        if isinstance(now, dict):
-            now.update(before)
-        else:
-            now.extend(before)
-
-
-@contextmanager
-def words_for_errors(module: nn.Module) -> Iterator[None]:
-    """Say what was tried when tensors no longer fit in a module that ran before, with the whole batch."""
-    try:
-        yield
-    except (NotImplementedError, torch.OutOfMemoryError):  # words of our own, or nothing that the module did
-        raise
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"{type(module).__name__} can't be run again with one example of the batch, which gives the example's "
-            f"gradients ({type(error).__name__}: {error}). Does it read what its last call left (a cache: "
-            "use_cache=False), or the number of examples? Write a rule for it (@register_rule), or leave its "
-            "parameters out of `params`."
-        ) from error
+            now[:] = before
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops_plus.layer.squares import Basis, multiplied
+from curvlinops_plus.layer.squares import multiplied
 
 # Work memory for the gradients of several vectors at a time.
 _WORK_BYTES = 16 * 2**20
@@ -212,7 +212,7 @@ class SparseRows:
             parts.append(torch.einsum(f"{letters},bsko->vbk", some, met))
         return torch.cat(parts, 1)
 
-    def squared(self, g: Tensor, Q: Basis | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
+    def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
         """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a diagonal.
 
         Only pairs of an example and an index that occur are formed.

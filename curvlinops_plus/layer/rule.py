@@ -31,8 +31,6 @@ from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
-_OF_INPUTS = ("stacked_inputs", "input_gram", "packed_gram", "mean_inputs", "per_example_grads")
-
 
 class LayerRule:
     """Per-example gradients of any module that treats its examples (dimension 0) independently.
@@ -209,8 +207,6 @@ class AffineRule(LayerRule):
             the method, unless the class body sets them.
         direct_input_gram: Whether `input_gram` is computed without rows.
         direct_grad_gram: Whether `grad_gram` is computed without rows.
-        rows_are_inputs: Whether `inputs` returns the entries of its input in their order, whatever the module: layers
-            that read one tensor then share an input factor. A subclass that does not say so is not asked for it.
 
     Example:
         >>> from curvlinops_plus.layer import register_rule, rule_of
@@ -237,34 +233,12 @@ class AffineRule(LayerRule):
     direct_grads: ClassVar[bool] = False
     direct_input_gram: ClassVar[bool] = False
     direct_grad_gram: ClassVar[bool] = False
-    rows_are_inputs: ClassVar[bool] = False
 
     _set_by_methods: ClassVar[Mapping[str, str]] = {
         "direct_grads": "per_example_grads",
         "direct_input_gram": "input_gram",
         "direct_grad_gram": "grad_gram",
     }
-
-    #: Methods to those that are shorter ways to the same, which a subclass of another first one does not inherit.
-    _shorter: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("inputs", "rows"), _OF_INPUTS),
-        **dict.fromkeys(("grads", "grad_rows"), ("stacked_grads", "grad_gram", "sum_grads", "per_example_grads")),
-    }
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        own = set(vars(cls))
-        super().__init_subclass__(**kwargs)
-
-        def place(name: str) -> int:
-            return next(k for k, base in enumerate(cls.__mro__) if name in vars(base))
-
-        last = cls.__mro__.index(AffineRule)
-        stale = [name for method, short in cls._shorter.items() for name in short if place(method) < place(name) < last]
-        for name in stale:
-            setattr(cls, name, vars(AffineRule)[name])
-        for attribute, method in cls._set_by_methods.items():
-            if method in stale and attribute not in own:
-                setattr(cls, attribute, False)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""

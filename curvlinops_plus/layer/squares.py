@@ -7,26 +7,20 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.aligned import aligned, is_aligned
 
-# An orthogonal matrix, or those on the diagonal of one.
-Basis = Tensor | tuple[Tensor, ...]
-
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
 _CHUNK_BYTES = 2**20
 
 
-def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
+def rotate(J: Tensor, QG: Tensor | None, QA: Tensor | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
     """`Q_Gᵀ J Q_A`; None is the identity."""
     J = multiplied(J, QA)
     if QG is None:
         return J
-    return QG.mT @ J if isinstance(QG, Tensor) and QG.ndim == 2 else multiplied(J.mT, QG).mT
+    return QG.mT @ J if QG.ndim == 2 else multiplied(J.mT, QG).mT
 
 
-def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
+def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
     """`t Q` in the precision of `t`: of several matrices, one large product for each instead of one per example."""
-    if isinstance(Q, tuple):
-        parts = t.split_with_sizes([part.shape[-2] for part in Q], -1)
-        return torch.cat([multiplied(some, part) for some, part in zip(parts, Q, strict=True)], -1)
     if Q is None:
         return t
     if Q.ndim > 2:
@@ -43,8 +37,8 @@ def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [...
 def squared_gradients(
     g: Tensor,
     a: Tensor,
-    QG: Basis | None = None,
-    QA: Basis | None = None,
+    QG: Tensor | None = None,
+    QA: Tensor | None = None,
     bias: bool = False,
     total: Tensor | None = None,
 ) -> Tensor:
@@ -53,7 +47,7 @@ def squared_gradients(
     Args:
         g: Output gradients [N, S, *b, o].
         a: Inputs [N, S, *b, i].
-        QG: Basis of the rows [*b, o, o], None for the identity; a tuple of the matrices on its diagonal.
+        QG: Basis of the rows [*b, o, o], None for the identity.
         QA: Basis of the columns [*b, i, i], likewise.
         bias: Whether inputs have one more entry, which is one and not stored; bases count it.
         total: What it is added to, if it is not the first one; it is returned then.
@@ -93,7 +87,7 @@ def squared_gradients(
     return total
 
 
-def squared_examples(J: Tensor, QG: Basis | None, QA: Basis | None, total: Tensor) -> Tensor:
+def squared_examples(J: Tensor, QG: Tensor | None, QA: Tensor | None, total: Tensor) -> Tensor:
     """`total + Σ_n (Q_Gᵀ J_n Q_A)²` of a few gradients [N, *b, o, i], in place."""
     rotated = rotate(J, QG, QA)
     if len(J) == 1:
@@ -137,9 +131,9 @@ def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i],
     return total.addmm_(g.T, a)
 
 
-def _inputs(a: Tensor, QA: Basis | None, bias: bool) -> Tensor:  # [N, *b, S, i] -> [N, *b, S, k]
+def _inputs(a: Tensor, QA: Tensor | None, bias: bool) -> Tensor:  # [N, *b, S, i] -> [N, *b, S, k]
     """Inputs in a basis that, for a bias, has a row more for the one that is not stored with them."""
-    if bias and isinstance(QA, Tensor):
+    if bias and QA is not None:
         i = a.shape[-1]
         return multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :])
     return multiplied(torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a, QA)

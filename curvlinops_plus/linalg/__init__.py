@@ -25,7 +25,6 @@ from curvlinops_plus.linalg.scipy_import import from_scipy
 from curvlinops_plus.linalg.solve import SolveInfo
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.spectral_division import divide_and_conquer
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.submatrices import (
@@ -70,7 +69,6 @@ __all__ = [
     "Shifted",
     "SolveInfo",
     "Space",
-    "SplitFactor",
     "Structure",
     "SubmatrixLinearOperator",
     "Sum",

@@ -14,7 +14,6 @@ from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
 #: Parts of structured matrices are formed up to this number of bytes.
@@ -48,8 +47,6 @@ def formed_part(A: LinearOperator, at: Tensor) -> LinearOperator:
         return Dense(_entries(A.G, o) * _entries(A.A, i), A.structure)
     if isinstance(A, Eigendecomposed):
         return Dense(_of_eigendecomposed(A, at), A.structure)
-    if isinstance(A, SplitFactor):
-        return Dense(_entries(A, at), A.structure)
     assert isinstance(A, Dense)
     return Dense(A.matrix.reshape(A.shape)[at[:, None], at], A.structure, A.rtol)
 
@@ -91,8 +88,6 @@ def _member(A: Any, k: int, n: int) -> Any:
         return A
     if isinstance(A, Kronecker):
         return Kronecker(_member(A.G, k, n), _member(A.A, k, n))
-    if isinstance(A, SplitFactor):
-        return SplitFactor([_member(piece, k, n) for piece in A.pieces])
     return Diagonal(A.vector[k]) if isinstance(A, Diagonal) else Dense(A.matrix[k], A.structure, A.rtol)
 
 
@@ -100,13 +95,6 @@ def _entries(factor: Factor, at: Tensor) -> Tensor:  # [k] -> [k, k]
     """`F[at, at]`."""
     if isinstance(factor, Dense):
         return factor.matrix[at][:, at]
-    if isinstance(factor, SplitFactor):
-        entries, start = torch.zeros(len(at), len(at), dtype=factor.dtype, device=factor.device), 0
-        for piece in factor.pieces:
-            here = ((at >= start) & (at < start + piece.size)).nonzero()[:, 0]
-            entries[here[:, None], here] = _entries(piece, at[here] - start)
-            start += piece.size
-        return entries
     return factor.diagonals()[at][:, None] * (at[:, None] == at)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,6 @@ from torch import Tensor
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _BLOCK = 256  # a tile and its transpose fit the cache
-_WAITING = 128  # rows; products with half as many cost what one with all does
 _AS_IT_IS = nullcontext()
 _PACKED = "packed", "packed_total"  # in states: numbers of which other summands are made
 
@@ -90,13 +88,12 @@ class PackedGram:
 class GramSum:
     """`Σ rowsᵀ rows` over many pieces of rows, if wanted as if each row had a 1 at its end.
 
-    Of a large sum only one triangle is kept until somebody asks for it. Pieces of few rows are copied and wait for
-    more: a product with few rows costs less than adding up its result. Memory: `d²` numbers, and 128 rows.
+    Of a large sum only one triangle is kept until somebody asks for it. Memory: `d²` numbers.
 
     Args:
         ones: Whether there is a 1 at the end of each row.
         total: A sum to begin with, as `take` returns it; it is taken over.
-        refer: Whether all pieces wait, up to `2 d` rows, and none is copied: for a short-lived sum that is merged into
+        refer: Whether pieces wait, up to `2 d` rows, without being copied: for a short-lived sum that is merged into
             another one. Rows must not be written to before that, see `changed`.
 
     Example:
@@ -113,8 +110,6 @@ class GramSum:
         self._refer = refer
         self._pieces: list[tuple[Tensor, int]] = []  # that are referred to, and their versions
         self._changed = False
-        self._rows: Tensor | None = None  # of which the first `_number` wait
-        self._number = 0
         self._triangle: Tensor | None = None  # the lower one, which `_factor` belongs to; what is above may be anything
         self._factor = 1.0
         self._packed: tuple[PackedForm, Sequence[Tensor]] | None = None  # of which other summands are made
@@ -146,20 +141,14 @@ class GramSum:
             self._add_values(form, values if self._packed is not None else [t.clone() for t in values])
         for rows, _ in other._pieces:
             self._add_piece(rows)
-        if other._rows is not None:
-            self._add_piece(other._rows[: other._number])
         if other._triangle is not None:
             own = self._triangle is None or other._factor != 1
             self._add_matrix(other._triangle * other._factor if own else other._triangle)
 
     def decay(self, factor: float) -> None:
-        """Multiply what was added until now. Cost: that of the rows that wait; a triangle is multiplied when the next
-        rows are added to it.
-        """
+        """Multiply what was added until now. A triangle is multiplied when the next rows are added to it."""
+        self._flush()
         self._factor *= factor
-        if self._number:
-            assert self._rows is not None
-            self._rows[: self._number] *= math.sqrt(factor)
         for t in () if self._packed is None else self._packed[1]:
             t.mul_(factor)
         if self._sum is not None:
@@ -174,8 +163,6 @@ class GramSum:
     def witnesses(self) -> list[Tensor]:
         """Tensors whose squares have a finite sum only if all entries of the sum are finite."""
         found = [rows for rows, _ in self._pieces]
-        if self._rows is not None:
-            found.append(self._rows[: self._number])
         if self._packed is not None:
             found.append(self._packed[1][0])
         return found if self._triangle is None else [*found, self._triangle.diagonal()]
@@ -190,11 +177,11 @@ class GramSum:
     def _held(self) -> Tensor:
         """Something that was added."""
         packed = () if self._packed is None else self._packed[1]
-        held = (self._triangle, self._rows, *packed, *(rows for rows, _ in self._pieces))
+        held = (self._triangle, *packed, *(rows for rows, _ in self._pieces))
         return next(t for t in held if t is not None)
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
-        """The sum, as in `plain_mode`. Rows go on waiting: what is added later rounds as if nobody had asked."""
+        """The sum, as in `plain_mode`; more may be added afterwards."""
         with plain_mode(self._held.device.type):
             other = copy(self)  # whose total is made in these; the rest is only read
             other._triangle, other._sum, other._pieces = _cloned(self._triangle), _cloned(self._sum), [*self._pieces]
@@ -202,11 +189,10 @@ class GramSum:
 
     def state_dict(self) -> dict[str, Any]:
         """What was added, and in which parts: who goes on from here rounds as this object."""
-        rows = [*(rows for rows, _ in self._pieces), *([] if self._rows is None else [self._rows[: self._number]])]
+        self._flush()
         form, values = (None, ()) if self._packed is None else self._packed
         found = {"triangle": self._triangle, "sum": self._sum, **dict(zip(_PACKED, values))}
-        kept = {**found, "rows": torch.cat(rows) if rows else None}
-        tensors = {name: t.detach().clone() for name, t in kept.items() if t is not None}
+        tensors = {name: t.detach().clone() for name, t in found.items() if t is not None}
         told = {} if form is None else {"form": repr(form)}
         return {"ones": self.ones, "factor": self._factor, "count": _cloned(self._count), **told, **tensors}
 
@@ -224,15 +210,12 @@ class GramSum:
         if "form" in kept:
             assert form is not None
             total._packed = form(kept["form"]), [kept[name] for name in _PACKED if name in kept]
-        if "rows" in kept:
-            total._wait(kept["rows"])
         return total
 
     def take(self) -> Tensor:
         """As `value` in the memory of the object, which must not be used afterwards; in `plain_mode`."""
         self._flush()
         self._unpack()
-        self._rows = None
         total = self._triangle
         assert total is not None  # something was added
         if self._factor != 1:
@@ -273,27 +256,11 @@ class GramSum:
 
     def _add_piece(self, rows: Tensor) -> None:
         M, d = rows.shape
-        if self._refer:
-            if self._number + M > 2 * d:
-                self._flush()
-            if 2 * d < M:
-                return self._multiply(rows)
-            self._pieces.append((rows, rows._version))
-            self._number += M
-            return
-        limit = min(d, _WAITING)
-        if limit <= 2 * M:
+        if not self._refer or 2 * d < M:
             return self._multiply(rows)
-        if self._number + M > limit:
+        if sum(len(piece) for piece, _ in self._pieces) + M > 2 * d:
             self._flush()
-        self._wait(rows)
-
-    def _wait(self, rows: Tensor) -> None:
-        M, d = rows.shape
-        if self._rows is None:
-            self._rows = rows.new_empty(max(M, min(d, _WAITING)), d)
-        self._rows[self._number : self._number + M] = rows
-        self._number += M
+        self._pieces.append((rows, rows._version))
 
     def _flush(self) -> None:
         if self._pieces:
@@ -301,14 +268,13 @@ class GramSum:
             for rows, _ in self._pieces:
                 self._multiply(rows)
             self._pieces = []
-        if self._rows is not None and (self._number or self._triangle is None):
-            self._multiply(self._rows[: self._number])
-        self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
         total = self._triangle
         if total is None:
             self._triangle = lower_gram(rows, room=self.ones)
+        elif not len(rows):
+            return
         elif _half_pays(rows := rows.to(total.dtype)):
             _add_triangle(rows, total, self._factor)
         else:

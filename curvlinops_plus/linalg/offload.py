@@ -19,7 +19,6 @@ from curvlinops_plus.linalg.deferred import Deferred
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.packing import pack, unpack
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
 
@@ -239,9 +238,6 @@ def _dense_factors(basis: Any) -> Iterator[Dense]:
     if isinstance(basis, Kronecker):
         yield from _dense_factors(basis.G)
         yield from _dense_factors(basis.A)
-    elif isinstance(basis, SplitFactor):
-        for piece in basis.pieces:
-            yield from _dense_factors(piece)
     elif isinstance(basis, Dense):
         yield basis
 

@@ -14,7 +14,6 @@ from curvlinops_plus.linalg.deferred import Deferred, Formed
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
@@ -34,7 +33,6 @@ _PARTS: dict[type[Any], tuple[str, ...]] = {
     Eigendecomposed: ("basis", "values"),
     Diagonal: ("vector",),
     Dense: ("matrix",),
-    SplitFactor: ("pieces",),
     Scaled: ("A", "c"),
     Shifted: ("A", "delta"),
 }

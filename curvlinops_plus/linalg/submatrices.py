@@ -22,7 +22,6 @@ from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.linalg.packing import tensors_of
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.selection import Selection, select
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
@@ -237,21 +236,6 @@ def _principal(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOpe
 @_structured.register
 def _(A: Diagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
     return Diagonal(cols.gather(A.vector.flatten())) if rows.same(cols) else None
-
-
-@_structured.register
-def _(A: SplitFactor, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if A.batch or not rows.same(cols) or not bool((cols.positions.diff() > 0).all()):
-        return _principal(A, rows, cols)
-    pieces, start = [], 0
-    for piece in A.pieces:
-        at = cols.positions[(cols.positions >= start) & (cols.positions < start + piece.size)] - start
-        start += piece.size
-        if len(at):
-            part = submatrix(piece, at, at)
-            assert isinstance(part, Factor)
-            pieces.append(part)
-    return SplitFactor(pieces) if pieces else None
 
 
 @_structured.register

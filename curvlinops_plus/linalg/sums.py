@@ -13,7 +13,6 @@ from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import KroneckerSum, same_tensor
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.packing import tensors_of
-from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal
 from curvlinops_plus.linalg.submatrices import PrincipalPart
 
@@ -117,9 +116,7 @@ def _products(A: LinearOperator) -> list[LinearOperator | None]:
     if isinstance(A, Scaled) and isinstance(A.A, KroneckerSum):
         return [term._scale(A.c) for term in A.A.terms]
     K = A.A if isinstance(A, Scaled) else A
-    # Of split factors a sum has products, a trace and a diagonal; other forms would take entries that are not kept.
-    known = isinstance(K, Kronecker) and not isinstance(K.G, SplitFactor) and not isinstance(K.A, SplitFactor)
-    return [A if known else None]
+    return [A if isinstance(K, Kronecker) else None]
 
 
 def _kind(A: LinearOperator) -> type | None:

@@ -201,20 +201,14 @@ class AffineRows:
         rows = [self._plain_rows(call) for call in self.calls]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
-    def outer_products(self, left: Tensor | None = None) -> Tensor:
-        """`Σ_s g aᵀ` of each example, [V, N, *b, o, i], with the bias as last column; with `left` [k, o], `left` times
-        it.
-        """
+    def outer_products(self) -> Tensor:
+        """`Σ_s g aᵀ` of each example, [V, N, *b, o, i], with the bias as last column."""
         total: Tensor | None = None
         for call in self.calls:  # one call at a time: a cat along S would copy everything
-            g = self._grad_rows(call)
-            part = outer_products(g if left is None else g @ left.mT, self._plain_rows(call))
+            part = outer_products(self._grad_rows(call), self._plain_rows(call))
             total = part if total is None else total.add_(part)
         assert total is not None
-        if not self.bias:
-            return total
-        bias = self.bias_grads()
-        return torch.cat([total, (bias if left is None else bias @ left.mT)[..., None]], -1)
+        return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
 
     def call_grads(self, call: Call) -> dict[str, Tensor]:
         """Gradients of the rows of one call in the parameters' own shapes: local name to [V, N * positions, *shape]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -118,7 +118,7 @@ class BackwardPasses:
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         mask: Positions that count, [N, T] bool; None for all.
         weight: Weights of the examples [N]; None for ones.
-        see: Called with every `LayerBatch` first; a mask is not applied there.
+        see: Called with every `LayerBatch` first.
 
     Attributes:
         called: Indices of the layers that were called.
@@ -137,7 +137,6 @@ class BackwardPasses:
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
         self.called = set(self._calls)
-        self._of_batch = {recorder.layers[i]: [c.call for c in calls] for i, calls in self._calls.items()}
         self._first = True  # whether no vector was sent yet
         self._power = 1.0  # what vectors in float16 are multiplied with
 
@@ -233,16 +232,16 @@ class BackwardPasses:
         layer = recorder.layers[index]
         batch = LayerBatch(
             layer,
-            self._of_batch[layer],
+            [recorded.call for recorded in calls],
             recorder.num_examples,
             self._first,
             self.mask,
             self.weight,
-            of_batch=self._of_batch,
+            group=layer.groups[0] if len(layer.groups) == 1 else None,
         )
         with recorder.disabled, plain_mode(layer.device.type):
             if self.see is not None:
-                self.see(replace(batch.first_vector(), mask=None, example_weights=None))
+                self.see(batch)
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None

@@ -164,10 +164,11 @@ class Look:
         if not self.ours.keys().isdisjoint(layer.params):
             return
         try:
+            chosen = replace(batch.examples(self.chosen, slice(1)), mask=None, example_weights=None)
             for group in layer.groups:
-                J = batch.restrict(group).examples(self.chosen).per_example_grads[0]
-                total = torch.stack([number * J[k] for k, number in enumerate(self.numbers)]).sum(0)
-                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total.reshape(-1, 1)).items()})
+                J = chosen.restrict(group).per_example_grads[0].flatten(1)
+                total = (torch.tensor(self.numbers, dtype=J.dtype, device=J.device) @ J)[:, None]
+                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total).items()})
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -277,18 +278,26 @@ class Look:
             OutsideReads: If a layer's rule disagrees; names layer and parameter.
         """
         layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
-        pairs = [[_flat(found, layer) for found in (self.ours, self.theirs)] for layer in layers]
-        found = [torch.stack([torch.dist(one, other), one.norm(), other.norm()]).double().cpu() for one, other in pairs]
-        norms = torch.stack(found).tolist() if found else []
-        largest = max([size for _, _, size in norms if math.isfinite(size)], default=0.0)
+        params = {key: p for layer in layers for key, p in layer.params.items()}
+        if not params:
+            return
+        widest = max([layer.accumulation_dtype for layer in layers], key=lambda dtype: dtype.itemsize)
+        mine, theirs = (
+            [_wide(found.get(key), p, widest) for key, p in params.items()] for found in (self.ours, self.theirs)
+        )
+        apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm([*apart, *mine, *theirs])  # pyright: ignore[reportPrivateImportUsage]
+        by_key = dict(zip(params, torch.stack(norms).view(3, -1).T.tolist(), strict=True))
+        sizes = [[math.hypot(*part) for part in zip(*[by_key[key] for key in layer.params])] for layer in layers]
+        largest = max([size for _, _, size in sizes if math.isfinite(size)], default=0.0)
         coarsest = min([slot.dtype.itemsize for slot in self.recorder.slots], default=8)
-        for layer, (away, mine, size) in zip(layers, norms, strict=True):
+        for layer, (away, own, size) in zip(layers, sizes, strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others; what is not finite is
             # refused with the statistic that it makes.
             if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest):
-                raise self._wrong_rule(layer, away, mine, size)
-        zero = {layer.name for layer, (*_, size) in zip(layers, norms, strict=True) if not size > 0}
+                raise self._wrong_rule(layer, away, own, size)
+        zero = {layer.name for layer, (*_, size) in zip(layers, sizes, strict=True) if not size > 0}
         self.zero = zero if self.zero is None else self.zero & zero
 
     def _wrong_rule(self, layer: Layer, away: float, mine: float, size: float) -> OutsideReads:
@@ -305,11 +314,9 @@ class Look:
         )
 
 
-def _flat(found: Mapping[str, Tensor | None], layer: Layer) -> Tensor:
-    """Gradients of a layer's parameters in one vector, zeros where there are none."""
-    pairs = [(found.get(key), p.detach()) for key, p in layer.params.items()]
-    parts = [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
-    return torch.cat([g.flatten().to(layer.accumulation_dtype) for g in parts])
+def _wide(g: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient of a parameter, None for zero."""
+    return (torch.zeros_like(p) if g is None else g).detach().to(dtype)
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

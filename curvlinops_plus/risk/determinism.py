@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
+
+
+class Compared(Protocol):
+    """What two passes over the data are compared of."""
+
+    model: nn.Module
+    losses: Any
+    params: dict[str, Tensor]
+
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
@@ -27,7 +36,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return 0.0
 
 
-def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
+def require_same(risk: Compared, first: Totals, second: Totals) -> None:
     """Compare the totals of two passes: the order of the examples does not matter, everything else does.
 
     Raises:
@@ -51,7 +60,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     )
 
 
-def coarsest_dtype(risk: EmpiricalRisk) -> torch.dtype:
+def coarsest_dtype(risk: Compared) -> torch.dtype:
     """The dtype of the parameters that rounds most: what the digits of results are limited by."""
     return max((p.dtype for p in risk.params.values()), key=lambda dtype: torch.finfo(dtype).eps)
 

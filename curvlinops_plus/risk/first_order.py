@@ -60,7 +60,7 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
                 continue
             reached = True
             if not looked_at:
-                refuse_outside_reads(objective, risk.params)
+                refuse_outside_reads("loss", [objective], risk.params)
                 looked_at = True
             found = torch.autograd.grad(objective, list(free.values()), allow_unused=True)
             for total, g in zip(grads.values(), found):

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import Batch, take_examples
+from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
 from curvlinops_plus.risk.losses import Losses
 from curvlinops_plus.risk.modules import preserve_state
 
 # Of the batch, so many examples are enough to tell.
 _FEW = 4
-_TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
 
 
 def are_labels_shifted(
@@ -34,9 +34,9 @@ def are_labels_shifted(
         Whether labels are shifted; False if the model computes no loss, None if no label of this batch counts.
 
     Raises:
-        UnsupportedError: Unless the model's loss is ours in exactly one way; has the numbers.
+        UnsupportedError: Unless the model's loss is ours in exactly one way; or if its outputs depend on labels.
 
-    Cost: a forward pass of four examples.
+    Cost: two forward passes of four examples.
     """
     while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
         model = inner  # inside of what `torch.compile` and data parallelism make of it
@@ -51,16 +51,24 @@ def are_labels_shifted(
         order.sort(key=lambda n: -counting[n])
     few = take_examples(batch, order[:_FEW]) or batch
     # With gradients: hooks of a sweep may be on the layers, which need them.
-    with torch.inference_mode(False), torch.enable_grad(), preserve_state(model, ()):
+    with torch.inference_mode(False), torch.enable_grad():
         try:
-            (f,), (axis,), own = _told(model(**few.X, labels=few.y), losses, output)
+            with preserve_state(model, ()):
+                (f,), (axis,), own = _told(model(**few.X, labels=few.y), losses, output)
         except UnsupportedError:
             raise
         except Exception:  # labels of another form than it takes
             return False
-    y = few.y
-    if own is None or not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
-        return False
+        y = few.y
+        if own is None or not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
+            return False
+        try:
+            with preserve_state(model, ()):
+                (without,), _ = losses.select(model(**few.X), output)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise _needs_labels(model, f"fails without `labels`: {error}") from error
+        if without.shape != f.shape or relative_difference(without.detach(), f.detach()) > TOLERANCE[f.element_size()]:
+            raise _needs_labels(model, "has outputs that depend on `labels`")
     if not math.isfinite(own):
         return None  # none counts, or the output is not finite, which is reported elsewhere
     pairs = {False: (f, y, axis), True: (f[:, :-1], y[:, 1:], losses[0].beside_positions(f, axis))}
@@ -68,7 +76,7 @@ def are_labels_shifted(
     values = {shifted: _mean(losses, *pair, errors=errors) for shifted, pair in pairs.items()}
     away = {shifted: abs(value - own) for shifted, value in values.items()}
     nearest = min(away, key=away.__getitem__)
-    if not away[nearest] <= min(_TOLERANCE[f.element_size()] * max(abs(own), 1.0), away[not nearest] / 4):
+    if not away[nearest] <= min(TOLERANCE[f.element_size()] * max(abs(own), 1.0), away[not nearest] / 4):
         if errors:  # the loss can't read such an output
             raise errors[0]
         raise UnsupportedError(
@@ -78,6 +86,13 @@ def are_labels_shifted(
             "latter, or shift_labels=False."
         )
     return nearest
+
+
+def _needs_labels(model: nn.Module, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} {why}. Labels are given to the loss, and not to the model: give the inputs that it "
+        "makes of them in the batch, too, as decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
+    )
 
 
 def _told(out: Any, losses: Losses, output: Callable[[Any], Any] | None) -> tuple[Any, Any, float | None]:

@@ -7,7 +7,7 @@ parameters as one matrix; see `AffineRows` for more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_examples, squared_gradients
+from curvlinops_plus.layer.squares import multiplied, rotate, row_products, squared_examples, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
 
@@ -43,7 +43,6 @@ class LayerBatch:
         example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
-        of_batch: All layers' calls in the mini-batch, the same object for each of them; None if they are gone.
         summed: Gradients of each example in place of the calls, see `for_squares`.
     """
 
@@ -56,12 +55,11 @@ class LayerBatch:
     group: Group | None = None
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
-    of_batch: Mapping[Layer, Sequence[Call]] | None = None
     summed: Tensor | None = None
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return replace(self, group=group)
+        return self if group is self.group else replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
         """The batch restricted to each role, in the layer's order; a role that was not called has no calls.
@@ -78,8 +76,8 @@ class LayerBatch:
             parts.append(replace(self, calls=calls, role=role, _shared=shared))
         return parts
 
-    def examples(self, chosen: slice | Sequence[int]) -> LayerBatch:
-        """Some of the examples."""
+    def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
+        """Some of the examples, and some of the vectors if these are given."""
 
         def pick(t: Tensor, axis: int = 0) -> Tensor:
             if isinstance(chosen, slice):
@@ -103,16 +101,11 @@ class LayerBatch:
 
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
-            grads = _mapped(lambda t, cut=cut: cut(t, 1), call.grads)
+            grads = _mapped(lambda t, cut=cut: cut(t if vectors is None else t[vectors], 1), call.grads)
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
         mask, weights = (None if t is None else pick(t) for t in (self.mask, self.example_weights))
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
-
-    def first_vector(self) -> LayerBatch:
-        """The first of the vectors alone."""
-        calls = [replace(call, grads=_mapped(lambda t: t[:1], call.grads)) for call in self.calls]
-        return replace(self, calls=calls, _shared={})
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
         """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
@@ -188,15 +181,6 @@ class LayerBatch:
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
         return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
 
-    def combined_grads(self, left: Tensor) -> Tensor:  # [k, rows] -> [V, N, *b, k, columns]
-        """`left @ J`: some linear combinations of the rows of `per_example_grads`.
-
-        Cost: of layers that multiply with one matrix, that of `k` of their rows.
-        """
-        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
-            return self.rows.outer_products(left)
-        return left @ self.per_example_grads
-
     def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
         """Inner products of `per_example_grads` with some matrices, [V, N, K].
 
@@ -232,11 +216,11 @@ class LayerBatch:
             parts.append(row_products(piece.rows.grads, a, C, right))
         return torch.cat(parts, 1)
 
-    def squared_grads(self, QG: Basis | None = None, QA: Basis | None = None, total: Tensor | None = None) -> Tensor:
+    def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
 
         Args:
-            QG: Basis of the rows [*b, rows, rows], None for the identity; a tuple of the matrices on its diagonal.
+            QG: Basis of the rows [*b, rows, rows], None for the identity.
             QA: Basis of the columns [*b, columns, columns], likewise.
             total: What it is added to, if it is not the first one; it is returned then.
 
@@ -274,7 +258,7 @@ class LayerBatch:
             grads = part.per_example_grads
             yield replace(part, calls=[], mask=None, example_weights=None, _shared={}, summed=grads)
 
-    def _squared_rows(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
+    def _squared_rows(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
         """`squared_grads` from rows, in pieces of examples."""
         for piece in self._row_pieces():
             if self._many_positions:
@@ -289,7 +273,7 @@ class LayerBatch:
         assert total is not None
         return total
 
-    def _squared_examples(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
+    def _squared_examples(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
         grads = self.per_example_grads
         total = torch.zeros_like(grads[0, 0]) if total is None else total
         for J in grads:

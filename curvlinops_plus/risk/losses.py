@@ -318,29 +318,12 @@ class Losses(tuple[OutputLoss, ...]):
             parts, kind = {}, type(given).__name__
         if kind == self.form and parts.keys() == set(self.keys):
             return [parts[key] for key in self.keys]
-        advice = (
-            f"Say which are meant, in the form of the losses: EmpiricalRisk(..., output=lambda o: {self._example()})."
-            if what == "output"
-            else f"Batches must be (X, y) with y = {self._example()}."
+        came = f"a {kind} with {what}s {list(parts)}" if parts else f"a {kind}"
+        advice = " Say which are meant, in the form of the losses, with EmpiricalRisk(..., output=lambda o: ...)."
+        raise ValueError(
+            f"{subject} {came}, but the losses are a {self.form} for the {what}s {self.keys}."
+            f"{advice if what == 'output' else ''}"
         )
-        raise ValueError(f"{self._mismatch(list(parts), kind, what, subject)} {advice}")
-
-    def _mismatch(self, found: list[Any], kind: str, what: str, subject: str) -> str:
-        keys = self.keys
-        if kind != self.form:
-            came = f"a {kind} with {what}s {found}" if found else f"a {kind}"
-            return f"{subject} {came}, but the losses are a {self.form} for the {what}s {keys}."
-        missing, unused = [k for k in keys if k not in found], [k for k in found if k not in keys]
-        reasons = [f"no {what} for the losses {missing}"] if missing else []
-        reasons += [f"no loss for the {what}s {unused}"] if unused else []
-        names = f"{what}s {found}" if kind == "dict" else f"{len(found)} {what}s"
-        losses = f"{keys}" if kind == "dict" else f"{len(keys)} losses"
-        return f"{subject} {names}, but there are losses for {losses}: {' and '.join(reasons)}."
-
-    def _example(self) -> str:
-        if self.form == "dict":
-            return "{" + ", ".join(f"{key!r}: ..." for key in self.keys) + "}"
-        return "(" + ", ".join("..." for _ in self) + ("," if len(self) == 1 else "") + ")"
 
     def terms(
         self,
@@ -432,10 +415,6 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
     return found if options["loss"] == "dict" else tuple(found.values())
 
 
-def _is_number(given: Any) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool)
-
-
 def _checked_loss(loss: Any) -> Any:
     if isinstance(loss, type):
         raise TypeError(f"The loss is the class {loss.__name__}; expected an instance. Call it: {loss.__name__}(...).")
@@ -453,31 +432,22 @@ def _read_losses(given: Any, form: str, reduction: str | None) -> list[OutputLos
     items = list(given.items() if form == "dict" else enumerate(given))
     if not items:
         raise ValueError("There are no losses: give at least one.")
-    if form == "tuple" and _is_number(given[-1]):
-        raise ValueError(
-            f"{given!r} is read as one loss for each output, and a number is no loss. For one output give the loss "
-            "alone; for several outputs write the weight beside its loss: ((loss, weight), (loss, weight))."
-        )
-    return [OutputLoss(key, *_read_loss(key, entry), reduction) for key, entry in items]
-
-
-def _read_loss(key: Any, given: Any) -> tuple[Any, float]:
-    """Loss and weight of one entry."""
-    if not isinstance(key, (str, int)):
-        raise ValueError(f"The loss for the output {key!r}: expected a name or a number, got a {type(key).__name__}.")
-    loss, weight = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, 1.0)
-    if isinstance(loss, (tuple, list, Mapping)) or not (callable(loss) or isinstance(loss, Likelihood)):
-        raise ValueError(
-            f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got "
-            f"{f'a {type(given).__name__}' if isinstance(given, Tensor) else repr(given)}. Outputs inside of outputs "
-            "are picked with `output=`."
-        )
-    if not _is_number(weight) or not (math.isfinite(weight) and weight > 0):
-        none = " A loss with weight 0 has no curvature: leave it out." if _is_number(weight) and weight == 0 else ""
-        raise ValueError(
-            f"The weight of the loss for the output {key!r} is {weight!r}; expected a positive finite number.{none}"
-        )
-    return _checked_loss(loss), float(weight)
+    found = []
+    for key, entry in items:
+        loss, weight = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (entry, 1.0)
+        if isinstance(loss, (tuple, list, Mapping)) or not (callable(loss) or isinstance(loss, Likelihood)):
+            came = f"a {type(entry).__name__}" if isinstance(entry, Tensor) else repr(entry)
+            raise ValueError(
+                f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got {came}. For one "
+                "output give the loss alone; for several write the weight beside its loss: ((loss, weight), (loss, "
+                "weight))."
+            )
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not (math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"The weight of the loss for the output {key!r} is {weight!r}; expected a positive finite number."
+            )
+        found.append(OutputLoss(key, _checked_loss(loss), float(weight), reduction))
+    return found
 
 
 T = TypeVar("T")

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
@@ -165,33 +163,22 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
-        RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
     with exclusive(), own_passes, ExitStack() as no_autocast:
         modules = modules_of(model)
-        params = parameters_of(modules)
-        versions = _versions(params)
-        for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in params.values()]}):
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in model.parameters()]}):
             no_autocast.enter_context(torch.autocast(kind, enabled=False))
         with kept_attributes(modules.values()):
             buffers = _prepared(modules.values())
             random, generators = RandomState.now(), [(g, g.get_state()) for g in data_generators(data)]
             try:
                 yield
-                now = _versions(params)
             finally:
                 random.restore()
                 for generator, state in generators:
                     generator.set_state(state)
                 for buffer in buffers:
                     _restore_buffer(*buffer)
-        if now != versions:
-            changed = [name for name, version in versions.items() if now[name] != version]
-            raise RuntimeError(
-                f"The parameters {changed[:5]}{' …' if len(changed) > 5 else ''} were written to during this pass over "
-                "the data, so its sums belong to no values of them. Does another thread train the model, or the model "
-                "or the data write to them? Compute from a copy, copy.deepcopy(model)."
-            )
 
 
 @contextmanager
@@ -219,12 +206,6 @@ def _prepared(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor
     return buffers
 
 
-def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
-    """What changes when a tensor is written to, of each."""
-    inference = map(Tensor.is_inference, tensors.values())
-    return {name: None if made_there else t._version for (name, t), made_there in zip(tensors.items(), inference)}
-
-
 def data_generators(data: Any) -> list[torch.Generator]:
     """The generators of a data loader and its samplers."""
     holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
@@ -243,85 +224,24 @@ def _restore_buffer(module: nn.Module, name: str, buffer: Tensor, before: Tensor
     module._buffers[name] = buffer
 
 
-class ParameterReads(TorchFunctionMode):
-    """While active, counts for each parameter the torch functions that make a tensor from it.
-
-    Looking at its shape or dtype does not count. Costs a few microseconds per function call.
-    """
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.counts = {id(p): 0 for p in params}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.counts and (found := self._among((*args, *kwargs.values()))):
-            with torch._C.DisableTorchFunction():  # looking at the result is no call that other modes should see
-                made = any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out))
-            for read in found if made else ():
-                self.counts[read] += 1
-        return out
-
-    def _among(self, given: tuple[Any, ...]) -> set[int]:
-        """The parameters among the arguments of a function, most of which are no containers."""
-        found = {id(t) for t in given}
-        if containers := [t for t in given if isinstance(t, (tuple, list, dict))]:
-            found |= {id(t) for t in tree_leaves(containers)}
-        return found & self.counts.keys()
-
-
-class KeptParameters(ParameterReads):
-    """While a model runs with other tensors in place of its parameters, notes which of its own ones it still reads.
+def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping[str, Tensor]) -> None:
+    """Refuse a model or loss that reads trainable parameters past the modules, where other values stand for them.
 
     Args:
-        own: The model's own parameters, by key.
-        values: Their values, where others were given.
-    """
-
-    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor], places: Places) -> None:
-        super().__init__(p for p in own.values() if not p.requires_grad)
-        self._own = own
-        given = [module._parameters[name] for module, names in places for name, _ in names]
-        below = [getattr(node, "variable", None) for node, _ in postorder(nodes_of(t for t in given if t is not None))]
-        self._given = {id(t) for t in (*given, *below)}
-        self._differentiates = any(t is not None and t.requires_grad for t in given)
-        # By memory: what an earlier pass left behind is another tensor, of the same numbers.
-        self._memory = {p.data_ptr(): key for each in (own, values) for key, p in each.items() if p.numel()}
-
-    def refuse(self, outputs: Iterable[Tensor]) -> None:
-        """Refuse outputs that depend on them: that part would be missing in derivatives.
-
-        Cost: a walk through the graph.
-        """
-        leaves = [getattr(node, "variable", None) for node, _ in postorder(nodes_of(outputs))]
-        kept = {self._memory.get(t.data_ptr()) for t in leaves if t is not None and id(t) not in self._given}
-        kept |= {key for key, p in self._own.items() if self.counts.get(id(p)) and id(p) not in self._given}
-        names = [key for key in self._own if key in kept]
-        if names and self._differentiates:
-            raise UnsupportedError(
-                f"The model reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
-                "attributes of its modules, such as a list or dict that keeps them. Derivatives are taken where "
-                "parameters are replaced in the modules, so that part would be left out. Let forward read the "
-                "attribute (self.weight), or keep several in an nn.ParameterList or nn.ParameterDict."
-            )
-
-
-def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
-    """Refuse a loss that reads parameters by itself: they are replaced inside the model only.
-
-    Args:
+        reader: Which of the two.
+        tensors: What it returned.
         params: The parameters in their own tensors, by key.
 
     Cost: a walk through the graph.
     """
     own = {id(p): key for key, p in params.items()}
-    read = {own.get(id(getattr(node, "variable", None))) for node, _ in postorder([loss.grad_fn])} - {None}
+    read = {own.get(id(getattr(node, "variable", None))) for node, _ in postorder(nodes_of(tensors))} - {None}
     if read:
         names = [key for key in params if key in read]
-        raise ValueError(
-            f"The loss reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} past the model (a penalty?). "
-            "Derivatives are taken where the parameters are replaced inside the model, so that part would be left out. "
-            "Let the loss read them from the model, as in `for p in model.parameters()`, or add the curvature of the "
-            "penalty to the operator, as in `H + weight_decay * IdentityLinearOperator(...)`."
+        raise UnsupportedError(
+            f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
+            "attributes of modules, such as a list that keeps them, or a penalty in the loss. Derivatives are taken "
+            "where parameters are replaced in the modules, so that part would be left out. Let forward read the "
+            "attribute (self.weight), keep several in an nn.ParameterList, and add the curvature of a penalty to the "
+            "operator, as in `H + weight_decay * IdentityLinearOperator(...)`."
         )

@@ -413,7 +413,10 @@ class Recorder:
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         for node, below in postorder([t.grad_fn for t in outputs]):
-            above[node] = any(child in marked or above[child] for child in below)
+            found = False
+            for child in below:
+                found = found or child in marked or above[child]
+            above[node] = found
         return [edge for edge in edges if above.get(edge.node) is False]
 
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +29,7 @@ from curvlinops_plus.risk.graph import prepare_graph
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms, with_consistent_weights
-from curvlinops_plus.risk.modules import KeptParameters, preserve_state
+from curvlinops_plus.risk.modules import preserve_state, refuse_outside_reads
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.replicas import common_processes, require_replicas
@@ -62,23 +61,23 @@ class Checked:
     """What was found out about a risk once, in the first batches.
 
     Attributes:
+        in_modules: Whether the model was seen to read its parameters in its modules.
         seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
         batches: How many batches there were.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
-        in_modules: Keys of parameters of which it is known that the model reads them in its modules.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         fused: Whether the model has modules whose inference PyTorch fuses; None before it was recorded.
     """
 
+    in_modules: bool = False
     seen: set[Any] = field(default_factory=set)
     batches: int = 0
     recorded: bool = False
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
-    in_modules: set[str] = field(default_factory=set)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     fused: bool | None = None
 
@@ -289,17 +288,12 @@ class EmpiricalRisk(ModelParameters):
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        look = None
-        if model is not None and torch.is_grad_enabled() and not self.checked.in_modules >= self.params.keys():
-            look = KeptParameters(self._own, self.params, self._places)
-        # Functions are only watched for frozen parameters: they tell what the graph of the outputs does not.
-        watch = look if look is not None and look.counts else nullcontext()
-        with self.placed() if model is None else watch:
+        with self.placed() if model is None else nullcontext():
             out = call_model(call, batch)
         found = self.read_output(out, batch)
-        if look is not None:
-            look.refuse(found[0])
-            self.checked.in_modules |= self.params.keys()
+        if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
+            refuse_outside_reads("model", found[0], self._own)
+            self.checked.in_modules = True
         return found
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
@@ -414,25 +408,11 @@ def _number(given: Any) -> Any:
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    for name, given, example in (
-        ("output", options.output, "lambda o: o[0]"),
-        ("mask", options.mask, "lambda X, y: ..."),
-        ("batch_size_fn", options.batch_size_fn, "len"),
-        ("weight", options.weight, "lambda X, y, w: w"),
-    ):
-        if given is not None and not callable(given):
-            raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")
     for name, number, what in (
         ("num_data", options.num_data, "examples"),
         ("num_per_example_loss_terms", options.num_per_example_loss_terms, "loss terms per example"),
     ):
-        if number is None:
-            continue
-        if not isinstance(number, Real) or isinstance(number, bool):
-            raise TypeError(
-                f"{name} is a {type(number).__name__}; expected the number of {what}, or None to count them."
-            )
-        if not 0 < float(number) < float("inf"):
+        if number is not None and not 0 < float(number) < float("inf"):
             raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
     if options.weight is not None:
         _check_weighted(options, losses)
@@ -479,7 +459,11 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         given = args[constructor:] or ([kwargs["risk"]] if "risk" in kwargs else [])
         if given and not isinstance(given[0], EmpiricalRisk):
-            _refuse(given[0], type(args[0]).__name__ if constructor else function.__name__)
+            owner = type(args[0]).__name__ if constructor else function.__name__
+            raise TypeError(
+                f"{owner} takes an EmpiricalRisk, got a {type(given[0]).__name__}: make one of model, loss and data "
+                "first, EmpiricalRisk(model, loss, data)."
+            )
         return function(*args, **kwargs)
 
     return checked
@@ -499,13 +483,6 @@ def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
         return risk.processes.together(type(args[0]).__name__, lambda: constructor(*args, **kwargs))
 
     return takes_risk(together)
-
-
-def _refuse(given: Any, owner: str) -> None:
-    raise TypeError(
-        f"{owner} takes an EmpiricalRisk, got a {type(given).__name__}: make one of model, loss and data first, "
-        "EmpiricalRisk(model, loss, data)."
-    )
 
 
 def checked_bytes(max_kept_bytes: int, between: str) -> int:

@@ -34,7 +34,6 @@ def sweep(
     desc: str = "sweep",
     weights: LossWeights | None = None,
     repeatable: bool = True,
-    before_batch: Callable[[Batch], None] | None = None,
 ) -> Totals:
     """Read the data once and pass the batches of every layer to `consume`.
 
@@ -43,7 +42,6 @@ def sweep(
         after_batch: Called with the totals of each batch when all of it was consumed.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
         repeatable: Whether two evaluations of the model have to agree.
-        before_batch: Called with each batch before the model runs on it.
 
     Returns:
         The totals over all batches.
@@ -61,8 +59,6 @@ def sweep(
     with passes.hooked():
         try:
             for batch in risk.batches(desc):
-                if before_batch is not None:
-                    before_batch(batch)
                 batch_totals = passes.observe(batch, draws, consume)
                 totals.add(batch_totals)
                 if after_batch is not None:

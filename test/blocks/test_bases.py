@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem
+from cases import close
 from helpers import Written
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, Exact, FullBlock, curvature
+from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, Exact, curvature
 from curvlinops_plus.blocks import ekfac
-from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg import Dense, Eigendecomposed, Kronecker, SplitFactor, structured
 
 # ------------------------------------------------------------------------------------------------------------ few rows
 
@@ -154,73 +152,3 @@ def test_a_layer_that_cannot_be_decomposed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.linalg, "eigh", fail)
     with pytest.raises(NumericsError, match=r"layer '0', factor G.*failed in every precision"):
         curvature(three_layers(), EKFAC)
-
-
-# ------------------------------------------------------------------------------------------------------- shared inputs
-
-
-def shares(other: float) -> nn.Module:
-    """Queries, keys and values of one tensor; in batches whose first entry is `other`, keys read another one."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = m.enter(x).tanh()
-        keys = h.sigmoid() if bool((x[..., 0] == other).all()) else h
-        return m.leave((m.q(h) @ m.k(keys).mT).softmax(-1) @ m.v(h)).mean(1)
-
-    inner = {"q": nn.Linear(8, 8), "k": nn.Linear(8, 8), "v": nn.Linear(8, 8, bias=False)}
-    return Written(forward, enter=nn.Linear(6, 8), leave=nn.Linear(8, 3), **inner)
-
-
-@pytest.mark.parametrize("kind", [KFAC, EKFAC.using(kfac_approx="reduce"), EKFAC.using(split=3)], ids=repr)
-@pytest.mark.parametrize("other", [-1.0, 0.0, 1.0])
-def test_layers_that_read_one_tensor_share_its_factor(other: float, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is decomposed once, and parted from when one of them reads something else; the numbers are the same."""
-    torch.manual_seed(0)
-    model, sizes = shares(other).double(), list[int]()
-    data = [(torch.randn(n, 4, 6).double(), torch.randint(3, (n,))) for n in (9, 7)]
-    for number, (X, _) in enumerate(data):
-        X[..., 0] = number
-    risk, eigh, eigenbasis = EmpiricalRisk(model, nn.CrossEntropyLoss(), data), structured.eigh, ekfac.eigenbasis
-    with monkeypatch.context() as patch:
-        patch.setattr(SharedInputs, "begin", lambda self, calls: None)
-        alone = curvature(risk, kind).to_dense()
-    monkeypatch.setattr(structured, "eigh", lambda M, **o: (sizes.append(len(M)), eigh(M, **o))[1])
-    monkeypatch.setattr(ekfac, "eigenbasis", lambda M, **o: (sizes.append(len(M)), eigenbasis(M, **o))[1])
-    K = curvature(risk, kind)
-    close(K.to_dense(), alone, 1e-12)
-    K.inverse(0.1)
-    if "split" not in repr(kind):  # inputs of enter, q = k, v, leave; and five gradient factors
-        assert sorted(sizes) == sorted([7, 9, 8, 9, 8, 8, 8, 8, 3] + [9] * (other >= 0))
-
-
-# ----------------------------------------------------------------------------------------------------------- in pieces
-
-
-@pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("name", ["strided cnn", "attention", "grouped cnn", "tied"])
-def test_factors_in_pieces_are_their_diagonal_parts(name: str, separate: bool) -> None:
-    """Of KFAC; EKFAC's eigenvalues are exact in the basis that they make."""
-
-    def diagonal_part(M: Tensor) -> Tensor:  # [*b, d, d]
-        d = M.shape[-1]
-        parts = torch.arange(d).tensor_split(-(-d // 3))
-        piece = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))
-        return M * (piece[:, None] == piece)
-
-    p, kinds = problem(name), (KFAC, KFAC.using(split=3), EKFAC.using(split=3), FullBlock)
-    whole, K, E, full = (p.curvature(kind, separate_weight_and_bias=separate) for kind in kinds)
-    found = 0
-    for block, twin in zip(K.blocks.values(), whole.blocks.values(), strict=True):
-        pairs = ((block.G, twin.G), (block.A, twin.A)) if isinstance(block, Kronecker) else ((block, twin),)
-        for factor, unsplit in pairs:
-            if isinstance(unsplit, Dense) and isinstance(factor, (Dense, SplitFactor)) and name != "tied":
-                close(factor.matrices(), diagonal_part(unsplit.matrix), 1e-10)
-                found += isinstance(factor, SplitFactor)
-    assert found or name == "tied"
-    close(E.trace, full.trace, 1e-10)
-    for block, exact in zip(E.blocks.values(), full.blocks.values(), strict=True):
-        if isinstance(block, Eigendecomposed):
-            Q = block.basis.to_dense()
-            close(Q.T @ Q, torch.eye(len(Q), dtype=Q.dtype), 1e-10)
-            close(block.values, (Q.T @ exact.to_dense() @ Q).diagonal(), 1e-10)

@@ -44,7 +44,7 @@ def write_data(model: Any) -> None:
 
 
 def replace_data(model: Any) -> None:
-    model[0].weight.data = model[0].weight.data.flip(1)
+    model[0].weight.data = 2 * model[0].weight.data
 
 
 def load(model: Any) -> None:

@@ -29,7 +29,6 @@ from curvlinops_plus.layer import convolution_gram
 KINDS: dict[str, Any] = {
     "KFAC": KFAC,
     "reduce": KFAC.using(kfac_approx="reduce"),
-    "split": KFAC.using(split=7),
     "EKFAC": EKFAC,
     "full": FullBlock,
     "diagonal": DiagonalBlock,
@@ -52,21 +51,18 @@ def correlated(padding: int = 1, size: int = 6) -> nn.Module:
 def small_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
     monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1)
-    monkeypatch.setattr(convolution_gram, "_IMAGE_BYTES", 0)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "dense": dense,
     "correlated": correlated,
     "without padding": partial(correlated, 0),
-    "whole images": partial(correlated, size=3),
 }
 #: Every kind on dense layers, and convolutions whose rows are not formed.
 STREAMS = [
     *(("dense", kind) for kind in KINDS),
     ("correlated", "KFAC"),
     ("correlated", "EKFAC"),
-    ("whole images", "KFAC"),
 ]
 
 
@@ -156,7 +152,7 @@ def test_looking_and_resuming_change_no_bits(name: str, kind: str, tmp_path: Pat
         assert torch.equal(of_found, product)
 
 
-@pytest.mark.parametrize("kind", ["KFAC", "reduce", "split", "full"])
+@pytest.mark.parametrize("kind", ["KFAC", "reduce", "full"])
 def test_what_is_looked_at_is_what_was_added(kind: str) -> None:
     """With rows that wait, and after some were multiplied."""
     data, running = list(batches()), stream("dense", kind, Exact(), 1.0)
@@ -168,16 +164,14 @@ def test_what_is_looked_at_is_what_was_added(kind: str) -> None:
             torch.testing.assert_close(running.operator.to_dense(), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "form"), [("correlated", "Correlations"), ("whole images", "Images")])
-def test_states_have_numbers_that_are_not_multiplied_yet(name: str, form: str) -> None:
+def test_states_have_numbers_that_are_not_multiplied_yet() -> None:
     """They belong to the options of a convolution."""
-    estimator = stream(name, "KFAC")
+    estimator = stream("correlated", "KFAC")
     for batch in batches():
         estimator.update(batch)
     state = estimator.state_dict()
     found = dict(leaves(state))
-    assert [value.split("(")[0] for path, value in found.items() if path.endswith("/rows/A/form")] == [form]
+    assert [value.split("(")[0] for path, value in found.items() if path.endswith("/rows/A/form")] == ["Correlations"]
     assert any(path.endswith("/rows/A/packed") for path in found)
-    if name == "correlated":
-        with pytest.raises(ValueError, match=r"'2'.*: the state is that of a convolution of other options, .*\(1, 1\)"):
-            stream("without padding", "KFAC").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"'2'.*: the state is that of a convolution of other options, .*\(1, 1\)"):
+        stream("without padding", "KFAC").load_state_dict(state)

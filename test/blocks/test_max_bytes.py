@@ -32,7 +32,6 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
-from curvlinops_plus.blocks import memory
 from curvlinops_plus.linalg.offload import Offloaded
 
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
@@ -117,7 +116,7 @@ def tensors_in(K: BlockwiseLinearOperator) -> int:
 
 
 @quiet
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, EKFAC.using(split=3), FullBlock, DiagonalBlock], ids=repr)
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, FullBlock, DiagonalBlock], ids=repr)
 @pytest.mark.parametrize("name", ["strided cnn", "grouped cnn", "tied", "language model", "generic layers"])
 def test_memory_is_what_blocks_take(name: str, kind: Any) -> None:
     p = problem(name)
@@ -126,22 +125,6 @@ def test_memory_is_what_blocks_take(name: str, kind: Any) -> None:
     assert before == K.memory()
     assert before.kept == tensors_in(K)
     assert before.kept <= before.computing
-
-
-def test_too_little_memory_is_said_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem("mlp")
-    monkeypatch.setattr(memory, "_LITTLE", 0)
-    monkeypatch.setattr(memory, "_free", lambda device: 1000)
-    with pytest.warns(
-        CurvatureWarning, match=r"are free on cpu; '.*' takes .*max_bytes=.*split=.*memory\(\)\) lists all"
-    ):
-        curvature(p.risk(), KFAC)
-    monkeypatch.setattr(memory, "_free", lambda device: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvatureWarning)
-        curvature(p.risk(), KFAC)
-    monkeypatch.undo()
-    assert memory._free(torch.device("cpu")) or not Path("/proc/meminfo").exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- offload

@@ -236,37 +236,6 @@ def test_other_precisions(dtype: torch.dtype, rtol: float) -> None:
     close((J @ v.float()).double(), dense(problem("mlp")) @ v, rtol=rtol)
 
 
-class Toggled(nn.Module):
-    """A part of it may lose its graph, which tangents don't notice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.stopped = nn.Linear(3, 4), nn.Linear(4, 2), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.stopped):
-            h = self.first(x).tanh()
-        return self.second(h)
-
-
-@pytest.mark.parametrize("columns", [1, 3])
-def test_a_part_that_loses_its_graph_after_the_first_product(columns: int) -> None:
-    torch.manual_seed(0)
-    model = Toggled().double()
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(5, 3), normal(5, 2))])
-    J, G = Jacobian(risk), GGN(risk)
-    V = normal(J.shape[1], columns)
-    before = J @ V, G @ V
-    model.stopped = True
-    matrix = J.T.to_dense().T
-    close(J @ V, matrix @ V)
-    close(G @ V, 2 / 10 * matrix.T @ (matrix @ V))
-    assert not torch.allclose(before[0], J @ V)
-    model.stopped = False
-    close(J @ V, before[0])
-    close(G @ V, before[1])
-
-
 def test_errors_of_the_model_stay_what_they_are() -> None:
     def fails(net: nn.Module, h: Tensor) -> Tensor:
         raise KeyError("mine")

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from curvlinops_plus.blocks.sweep_cache import SweepCache
-from curvlinops_plus.exact.kept import KeptLinearizations
 
 __all__ = ["LIMITS", "small_buffers"]
 
@@ -21,12 +20,11 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("risk.layer_batch", "_ROW_BYTES", 64),
     ("risk.layer_batch", "_ROWS", 1),
     ("risk.sweep", "_vectors_at_once", lambda recorder, number: 1),
-    ("exact.batched", "CHUNK_BYTES", 64),
-    ("exact.batched", "CPU_NUMBERS", 1),
+    ("exact.passes", "_COLUMNS", 2),
+    ("exact.passes", "_CPU_NUMBERS", 1),
     ("blocks.tnt", "_PIECE_BYTES", 64),
     ("blocks.nearest", "_WORK_BYTES", 64),
     ("blocks.accumulation", "SweepCache", lambda max_bytes, layers, squares: SweepCache(64, layers, squares)),
-    ("exact.ggn", "KeptLinearizations", lambda risk, read, max_bytes: KeptLinearizations(risk, read, 64)),
     ("likelihood.sampling", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),
@@ -39,8 +37,6 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("layer.convolution_gram", "_MIN_PATCHES", 1),
     ("layer.convolution_gram", "_MIN_PRODUCTS", 1),
     ("layer.convolution_gram", "_MIN_PACKED_PRODUCTS", 1),
-    ("layer.convolution_gram", "_IMAGE_BYTES", 64),
-    ("layer.convolution_gram", "_TABLE_BYTES", 1024),
     ("layer.patches", "_FEW_EXAMPLES", 2),
     ("linalg.gram_sum", "_BLOCK", 2),
     ("estimate.matrix", "BLOCK_BYTES", 64),

@@ -216,7 +216,6 @@ def _optimizer(case: Case) -> tuple[Again, Again]:
 
 MADE: dict[str, Callable[[Case], tuple[Again, Again]]] = {
     "GGN": _product(GGN),
-    "GGN, kept": _product(GGN, max_kept_bytes=2**28),
     "Hessian": _product(Hessian),
     "Jacobian": _product(Jacobian),
     "gradient": _gradient,

@@ -32,7 +32,6 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
-from curvlinops_plus.linalg import SplitFactor
 from curvlinops_plus.risk.batches import Batch, take_examples
 
 
@@ -109,36 +108,6 @@ def test_statistics_of_layers(name, approximation) -> None:
                 close(operator.trace, theirs.blocks[block].trace, what=block)
             else:
                 close(operator.to_dense(), theirs.blocks[block].to_dense(), what=block)
-
-
-class Branches(nn.Module):
-    """Two layers that read one tensor, at several positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.a(x).tanh() * self.b(x)).mean(1)
-
-
-@pytest.mark.parametrize("approximation", [KFAC, EKFAC])
-@pytest.mark.parametrize("options", [{}, {"split": 2}])
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_shared_and_split_factors(approximation, options, kfac_approx) -> None:
-    torch.manual_seed(0)
-    model = Branches().to(F64)
-    data = [(normal(n, 6, 4, seed=n), torch.arange(n) % 3) for n in (6, 8, 7)]
-    weights = [[2, 0, 1, 3, 1, 2], [1] * 8, [0, 0, 1, 2, 0, 1, 4]]
-    mine = [(X, y, torch.tensor(w, dtype=F64)) for (X, y), w in zip(data, weights, strict=True)]
-    often = [[n for n, times in enumerate(w) for _ in range(times)] for w in weights]
-    theirs = [(X[at], y[at]) for (X, y), at in zip(data, often, strict=True)]
-    loss, kind = nn.CrossEntropyLoss(), approximation.using(kfac_approx=kfac_approx, **options)
-    K = curvature(EmpiricalRisk(model, loss, mine, weight=get_weight), kind)
-    close(K.to_dense(), curvature(EmpiricalRisk(model, loss, theirs), kind).to_dense())
-    if approximation is KFAC:
-        assert K.blocks["a"].A is K.blocks["b"].A
-        assert ("split" in options) == isinstance(K.blocks["a"].A, SplitFactor)
 
 
 @pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention", "called twice"])
@@ -263,8 +232,6 @@ def test_what_is_refused() -> None:
     model, data = nn.Linear(2, 1).double(), [(X, Y, torch.ones(3))]
     with pytest.raises(ValueError, match=r"expected a pair .* For weights of examples: EmpiricalRisk\(..., weight="):
         EmpiricalRisk(model, nn.MSELoss(), data).loss()
-    with pytest.raises(TypeError, match="weight is a Tensor; expected a function, for instance weight=lambda"):
-        EmpiricalRisk(model, nn.MSELoss(), data, weight=torch.ones(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UnsupportedError, match=r"num_data replaces a count .* is over the sum of their weights"):
         EmpiricalRisk(model, nn.MSELoss(), data, weight=get_weight, num_data=7)
     with pytest.raises(UnsupportedError, match="weight=: HuberLoss has no likelihood"):

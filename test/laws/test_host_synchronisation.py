@@ -66,7 +66,8 @@ _AT_THE_END = {
     "losses._divided",
     "numerics.check_finite",
     "eigendecomposition._eigh",
-    "ggn_factor._reduced",
+    "data_rows._reduced",
+    "passes.agree",
     "modules._restore_buffer",
     "rows.of",
 }

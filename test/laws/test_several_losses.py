@@ -440,8 +440,8 @@ def test_terms_are_counted_once_and_only_if_needed() -> None:
     assert forward(KFAC, losses, data[1:]) == 1
     K = KFACLinearOperator(model, losses, params, data)
     assert passes(K.compute) == 2 + 2 + 2 + 1  # the determinism check reads the data, too; an example by itself
-    # Terms are counted, and forward mode is tried. What was counted is remembered.
-    for given_data, first in (data, 2 + 1 + 2), (even, 2 + 1 + 2):
+    # Terms are counted, once.
+    for given_data, first in (data, 2 + 2), (even, 2 + 2):
         G = GGNLinearOperator(model, losses, params, given_data, check_deterministic=False)
         v = torch.ones(G.shape[0], dtype=torch.float64)
         assert [passes(lambda G=G, v=v: G @ v) for _ in range(2)] == [first, 2]
@@ -621,29 +621,28 @@ def refused(losses: Any, words: str, y: Any = TARGETS, keys: str = "ab", **optio
 
 REFUSED = [
     refused({}, "There are no losses"),
-    refused((CE(), 1.0), r"a number is no loss.*\(\(loss, weight\), \(loss, weight\)\)"),
+    refused((CE(), 1.0), r"got 1.0.*\(\(loss, weight\), \(loss, weight\)\)"),
     *(refused({"a": CE(), "b": b}, NO_PAIR) for b in ({"inner": CE()}, (CE(), 1.0, 2.0), 3.0, None, [CE(), MSE()] * 2)),
     *(
         refused({"a": CE(), "b": (MSE(), weight)}, POSITIVE)
         for weight in (-1.0, float("nan"), float("inf"), "1", True, torch.tensor(1.0))
     ),
-    refused({"b": (MSE(), 0)}, r"is 0; expected a positive finite number. A loss with weight 0 .* leave it out"),
-    refused({(1, 2): CE()}, r"The loss for the output \(1, 2\): expected a name or a number, got a tuple"),
+    refused({"b": (MSE(), 0)}, r"is 0; expected a positive finite number"),
     refused({"a": CE(), "b": MSE(reduction="none")}, r"loss .b. \(MSELoss\): .*reduction=.none.\) is no scalar loss"),
-    refused({"a": CE(), "box": MSE()}, r"\['a', 'b'\], but .* \['a', 'box'\]: no output .*\['box'\] and no loss"),
-    refused(PAIR, r"outputs \['a', 'b', 'c'\], .*: no loss for the outputs \['c'\]. Say which", keys="abc"),
-    refused(BOTH, r"returned 3 outputs, but there are losses for 2 losses", AS_TUPLE, keys=""),
-    refused(PAIR, r"tuple with outputs \[0, 1, 2\], but the losses are a dict .*\{'a': ..., 'b': ...\}", keys=""),
+    refused({"a": CE(), "box": MSE()}, r"\['a', 'b'\], but .* \['a', 'box'\]\. Say which"),
+    refused(PAIR, r"outputs \['a', 'b', 'c'\], .*\. Say which", keys="abc"),
+    refused(BOTH, r"a tuple with outputs \[0, 1, 2\], but", AS_TUPLE, keys=""),
+    refused(PAIR, r"tuple with outputs \[0, 1, 2\], but the losses are a dict", keys=""),
     refused(BOTH, r"returned a dict with outputs \['a', 'b'\], but the losses are a tuple", AS_TUPLE),
     refused(PAIR, "`output` selected a Tensor, but the losses are a dict", output=lambda o: o["a"]),
     refused(
         PAIR, "output 'b' is a list; expected the tensor that its loss reads", output=lambda o: {**o, "b": [o["b"]]}
     ),
     refused(PAIR, r"MSELoss needs a target of the output's shape \[3, 2\], got \[3, 1\]", {**TARGETS, "b": Y["c"]}),
-    refused(PAIR, r"has a Tensor, but the losses are a dict .* y = \{'a': ..., 'b': ...\}", Y["a"]),
+    refused(PAIR, r"has a Tensor, but the losses are a dict", Y["a"]),
     refused(PAIR, r"has a tuple with targets \[0, 1\], but the losses are a dict", AS_TUPLE),
-    refused(PAIR, r"targets \['a'\], but .* losses for \['a', 'b'\]: no target for the losses \['b'\]", {"a": Y["a"]}),
-    refused(PAIR, r"no loss for the targets \['id'\]. Batches must be", {**TARGETS, "id": X}),
+    refused(PAIR, r"targets \['a'\], but the losses are a dict", {"a": Y["a"]}),
+    refused(PAIR, r"targets \['a', 'b', 'id'\], but", {**TARGETS, "id": X}),
     refused(PAIR, NO_TERM, IGNORED),
     refused(PAIR, r"shift_labels is about one loss.*\['a', 'b'\]. Shift", shift_labels=True),
     refused(PAIR, "num_per_example_loss_terms is about one loss.*Leave it out", num_per_example_loss_terms=3),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.nn.utils import parametrizations
 
 from curvlinops_plus.layer import (
     AffineRule,
-    ConvRule,
     LayerRule,
     LinearRule,
     register_rule,
@@ -108,13 +105,3 @@ def test_misspelled_parameter() -> None:
 
     with pytest.raises(ValueError, match=r"Misspelled.patterns names \['wieght'\], but OwnForward has.*'weight'"):
         rule_of(OwnForward(2, 2))
-
-
-def test_checked_rows_of_their_own() -> None:
-    class Doubled(ConvRule):
-        def rows(self, module: nn.Module, x: Tensor) -> Any:
-            return super().rows(module, 2 * x)
-
-    module, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.rand(40, 3, 8, 8, dtype=torch.float64)
-    torch.testing.assert_close(Doubled().input_gram(module, x)[0], 4 * ConvRule().input_gram(module, x)[0])
-    assert Doubled().packed_gram(module, x, True) is None

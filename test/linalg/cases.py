@@ -23,7 +23,6 @@ from curvlinops_plus.linalg import (
     Layout,
     LinearOperator,
     Space,
-    SplitFactor,
     Structure,
 )
 
@@ -136,10 +135,6 @@ def batched_kron(G: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(G_b, A_b) for G_b, A_b in zip(G, A, strict=True)))
 
 
-def split(*matrices: Tensor) -> SplitFactor:
-    return SplitFactor([Dense(M, Structure.PSD) for M in matrices])
-
-
 def eye_like(M: Tensor) -> Tensor:
     return torch.eye(len(M), dtype=M.dtype)
 
@@ -190,17 +185,6 @@ CASES = [
             lambda g, A: batched_kron(torch.diag_embed(g), A),
             normal(2, 3).abs() + 0.1,
             psd(2, 2),
-        ),
-    ),
-    Case("split", of(split, torch.block_diag, psd(3, 3), psd(2, 2, seed=1))),
-    Case(
-        "kronecker split",
-        of(
-            lambda G, H, A: Kronecker(split(G, H), A),
-            lambda G, H, A: torch.kron(torch.block_diag(G, H), A),
-            psd(3, 3),
-            psd(2, 2, seed=1),
-            psd(2, 2, seed=2),
         ),
     ),
     Case(

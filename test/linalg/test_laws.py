@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, SplitFactor, Structure
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 
 from .cases import CASES, F64, FORMS, Case, eye_like, normal
 
@@ -241,8 +241,7 @@ def test_sample_does_not_depend_on_the_choice_of_eigenvectors() -> None:
         M = (M + M.T) / 2
         one, batch = Dense(M, Structure.PSD), Dense(torch.stack([M, 2 * M]), Structure.PSD)
         shifted = Kronecker(one, one).inverse(0.1)
-        split = Kronecker(SplitFactor([one, one]), one)
-        made = (one, batch, Kronecker(one, one), Kronecker(batch, one), shifted, split, one.power(2, 0.1))
+        made = (one, batch, Kronecker(one, one), Kronecker(batch, one), shifted, one.power(2, 0.1))
         return [A.sample(torch.Generator().manual_seed(1), 3) for A in made]
 
     for a, b in zip(draws(M), draws(other), strict=True):

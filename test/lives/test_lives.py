@@ -183,8 +183,9 @@ def test_what_autograd_says(ordinary: Ordinary) -> None:
     model, examples = ordinary.make(), ordinary.examples(5, 0)
     expected = ByAutograd(ordinary, model, ordinary.batch(examples))
     risk = risk_of(ordinary, model, [ordinary.batch(examples[:2]), ordinary.batch(examples[2:])])
-    close(GGN(risk).to_dense(), expected.ggn, 1e-10, "GGN")
-    close(Hessian(risk).to_dense(), expected.hessian, expected.rtol, "Hessian")
+    if not any(isinstance(m, nn.EmbeddingBag) for m in model.modules()):  # PyTorch can't differentiate it twice
+        close(GGN(risk).to_dense(), expected.ggn, 1e-10, "GGN")
+        close(Hessian(risk).to_dense(), expected.hessian, expected.rtol, "Hessian")
     close(curvature(risk, EKFAC).trace, expected.ggn.trace(), 1e-10, "EKFAC's trace")
     K = curvature(risk, FullBlock, default=FullBlock)
     block_of = {key: group.name for entry in K.plan for group in entry.layer.groups for key in group.keys}

@@ -307,6 +307,10 @@ def test_the_preconditioner_writes_gradients(norm: Any) -> None:
         plain(optimizer, twin, CE, *batch(seed=step))
         torch.testing.assert_close(flat(model), flat(twin))
         assert (preconditioner.last_step.scale < 1) == bool(norm)
+    (X, y), grads = batch(), [p.grad for p in model.parameters()]
+    CE(model(X), y).backward()
+    preconditioner.step()
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))  # views of another's buffer, maybe
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,6 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, r"chunk_size to be a positive whole number or None, got 0", lambda: sr(*ARGS, chunk_size=0)),
     (UnsupportedError, r"log_psi draws random numbers", lambda: sr(RANDOM, None, X, E)),
     (UnsupportedError, r"can't be called with one sample.*Batch norm", lambda: sr(NORMED, None, X, E)),
-    (UnsupportedError, r"backward pass through the model is not linear", lambda: sr(Clamping(), None, X, E)),
     (UnsupportedError, r"depend on one sample only", lambda: sr(lambda p, x: (x @ p[0]).log_softmax(0), [ONES], X, E)),
     (ValueError, r"previous: .*expected", lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES))),
     (ValueError, r"grad: .*missing \['decay'", lambda: fisher_inverse(*NET.args[:2])({}, X)),

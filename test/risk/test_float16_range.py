@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import Vectors
-from curvlinops_plus.risk.graph import send_in_range
 
 X, Y = torch.linspace(-1, 1, 32 * 6).view(32, 6).sin(), torch.arange(32) % 3
 VECTORS = [Exact(), MonteCarlo(samples=2), Empirical()]
@@ -94,29 +92,6 @@ def test_a_layer_without_gradients_counts_as_zero() -> None:
     assert not found["0"].any()
     require = blocks(copy.deepcopy(model).double(), KFAC, Exact())
     torch.testing.assert_close(found["4"].double(), require["4"], rtol=5e-3, atol=1e-5)
-
-
-def test_bfloat16_and_float32_are_sent_as_they_are() -> None:
-    sent = []
-
-    def send(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
-        sent.extend(vectors)
-        return vectors
-
-    v, outputs = torch.full((2, 3), 1e-6), [torch.zeros(2, 3)]
-    assert send_in_range(send, outputs, [v], narrow=False).power == 1
-    assert sent[0] is v
-
-
-def test_what_is_not_finite_stays_so() -> None:
-    vectors, f = [torch.ones(3)], [torch.zeros(3, dtype=torch.float16)]
-    found = send_in_range(lambda sent: [sent[0] * torch.inf], f, vectors, narrow=True).take(0)
-    assert found is not None
-    assert not found.isfinite().any()
-    arrived = send_in_range(lambda sent: [sent[0]], f, [torch.full((3,), torch.nan)], narrow=True)
-    assert arrived.power == 1
-    assert (found := arrived.take(0)) is not None
-    assert found.isnan().all()
 
 
 def test_autocast_to_float16() -> None:

@@ -208,9 +208,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "matrix on the left": (
         lambda: Own(lambda s, x: s.o(torch.tanh(s.w @ x)).sum(1), w=(5, 4), o=linear(3, 2)),
         SEQUENCES,
-        "w o",
+        "o",
     ),
-    "bilinear": (lambda: Own(lambda s, x: F.bilinear(x, torch.sin(x), s.w, s.b), w=(2, 3, 3), b=(2,)), ROWS, "w"),
+    "bilinear": (lambda: Own(lambda s, x: F.bilinear(x, torch.sin(x), s.w, s.b), w=(2, 3, 3), b=(2,)), ROWS, ""),
     "convolutions": (
         lambda: Own(
             lambda s, x: F.conv_transpose2d(
@@ -222,7 +222,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             c=(3,),
         ),
         IMAGES,
-        "w u",
+        "w",
     ),
     "convolution by two strides": (
         lambda: Own(lambda s, x: F.conv1d(x, s.w).sum(2) + F.conv1d(x, s.w, None, 2, "valid").sum(2), w=(2, 4, 2)),
@@ -241,7 +241,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             o=linear(4, 2),
         ),
         TOKENS,
-        "w o",
+        "o",
     ),
     "rows of one weight": (lambda: Own(qkv, w=(9, 3), b=(9,), o=linear(3, 2)), SEQUENCES, "w o"),
     "rows of a module's weight": (lambda: Own(uneven, l=linear(3, 7), o=linear(4, 2)), ROWS, "l o"),
@@ -698,15 +698,6 @@ def test_states_say_what_functions_read(name: str) -> None:
     other = curvature(risk_of(name, risk.model), EKFAC)
     other.load_state_dict(state)
     same(other.to_dense(), expected)
-
-
-def test_states_before_functions_were_looked_for() -> None:
-    """Version 2 says nothing of functions: its layers are those of modules alone."""
-    risk = risk_of("one bias")
-    K = curvature(risk, EKFAC)
-    expected, state = K.to_dense(), K.state_dict()
-    old = {key: value for key, value in state.items() if key != "reads"} | {"version": 2}
-    same(BlockwiseLinearOperator.from_state_dict(old, risk.model, data=None).to_dense(), expected)
 
 
 def function(params: Mapping[str, Tensor], X: Tensor) -> Tensor:

@@ -127,19 +127,6 @@ def test_parameters_kept_elsewhere_are_refused_by_name(keep: Any, use: Callable[
         use(_risk(model))
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-@pytest.mark.parametrize(
-    "ask",
-    [lambda m: m.kept[0], lambda m: torch.clone(input=m.kept[0]), lambda m: torch.cat([m.kept[0], m.w])[:2]],
-    ids=["as it is", "by keyword", "in a list"],
-)
-def test_so_are_frozen_ones(ask: Callable[[Any], Tensor], use: Callable[[EmpiricalRisk], Any]) -> None:
-    model = Asks(ask, lambda w: [w])
-    model.requires_grad_(False)
-    with pytest.raises(UnsupportedError, match=r"reads the parameters \['w'\] from elsewhere"):
-        use(_risk(model, list(model.parameters())))
-
-
 def test_what_is_kept_of_an_earlier_pass_is_no_parameter() -> None:
     def ask(model: Any) -> Tensor:
         if not model.seen:

@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
-from curvlinops_plus.exact.operations import Operations
-from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude, as_real
+from curvlinops_plus.exact.passes import Replaced
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.batches import to_device
 from curvlinops_plus.risk.modules import preserve_state
@@ -117,14 +116,13 @@ class Ensemble:
             alone = tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1])
             leaves = {name: v.detach().requires_grad_() for name, v in self.free.items()}
             try:
-                with torch.enable_grad(), Operations() as watch:
+                with torch.enable_grad(), Replaced():
                     last = self.psi(leaves, alone)
             except Exception as error:
                 raise UnsupportedError(
                     f"log_psi can't be called with one sample, where it should return log ψ of it: {error} (Batch norm "
                     "in training mode? Call .eval() first.)"
                 ) from error
-            self._require_linear(last, [*leaves.values()], watch.hooked)
             last = last.detach()
         tolerance = torch.finfo(out.dtype).eps ** 0.5
         if not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
@@ -134,19 +132,6 @@ class Ensemble:
                 ".eval() first. A normalisation over the batch? It does not matter here, leave it out.)"
             )
         return out
-
-    def _require_linear(self, out: Tensor, leaves: list[Tensor], hooked: bool) -> None:
-        """Refuse backward passes from an output [1, c] that are not linear."""
-        if not is_by_hand([out], hooked):
-            return
-
-        w = torch.linspace(-2, 1, out.numel()).to(out).view_as(out)
-
-        def send(a: float, b: float) -> list[Tensor]:
-            found = torch.autograd.grad(out, leaves, a + b * w, retain_graph=True, materialize_grads=True)
-            return [as_real(g).flatten() for g in found]
-
-        refuse_nonlinear(send, [out], torch.finfo(out.dtype).eps)
 
     def _check_finite(self, out: Tensor) -> None:
         bad = ~torch.isfinite(out).all(1)
