@@ -119,11 +119,23 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 f"{type(self).__name__}(model, loss, params=...)."
             )
         self._check_options(inverse, power, statistics_every, inverse_every, risk_options)
-        groups, schedule = _groups(model, params), damping if callable(damping) else None
-        if schedule is not None and any("damping" in group for group in groups):
+        if params is None:
+            params = [p for p in model.parameters() if p.requires_grad]
+            if not params:
+                raise ValueError(
+                    f"The model, a {type(model).__name__}, has no parameters that require a gradient. The model comes "
+                    "first, then the loss; for parameters that are frozen for now, say params=list(model.parameters())."
+                )
+        params = list(params.values() if isinstance(params, Mapping) else params)
+        self._schedule = damping if callable(damping) else None
+        if self._schedule is not None and any(isinstance(group, dict) and "damping" in group for group in params):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
+        damping = damping(0) if callable(damping) else damping
+        super().__init__(params, {**self._options, "damping": damping, "norm_constraint": norm_constraint})
         risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
-        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
+        risk = EmpiricalRisk(
+            model, loss, (), [p for group in self.param_groups for p in group["params"]], **risk_options
+        )
         if decay == 1 and risk.losses.reduction == "sum":
             raise ValueError(
                 'decay=1 with reduction="sum" would add up the curvature of all steps. Give a decay below 1, which '
@@ -138,7 +150,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
             decay=decay,
             leave_out_uncalled=True,
         )
-        self._schedule, self._strict, self._inverse, self._power = schedule, strict, inverse, power
+        self._strict, self._inverse, self._power = strict, inverse, power
         self._inverse_every = inverse_every
         own = weakref.ref(self)  # no cycle: an optimizer that is dropped is gone at once, and its hooks with it
         self._hearing = Hearing(model, self.curvature, statistics_every, lambda: getattr(own(), "_looks_again", False))
@@ -147,8 +159,6 @@ class KFACPreconditioner(torch.optim.Optimizer):
         self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh
         self._P: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
         self._flat: tuple[Any, Flat] | None = None  # with the parameters that it is of
-        damping = damping(0) if callable(damping) else damping
-        super().__init__(groups, {**self._options, "damping": damping, "norm_constraint": norm_constraint})
         self._check_groups()
         #: What the last step did.
         self.last_step = StepReport(-1)
@@ -187,18 +197,12 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, in the constructor alone.
-
-        Raises:
-            ValueError: If the optimizer was made without them.
-        """
-        for p in _tensors(param_group):
-            if p not in self._keys:
-                raise ValueError(
-                    f"A parameter of shape {list(p.shape)} is not among those that the optimizer was made with, so no "
-                    "layer is listened to for it. Give all of them to the constructor: those that are frozen, and have "
-                    "no gradient, are left alone until they have one."
-                )
+        """Refused: no layer is listened to for parameters that the optimizer was made without."""
+        if hasattr(self, "curvature"):
+            raise ValueError(
+                "No layer is listened to for parameters that come later. Give all of them to the constructor: those "
+                "that are frozen, and have no gradient, are left alone until they have one."
+            )
         super().add_param_group(param_group)
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -552,27 +556,3 @@ def _first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     if gradient and not isfinite(norm(list(gradient.values()))):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
-
-
-def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
-    """Parameter groups, as PyTorch's optimizers take them."""
-    if params is None:
-        params = [p for p in model.parameters() if p.requires_grad]
-        if not params:
-            raise ValueError(
-                f"The model, a {type(model).__name__}, has no parameters that require a gradient. The model comes "
-                "first, then the loss; for parameters that are frozen for now, say params=list(model.parameters())."
-            )
-    params = list(params.values() if isinstance(params, Mapping) else params)
-    if params and isinstance(params[0], dict):
-        return [{**group, "params": _as_list(group["params"])} for group in params]
-    return [{"params": params}]
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
-    """The parameters of a group, which may come with their names."""
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in _as_list(group["params"])]
