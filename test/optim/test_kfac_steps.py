@@ -346,6 +346,16 @@ def test_a_step_of_length_zero_does_not_adapt_the_damping() -> None:
     assert dampings[2] < 1.0
 
 
+def test_a_step_to_a_loss_that_is_nan_is_undone() -> None:
+    model = net()
+    before = flat(model)
+    optimizer = KFACOptimizer(model, CE, lr=1e308, momentum=0.0, norm_constraint=None, reject=2.0, **EXACT)
+    plain(optimizer, model, CE, *batch())
+    assert optimizer.last_step.new_loss != optimizer.last_step.new_loss
+    assert optimizer.last_step.rejected
+    assert torch.equal(flat(model), before)
+
+
 class Transposed(nn.Module):
     """A layer that the package does not know."""
 
