@@ -136,9 +136,8 @@ class DataRows(RiskOperator):
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
         for batch, block, parts, _, dtype in self._blocks(weights, totals, forward=False):
             rows = [X[part].T.to(dtype).reshape(-1, *shape) for part, shape in zip(parts, block.shapes, strict=True)]
-            result += self._passes.graph(
-                batch, lambda F, extra, free, U=block.product(rows): self._passes.back(F, free, U)
-            )
+            U = block.product(rows)
+            result += self._passes.graph(batch, lambda F, extra, free, U=U: self._passes.back(F, free, U))
         return result.T, totals
 
     def _dense_sweep(self, weights: LossWeights) -> tuple[Tensor, Totals]:

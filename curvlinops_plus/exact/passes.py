@@ -70,22 +70,24 @@ class Replaced(TorchFunctionMode):
     Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables, and
     their gradients by `scale_grad_by_freq` are no derivatives.
 
-    Attributes:
-        used: Whether an operation was replaced.
-        grouped: Whether there was group norm.
+    Args:
+        met: Where it notes, at once, that an operation was "replaced", and that there was "group norm".
     """
 
-    used = grouped = False
+    def __init__(self, met: set[str]) -> None:
+        super().__init__()
+        self.met = met
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
-            self.used = True
+            self.met.add("replaced")
             return _weight_norm(*args, **kwargs)
         if func is embedding and (found := _embedding(*args, **kwargs)) is not None:
-            self.used = True
+            self.met.add("replaced")
             return found
-        self.grouped |= func in (group_norm, torch.group_norm)
+        if func in (group_norm, torch.group_norm):
+            self.met.add("group norm")
         return func(*args, **kwargs)
 
 
@@ -161,18 +163,16 @@ class Passes:
         self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, fitting))
         self._fixed = chunk_size is not None
         self.twice = self._known = False  # and whether that is known to be right
-        self._grouped = False  # whether the model has group norm
-        self._replaces: bool | None = None  # whether operations are replaced; None as long as the model did not run
+        self._met: set[str] = set()  # see `Replaced`, which watches a first run, and all others if it is needed
+        self._ran = False
         self._itemsize: int | None = None  # of the coarsest numbers in the model
 
     # ------------------------------------------------------------------------------------------------ running the model
     def at(self, batch: Batch, values: Sequence[Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at these values of the parameters, backward passes too: checkpointing runs parts again."""
-        with nullcontext() if self._replaces is False else Replaced() as mode:
+        with nullcontext() if self._ran and "replaced" not in self._met else Replaced(self._met):
             found = self.risk.at(dict(zip(self.risk.params, values, strict=True)), function)
-        if mode is not None:
-            self._grouped |= mode.grouped
-            self._replaces = bool(self._replaces) or mode.used
+        self._ran = True
         return found
 
     def graph(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
@@ -359,7 +359,7 @@ class Passes:
 
     def sent_together(self, K: int, F: Outputs) -> int:
         """How many of K columns are sent back together."""
-        if self._grouped:  # several at once are wrong in its second derivative
+        if "group norm" in self._met:  # several at once are wrong in its second derivative
             return 1
         numbers = max((t.numel() for t in (*F, *self.params)), default=1)
         together = self.risk.device.type != "cpu" or self._fixed
@@ -406,8 +406,12 @@ class Passes:
             back = gradients_of(reached, free, w, True, create_graph=True) if reached else ()
             used = [(g, v) for g, v in zip(back, split_rows(rows, free)) if g is not None and g.requires_grad]
             if used:
-                found = vjp([g for g, _ in used], w, [v for _, v in used])
-                JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
+                size, gradients = self.sent_together(len(rows), F), [g for g, _ in used]
+                for start in range(0, len(rows), size):
+                    at = slice(start, start + size)
+                    for f, t in zip(reached, vjp(gradients, w, [v[at] for _, v in used]), strict=True):
+                        if t is not None:
+                            JV[id(f)][at] = t.detach()
         return [JV[id(f)] for f in F]
 
 

@@ -341,6 +341,8 @@ def copied(tree: Any) -> Any:
 
 
 def _copy(t: Tensor) -> Tensor:
-    copied = t.detach().clone().requires_grad_(t.requires_grad)
+    copied = t.detach().clone()
+    if t.requires_grad:  # `torch.func` allows no call that says it is not
+        copied.requires_grad_()
     vars(copied).update(vars(t))  # what the user has put there, which models may read
     return copied

@@ -316,6 +316,31 @@ def test_gradients_that_a_hook_reverses() -> None:
         close(Jacobian(risk) @ v, expected["J"] @ v)
 
 
+def test_columns_of_a_group_norm_before_any_vector() -> None:
+    """PyTorch's second derivative of several columns is wrong for one image of as many positions as channels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.GroupNorm(1, 3, eps=0.1), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))
+    data = [(normal(1, 2, 3), torch.tensor([1]))]
+    expected = matrices(plain(model.double()), data)
+    close(Hessian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).to_dense(), expected["H"])
+    J = Jacobian(EmpiricalRisk(Gated(model), nn.CrossEntropyLoss(), data))
+    V = normal(J.shape[1], 4)
+    close(J @ V, torch.stack([J @ v for v in V.T], 1))
+
+
+class Gated(nn.Module):
+    """Lets no gradient through a gate: forward mode is wrong."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.inner(x).sigmoid()
+        return gate * self.inner(x)
+
+
 # -------------------------------------------------------------------------------------------------------------- refused
 class RawBag(nn.Module):
     """By a function that is not replaced."""

@@ -351,3 +351,17 @@ def test_autocast_around_products(index: int) -> None:
         close((A.T @ A).to_dense(), square, 1e-5)
         close(A @ torch.eye(A.shape[1]), dense, 1e-5)
     assert (A @ torch.zeros(A.shape[1], 0)).shape == (A.shape[0], 0)
+
+
+@pytest.mark.parametrize("kind", [GGN, Jacobian])
+def test_columns_share_a_forward_pass(kind: Any) -> None:
+    p, calls = problem("mlp"), []
+    A = kind(p.risk())
+    V = normal(A.shape[1], 8)
+    expected = torch.stack([A @ v for v in V.T], 1)
+    handle = p.model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        close(A @ V, expected)
+        assert len(calls) == 2 * len(p.data)  # outputs, and tangents of all columns
+    finally:
+        handle.remove()
