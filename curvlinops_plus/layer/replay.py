@@ -131,7 +131,7 @@ def replay_per_example(
     g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
     if not g:
         raise ValueError(f"{type(module).__name__}: no output gradient was given, expected at least one tensor.")
-    call = _Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
+    call = Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
     sizes = call.chunk_sizes(g, max_bytes)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -158,7 +158,7 @@ def replay_per_example(
             ) from error
 
 
-class _Call:
+class Call:
     """One call of a module, repeated for single examples with copies of its parameters."""
 
     def __init__(

@@ -341,8 +341,8 @@ class TestEveryModule:
     def test_vmap_is_used_where_it_can_be(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         module, args, kwargs, g = build(case)
         looped = []
-        original = replay._Call.one_by_one
-        monkeypatch.setattr(replay._Call, "one_by_one", lambda *a: looped.append(1) or original(*a))
+        original = replay.Call.one_by_one
+        monkeypatch.setattr(replay.Call, "one_by_one", lambda *a: looped.append(1) or original(*a))
         generic(case, module, args, kwargs, g)
         assert bool(looped) == (case.name in SLOW)
 
@@ -546,7 +546,7 @@ class TimeFirst(nn.Module):
 @pytest.mark.parametrize("slow", [False, True])
 def test_axes(slow: bool, loop: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if slow:
-        monkeypatch.setattr(replay._Call, "all_at_once", lambda *_: 1 / 0)
+        monkeypatch.setattr(replay.Call, "all_at_once", lambda *_: 1 / 0)
     T = 5
     module, x, shared = TimeFirst(), torch.randn(B, T, 3), torch.randn(T, 1, 3)
     kwargs = {"table": torch.randn(B, 3), "mask": torch.randn(T)}
