@@ -88,7 +88,7 @@ def test_import_leaves_other_packages_for_later() -> None:
     """What takes long to import, and is seldom needed, is imported at its first use: parts of SciPy, transformers."""
     *_, found = imported()
     assert {name.split(".")[0] for name in found} == {"curvlinops_plus"}
-    assert "curvlinops_plus.layer.huggingface" in found
+    assert "curvlinops_plus.layer.linear" in found
 
 
 def test_names_are_imported_when_they_are_used() -> None:

@@ -12,7 +12,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossS
 from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
-from curvlinops_plus.layer.enclosed import EnclosedRule
+from curvlinops_plus.layer.rule import EnclosedRule
 from curvlinops_plus.risk import Layer
 
 

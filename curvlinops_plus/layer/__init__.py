@@ -8,10 +8,8 @@ from __future__ import annotations
 from curvlinops_plus.layer.attention import AttentionRule
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
-from curvlinops_plus.layer.huggingface import Conv1DRule
-from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.normalization import ScaleShiftRule
-from curvlinops_plus.layer.prelu import PReLURule
+from curvlinops_plus.layer.linear import Conv1DRule, LinearRule
+from curvlinops_plus.layer.normalization import PReLURule, ScaleShiftRule
 from curvlinops_plus.layer.recurrent import RecurrentRule
 from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows

@@ -1,4 +1,4 @@
-"""Rule of `nn.Linear`: its inputs are the rows, with any number of shared positions."""
+"""Linear layers: their inputs are the rows, with any number of shared positions."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ class LinearRule(AffineRule):
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
         return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+class Conv1DRule(LinearRule):
+    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always with a bias.
+
+    It is registered by its full name, so that `transformers` need not be installed.
+
+    Example:
+        >>> Conv1DRule().patterns(nn.Identity())
+        {'weight': 'i o -> o i', 'bias': 'o -> o 1'}
+    """
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """`W` transposed, then the bias as one more column."""
+        return {"weight": "i o -> o i", "bias": "o -> o 1"}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from curvlinops_plus.random_state import RandomState
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
-
-T = TypeVar("T")
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -114,9 +112,8 @@ def replay_per_example(
 
     Raises:
         UnsupportedError: If the module mixes the examples of a batch, draws random numbers, returns no floating-point
-            tensor, or fails on one example.
-        ValueError: If one example's output does not fit its gradient, or `g`, `in_axes` or `out_axes` have a wrong
-            number of entries.
+            tensor for each gradient.
+        ValueError: If one example's output does not fit its gradient.
 
     Example:
         >>> g = torch.ones(1, 3, 4)
@@ -129,9 +126,7 @@ def replay_per_example(
     """
     check_repeatable(module)
     g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
-    if not g:
-        raise ValueError(f"{type(module).__name__}: no output gradient was given, expected at least one tensor.")
-    call = _Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
+    call = Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
     sizes = call.chunk_sizes(g, max_bytes)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -158,8 +153,11 @@ def replay_per_example(
             ) from error
 
 
-class _Call:
-    """One call of a module, repeated for single examples with copies of its parameters."""
+class Call:
+    """One call of a module, repeated for single examples with detached copies of its tensors, in float32 at least.
+
+    Arguments are those of `replay_per_example`.
+    """
 
     def __init__(
         self,
@@ -172,12 +170,6 @@ class _Call:
         names: Sequence[str] | None = None,
     ) -> None:
         self.module, self.out_axes = module, out_axes
-        self.copy_parameters(names)
-        self.copy_inputs(args, kwargs, num_examples, in_axes)
-
-    def copy_parameters(self, names: Sequence[str] | None) -> None:
-        """Detached parameters and buffers, in float32 at least."""
-        module = self.module
         inner = dict(module.named_parameters(remove_duplicate=False))
         own = differentiable_parameters(module) if names is None else {name: inner[name] for name in names}
         # Copies: some layers write to their weight (`nn.Embedding(max_norm=...)`).
@@ -188,14 +180,9 @@ class _Call:
         self.aliases = {name: first[id(p)] for name, p in every.items() if id(p) in first}
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
-
-    def copy_inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int | None] | None
-    ) -> None:
-        """Detached inputs, in float32 at least, and which of them carry examples on which axis of the module."""
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-        axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
+        axes = dict(zip(tensors, [0] * len(tensors) if in_axes is None else in_axes, strict=True))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
         axes = {i: axis for i, axis in axes.items() if axis is not None}
         self.per_example = {i: axes[i] for i in axes if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
@@ -207,12 +194,6 @@ class _Call:
     def name(self) -> str:
         """Type of the module, for messages."""
         return type(self.module).__name__
-
-    def matching(self, axes: Sequence[T] | None, count: int, what: str, of: str) -> Sequence[T | int]:
-        """The axes, 0 each by default, with their number checked."""
-        if axes is not None and len(axes) != count:
-            raise ValueError(f"{self.name}: {what} has {len(axes)} entries, but there are {count} {of}: give one each.")
-        return [0] * count if axes is None else axes
 
     def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
         """How many vectors and how many examples are worked on at a time."""
@@ -241,20 +222,14 @@ class _Call:
         """The floating-point tensors of an output, without their example dimension."""
         leaves = tree_leaves(out)
         found = [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
-        what = f"a {type(out).__name__}"
-        if not found or any(t.is_complex() for t in found):
+        if len(found) != len(shapes) or any(t.is_complex() for t in found):
             raise UnsupportedError(
-                f"{self.name} returned {what} with {'a complex' if found else 'no floating-point'} tensor: expected "
-                "real floating-point tensors, alone or in tuples, lists, dicts or types that "
-                "torch.utils._pytree knows. Wrap the part that holds the parameters in a module that returns them so."
+                f"{self.name} returned a {type(out).__name__} with {[str(t.dtype) for t in found]}: expected real "
+                f"floating-point tensors for {len(shapes)} output gradients, alone or in tuples, lists, dicts or types "
+                "that torch.utils._pytree knows."
             )
-        if len(found) != len(shapes):
-            raise ValueError(
-                f"{self.name} returned {what} with {len(found)} floating-point tensors, but there are output gradients "
-                f"for {len(shapes)}. Give a list with one tensor [V, B, ...] for each."
-            )
-        axes = self.matching(self.out_axes, len(found), "out_axes", "floating-point tensors in its output")
-        return [self.without_example(t, axis, shape) for t, axis, shape in zip(found, axes, shapes)]
+        axes = [0] * len(found) if self.out_axes is None else self.out_axes
+        return [self.without_example(t, axis, shape) for t, axis, shape in zip(found, axes, shapes, strict=True)]
 
     def without_example(self, out: Tensor, axis: int, shape: torch.Size) -> Tensor:
         """One output in the shape of its gradient."""
@@ -288,31 +263,20 @@ class _Call:
 
     def one_by_one(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by one backward pass per example and vector, `[V, B, *shape]`."""
-        chunk: list[dict[str, Tensor]] = []
+        chunk: list[list[Tensor]] = []
         for n in range(examples.start, examples.stop):
             with torch.enable_grad():
                 params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
                 out = self.run(params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g])
-            chunk.append(_pull_back(out, params, zip(*(t[vectors, n] for t in g))))
-        return {name: torch.stack([c[name] for c in chunk], dim=1) for name in self.params}
-
-
-def _pull_back(
-    out: Sequence[Tensor], params: Mapping[str, Tensor], g: Iterable[Sequence[Tensor]]
-) -> dict[str, Tensor]:  # {name: [V, *shape]}
-    """Gradients of one example's outputs for V vectors, one backward pass each; zero where nothing depends on it."""
-    leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
-    rows = []
-    for row in g:
-        if depends:
-            back = [row[k].to(out[k].dtype) for k in depends]
-            found = torch.autograd.grad(
-                [out[k] for k in depends], leaves, back, retain_graph=True, materialize_grads=True
-            )
-            rows.append([J.to_dense() for J in found])  # those of `sparse=True` embeddings are sparse
-        else:
-            rows.append([torch.zeros_like(p) for p in leaves])
-    return {name: torch.stack(J) for name, J in zip(params, zip(*rows, strict=True), strict=True)}
+            live = [k for k, f in enumerate(out) if f.requires_grad]
+            fs, leaves, rows = [out[k] for k in live], list(params.values()), []
+            for v in range(vectors.start, vectors.stop):
+                back = [g[k][v, n].to(f.dtype) for k, f in zip(live, fs)]
+                J = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True) if live else leaves
+                # Those of `sparse=True` embeddings are sparse.
+                rows.append([t.to_dense() if live else torch.zeros_like(t) for t in J])
+            chunk.append([torch.stack(some) for some in zip(*rows)])
+        return {name: torch.stack(some, dim=1) for name, some in zip(self.params, zip(*chunk))}
 
 
 def in_chunks(

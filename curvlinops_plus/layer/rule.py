@@ -40,8 +40,6 @@ class LayerRule:
 
     Attributes:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
-        direct_grads: Whether `per_example_grads` is a formula of the rule's own, rather than that of `LayerRule` or
-            `AffineRule`. Set by defining the method, unless the class body sets it.
 
     Example:
         >>> rule, layer = LayerRule(), nn.PReLU()
@@ -54,18 +52,11 @@ class LayerRule:
     """
 
     max_bytes: int = 64 * 2**20
-    direct_grads: ClassVar[bool] = False
 
-    #: Attribute to the method whose definition in a subclass makes it True.
-    _set_by_methods: ClassVar[Mapping[str, str]] = {"direct_grads": "per_example_grads"}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Set the attributes of the methods that a class defines, unless the class body sets them."""
-        super().__init_subclass__(**kwargs)
-        for attribute, method in cls._set_by_methods.items():
-            nearest = next(base for base in cls.__mro__ if attribute in vars(base) or method in vars(base))
-            if attribute not in vars(nearest):
-                setattr(cls, attribute, True)
+    @property
+    def direct_grads(self) -> bool:
+        """Whether `per_example_grads` is a formula of the rule's own."""
+        return type(self).per_example_grads is not LayerRule.per_example_grads
 
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it applies.
@@ -190,6 +181,51 @@ class LayerRule:
         return self.replay(module, args, kwargs, g, in_axes, out_axes)
 
 
+class EnclosedRule(LayerRule):
+    """Per-example gradients of parameters inside a module, its own or its children's, by running all of it again.
+
+    Args:
+        names: Their names in the module.
+
+    Example:
+        >>> module, g = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(1, 4, 2)
+        >>> rule = EnclosedRule(("0.weight",))
+        >>> {name: tuple(J.shape) for name, J in rule.per_example_grads(module, (torch.ones(4, 3),), {}, g).items()}
+        {'0.weight': (1, 4, 2, 3)}
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """All parameters side by side in one row."""
+        named = dict(module.named_parameters(remove_duplicate=False))
+        return {name: flat_pattern(named[name].ndim) for name in self.names}
+
+    def replay(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        g: Tensor | Sequence[Tensor],
+        in_axes: Sequence[int | None] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run the module again for each example.
+
+        Raises:
+            UnsupportedError: If it can't be run with other values of the parameters.
+        """
+        try:
+            return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
+        except (TypeError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"{type(module).__name__} can't be run again for single examples with other values of "
+                f"{list(self.names)}, which functions read inside: {error}. Leave these out of `params`, or give that "
+                "use a module with a rule."
+            ) from error
+
+
 class AffineRule(LayerRule):
     """Rule of a layer whose output is `W a` or `W a + b`: define three methods, inherit the rest.
 
@@ -203,10 +239,6 @@ class AffineRule(LayerRule):
 
     Attributes:
         sparse: Whether `inputs` returns `SparseRows`.
-        direct_grads: Whether `per_example_grads` is computed without rows. This and the next two are set by defining
-            the method, unless the class body sets them.
-        direct_input_gram: Whether `input_gram` is computed without rows.
-        direct_grad_gram: Whether `grad_gram` is computed without rows.
 
     Example:
         >>> from curvlinops_plus.layer import register_rule, rule_of
@@ -230,15 +262,21 @@ class AffineRule(LayerRule):
     """
 
     sparse: ClassVar[bool] = False
-    direct_grads: ClassVar[bool] = False
-    direct_input_gram: ClassVar[bool] = False
-    direct_grad_gram: ClassVar[bool] = False
 
-    _set_by_methods: ClassVar[Mapping[str, str]] = {
-        "direct_grads": "per_example_grads",
-        "direct_input_gram": "input_gram",
-        "direct_grad_gram": "grad_gram",
-    }
+    @property
+    def direct_grads(self) -> bool:
+        """Whether `per_example_grads` is computed without rows."""
+        return type(self).per_example_grads is not AffineRule.per_example_grads
+
+    @property
+    def direct_input_gram(self) -> bool:
+        """Whether `input_gram` is computed without rows."""
+        return type(self).input_gram is not AffineRule.input_gram
+
+    @property
+    def direct_grad_gram(self) -> bool:
+        """Whether `grad_gram` is computed without rows."""
+        return type(self).grad_gram is not AffineRule.grad_gram
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""

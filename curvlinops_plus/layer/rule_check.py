@@ -7,7 +7,7 @@ replace. All is computed in double precision on a copy of the module, with a rel
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.layer.replay import check_repeatable, differentiable_parameters
+from curvlinops_plus.layer.replay import Call, attributes_restored, check_repeatable, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
 from curvlinops_plus.layer.rule_registry import rule_of, why_generic
@@ -76,8 +76,9 @@ def check_rule(
         A table of checks, each with its largest relative error.
 
     Raises:
-        VerificationError: Naming module, rule, check, error and the likely cause.
-        UnsupportedError: If the module draws random numbers, mixes examples by design, or the rule refuses it.
+        VerificationError: Naming module, rule, check, error and the likely cause. Errors that the rule itself raises
+            are passed on.
+        UnsupportedError: If the module mixes examples by design, or the rule refuses it.
         ValueError: If there are less than two examples, or nothing to check.
 
     Cost: several forward and backward passes per example and vector. Intended for small inputs.
@@ -95,18 +96,15 @@ def check_rule(
     """
     mine = _double(module)
     note = why_generic(mine) if rule is None else ""
-    if rule is None:
-        rule = rule_of(mine)
-    else:
-        rule = rule() if isinstance(rule, type) else rule
-        if (reason := rule.refuses(mine)) is not None:
-            raise UnsupportedError(f"{type(rule).__name__} refuses {type(module).__name__}: {reason}")
+    rule = rule_of(mine) if rule is None else rule() if isinstance(rule, type) else rule
+    if (reason := rule.refuses(mine)) is not None:
+        raise UnsupportedError(f"{type(rule).__name__} refuses {type(module).__name__}: {reason}")
     if not note and not isinstance(rule, AffineRule):
         note = f"{type(rule).__name__} is no AffineRule"
     check_repeatable(mine)
     rule.check(mine)
     args, kwargs = tree_map_only(Tensor, _to_double, (example_input, kwargs))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), attributes_restored(mine):
         rows = _Check(mine, rule, args, kwargs, torch.Generator().manual_seed(seed)).everything(num_vectors)
     return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(rows.items()))
 
@@ -121,173 +119,136 @@ class _Check:
         self.params, self.rows = differentiable_parameters(module), dict[str, float]()
         if not self.params:
             raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
-        self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         self.axis = int(getattr(module, "batch_first", None) is False)
-        tensors = [t for t in self.leaves if isinstance(t, Tensor)]
-        if not tensors:
-            raise ValueError("check_rule needs an example of the layer's input: check_rule(layer, x).")
-        axes = rule.axes(module, self.axis, tensors, inputs=True)
-        self.N = N = tensors[0].shape[axes[0]] if tensors[0].ndim > axes[0] else 0
+        axes = rule.axes(module, self.axis, tensors, inputs=True) if tensors else []
+        self.N = N = tensors[0].shape[axes[0]] if tensors and tensors[0].ndim > axes[0] else 0
         if N < 2:
-            raise ValueError(
-                f"check_rule needs at least two examples on axis {axes[0]} of the input, got shape "
-                f"{list(tensors[0].shape)}."
+            raise ValueError("check_rule needs a call of the layer with two examples at least: check_rule(layer, x).")
+        self.outputs, self.out_axes, self.single = self.run(args, kwargs)
+        self.call_as_given = args, kwargs
+        #: Axis of the examples of each tensor in the module; None for what all examples share.
+        self.in_axes = [a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)]
+        each = zip(tensors, self.in_axes)
+        first = iter([t if axis is None else t.movedim(axis, 0) for t, axis in each])  # examples first, as in rules
+        self.args, self.kwargs = tree_unflatten([next(first) if isinstance(t, Tensor) else t for t in leaves], spec)
+        self.call = Call(module, self.args, self.kwargs, N, self.in_axes, self.out_axes)
+
+    def run(
+        self, args: Any, kwargs: Mapping[str, Any], params: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Tensor], list[int], bool]:
+        """Outputs of the module, examples first, their axes in the module, and whether it is one tensor."""
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        with torch.no_grad():
+            out = functional_call(self.module, dict(params or {}), args, dict(kwargs))
+        leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+        axes = self.rule.axes(self.module, self.axis, leaves, inputs=False) if leaves else []
+        if not leaves or any(t.ndim <= axis or t.shape[axis] != self.N for t, axis in zip(leaves, axes)):
+            raise self.failed(
+                "examples are independent",
+                f"{self.N} examples gave outputs of shapes {[list(t.shape) for t in leaves]}, expected floating-point "
+                f"tensors with the examples on axis {self.axis}. If they are elsewhere, override `axes`.",
             )
-        every = iter([a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)])
-        #: Axis of the examples of each leaf; None for what all examples share.
-        self.axes = [next(every) if isinstance(t, Tensor) else None for t in self.leaves]
+        return [t.movedim(axis, 0) for t, axis in zip(leaves, axes)], axes, isinstance(out, Tensor)
 
     def everything(self, V: int) -> dict[str, float]:
         """The largest error of each check, cheap ones first."""
         N, rule = self.N, self.rule
         patterns = rule.patterns(self.module)
-        if patterns.keys() != self.params.keys():
-            raise self.failed(
-                "patterns",
-                f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}. Give each "
-                "parameter a pattern.",
-            )
         try:
+            if patterns.keys() != self.params.keys():
+                raise ValueError(f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}.")
             Layout(patterns, {name: p.shape for name, p in self.params.items()}, rule.sizes(self.module))
         except ValueError as error:
             raise self.failed("patterns", str(error)) from error
         self.rows["patterns"] = 0.0
-        before, outputs = torch.get_rng_state(), [t.detach() for t in self.run(0, N)]
-        if not torch.equal(before, torch.get_rng_state()):
-            raise UnsupportedError(
-                f"{type(self.module).__name__} draws random numbers (dropout in training mode?), so that calling it "
-                "again gives another result. Call `module.eval()` first."
-            )
+        shapes = [t.shape[1:] for t in self.outputs]
         for n in range(N):
-            for whole, alone in zip(outputs, self.run(n, n + 1)):
-                cause = "The output for one example depends on the others of its batch, or on calls before."
-                self.equal("examples are independent", alone, whole[n : n + 1], cause)
+            with torch.no_grad():
+                alone = self.call.run(self.call.params, [self.call.leaves[i][n] for i in self.call.per_example], shapes)
+            for whole, one in zip(self.outputs, alone):
+                cause = (
+                    "The output for one example depends on the others of its batch, on calls before, or on random "
+                    "numbers (call `module.eval()` first)."
+                )
+                self.equal("examples are independent", one, whole[n], cause)
+        hint = (
+            "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
+            "columns as they do?"
+            if isinstance(rule, AffineRule)
+            else "Does it sum over all positions, and over nothing else?"
+        )
         for name, vectors, stop in (
             ("gradients", V, N),
             ("gradients, as many vectors as examples", N, N),
             ("gradients, one vector and fewer examples", 1, N - 1),
         ):
-            self.gradients(name, [self.randn(vectors, stop, *t.shape[1:]) for t in outputs])
+            g = [self.randn(vectors, stop, *shape) for shape in shapes]
+            args, kwargs = self.args, self.kwargs
+            if stop < N:
+                leaves, spec = tree_flatten((args, kwargs))
+                axes = iter(self.in_axes)
+                some = [t[:stop] if isinstance(t, Tensor) and next(axes) is not None else t for t in leaves]
+                args, kwargs = tree_unflatten(some, spec)
+            args, kwargs, given = tree_map_only(Tensor, torch.clone, (args, kwargs, g))
+            found = rule.example_grads(
+                self.module, args, kwargs, given[0] if self.single else given, self.in_axes, self.out_axes
+            )
+            if found.keys() != self.params.keys():
+                raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
+            for key, expected in self.by_autograd(g).items():
+                self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
         if isinstance(rule, AffineRule):
-            self.affine(rule, outputs[0], self.randn(V, *outputs[0].shape))
+            self.affine(rule, self.randn(V, *self.outputs[0].shape))
         return self.rows
 
-    def gradients(self, name: str, g: list[Tensor]) -> None:
-        """Per-example gradients, against one example at a time."""
-        args, kwargs = self.examples(0, g[0].shape[1], examples_first=True)
-        given = g[0] if self.single else g
-        in_axes = [axis or 0 for t, axis in zip(self.leaves, self.axes) if isinstance(t, Tensor)]
-        found = self.called(name, lambda: self.rule.example_grads(self.module, args, kwargs, given, in_axes, self.outs))
-        if found.keys() != self.params.keys():
-            raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
-        hint = (
-            "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
-            "columns as they do?"
-            if isinstance(self.rule, AffineRule)
-            else "Does it sum over all positions, and over nothing else?"
-        )
-        for key, expected in self.one_by_one(g).items():
-            self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
-
-    def affine(self, rule: AffineRule, out: Tensor, g: Tensor) -> None:
+    def affine(self, rule: AffineRule, g: Tensor) -> None:
         """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
-        args, kwargs = self.examples(0, self.N, examples_first=True)
-        module, x = self.module, self.called("rows", lambda: rule.input_of(self.module, args, kwargs))
-        a, b = self.called("rows", lambda: (rule.rows(module, x), rule.grad_rows(module, g)))
+        module, x = self.module, rule.input_of(self.module, self.args, self.kwargs)
+        a, b = rule.rows(module, x), rule.grad_rows(module, g)
         if isinstance(a, SparseRows) != rule.sparse:
             raise self.failed("rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}.")
         step = {name: self.randn(*p.shape) for name, p in self.params.items()}
         moved = [
-            self.run(0, self.N, {name: p.detach() + by * step[name] for name, p in self.params.items()})[0].detach()
+            self.run(*self.call_as_given, {name: p.detach() + by * step[name] for name, p in self.params.items()})[0][0]
             for by in (1.0, -1.0)
         ]
         cause = "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors."
-        self.equal("output is affine in the parameters", (moved[0] + moved[1]) / 2, out, cause)
-        J = self.called("rows", lambda: rule.split(module, outer_products(b, a), b))
-        for key, expected in self.one_by_one([g]).items():
+        self.equal("output is affine in the parameters", (moved[0] + moved[1]) / 2, self.outputs[0], cause)
+        J = rule.split(module, outer_products(b, a), b)
+        for key, expected in self.by_autograd([g]).items():
             cause = f"This is {key!r} [vectors, examples, *shape] as the sum of outer products of rows."
             self.equal("rows", J[key], expected, cause)
-        cause, fewer = "The rows of an example must not depend on the other examples.", rule.rows(module, x[:-1])
-        rows = _dense(a)
-        self.equal("rows of fewer examples", _dense(fewer), rows[:-1], cause)
-        A, total, count = self.called("fast paths", lambda: rule.input_gram(module, x))
+        rows, fewer = (t.to_dense() if isinstance(t, SparseRows) else t for t in (a, rule.rows(module, x[:-1])))
+        self.equal("rows of fewer examples", fewer, rows[:-1], "Rows of an example must not depend on the others.")
+        A, total, count = rule.input_gram(module, x)
         sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
         gram = rows.square().sum((0, 1)) if sparse else torch.einsum("bs...i,bs...j->...ij", rows, rows)
         if isinstance(a, SparseRows) and a.kept is not None:
             number = float(a.kept.sum())
-        for name, fast, expected, what in (
-            ("stacked_inputs", lambda: rule.stacked_inputs(module, x), rows.flatten(0, 1), "all rows of the input"),
-            ("stacked_grads", lambda: rule.stacked_grads(module, g), b.flatten(0, 2), "all rows of the gradient"),
-            ("input_gram", lambda: A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
-            ("input_gram", lambda: total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
-            ("input_gram", lambda: torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
-            ("mean_inputs", lambda: None if sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
-            ("grad_gram", lambda: rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
-            ("sum_grads", lambda: rule.sum_grads(module, g), b.sum(2), "the sum over positions"),
+        for name, got, expected, what in (
+            ("stacked_inputs", rule.stacked_inputs(module, x), rows.flatten(0, 1), "all rows of the input"),
+            ("stacked_grads", rule.stacked_grads(module, g), b.flatten(0, 2), "all rows of the gradient"),
+            ("input_gram", A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
+            ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
+            ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
+            ("mean_inputs", None if sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
+            ("grad_gram", rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
+            ("sum_grads", rule.sum_grads(module, g), b.sum(2), "the sum over positions"),
         ):
-            if (got := self.called("fast paths", fast)) is not None:
+            if got is not None:
                 self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
 
-    # -------------------------------------------------------------------------------------------------- references
-    def examples(self, start: int, stop: int, examples_first: bool = False) -> tuple[Any, Any]:
-        """Fresh copies of the (args, kwargs) of some examples, on the module's axis or first, as in rules."""
-        found = []
-        for t, axis in zip(self.leaves, self.axes):
-            if axis is not None:
-                t = t.narrow(axis, start, stop - start)
-                t = t.movedim(axis, 0) if examples_first else t
-            found.append(t.clone() if isinstance(t, Tensor) else t)
-        return tree_unflatten(found, self.spec)
-
-    def run(self, start: int, stop: int, params: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """Outputs of the module for some examples, examples first."""
-        args, kwargs = self.examples(start, stop)
-        with torch.enable_grad():
-            out = functional_call(self.module, dict(params or {}), args, kwargs)
-        self.single = isinstance(out, Tensor)
-        leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.outs = self.rule.axes(self.module, self.axis, leaves, inputs=False) if leaves else []
-        for t, axis in zip(leaves, self.outs):
-            if t.ndim <= axis or t.shape[axis] != stop - start:
-                raise self.failed(
-                    "examples are independent",
-                    f"{stop - start} examples gave an output of shape {list(t.shape)}, expected them on axis {axis}. "
-                    "If they are elsewhere, override `axes`.",
-                )
-        if not leaves:
-            what = f"the module returned a {type(out).__name__} without floating-point tensors."
-            raise self.failed("examples are independent", what)
-        return [t.movedim(axis, 0) for t, axis in zip(leaves, self.outs)]
-
-    def one_by_one(self, g: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients of each example [V, B, *shape] by plain autograd."""
-        (V, B), leaves = g[0].shape[:2], list(self.params.values())
-        result = {name: p.new_zeros(V, B, *p.shape) for name, p in self.params.items()}
-        for n in range(B):
-            outputs = self.run(n, n + 1)
-            parts = [k for k, t in enumerate(outputs) if t.requires_grad]
-            for v in range(V if parts else 0):
-                back = [g[k][v, n : n + 1].to(outputs[k].dtype) for k in parts]
-                fs = [outputs[k] for k in parts]
-                found = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True)
-                for J, found_here in zip(result.values(), found):
-                    J[v, n] = found_here.to_dense()
-        return result
+    def by_autograd(self, g: list[Tensor]) -> dict[str, Tensor]:
+        """Gradients of each example [V, B, *shape] by plain autograd, one example at a time."""
+        V, B = g[0].shape[:2]
+        return self.call.one_by_one(g, slice(0, V), slice(0, B))
 
     def randn(self, *shape: int) -> Tensor:
         """Random numbers of the check's own generator, on the device of the parameters."""
         device = next(iter(self.params.values())).device
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(device)
-
-    # --------------------------------------------------------------------------------------------------- verdicts
-    def called(self, name: str, call: Callable[[], Any]) -> Any:
-        """What the rule returns; its errors are failed checks."""
-        try:
-            return call()
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            raise self.failed(name, f"the rule raised {type(error).__name__}: {error}") from error
 
     def failed(self, name: str, what: str) -> VerificationError:
         """The error of a check."""
@@ -305,32 +266,17 @@ class _Check:
         self.rows[name] = max(error, self.rows.get(name, 0.0))
 
 
-def _dense(rows: Tensor | SparseRows) -> Tensor:
-    return rows.to_dense() if isinstance(rows, SparseRows) else rows
-
-
 def _to_double(t: Tensor) -> Tensor:
     return t.detach().double() if t.is_floating_point() else t.detach()
 
 
 def _double(module: nn.Module) -> nn.Module:
-    """A copy in double precision, whose own parameters require gradients."""
+    """A copy in double precision."""
     # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
     tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
     mine = copy.deepcopy(module, {id(t): t.detach().clone() for t in tensors}).double()
-    own = differentiable_parameters(mine)
-    known = {id(p) for p in own.values()}
-    for name, m in mine.named_modules():
+    for m in mine.modules():
         for key, value in vars(m).items():
             if isinstance(value, Tensor):
                 setattr(m, key, _to_double(value))
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            m.scale_grad_by_freq = False  # rescales gradients by frequencies in the batch: not a derivative
-        if name and not name.startswith("parametrizations"):
-            for key, p in m._parameters.items():
-                if id(p) in known:  # a child that shares a parameter gets a copy: only the module's own use is checked
-                    assert p is not None
-                    m._parameters[key] = nn.Parameter(p.detach().clone())
-    for p in own.values():
-        p.requires_grad_()
     return mine

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
-from curvlinops_plus.likelihood.unsupported import has_hooks, how_to_convert, not_registered
+from curvlinops_plus.likelihood.unsupported import has_hooks, not_registered
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
@@ -133,7 +133,8 @@ class Likelihood(ABC):
         """
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {how_to_convert(y)}"
+                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. Batches must be (X, y) with a "
+                "tensor y, or mappings with 'labels'; for several targets give losses in their structure."
             )
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")

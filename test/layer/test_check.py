@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -160,18 +159,6 @@ def test_the_table() -> None:
         (lambda: parametrizations.weight_norm(nn.Linear(i, o)), lambda: (torch.randn(B, i),)),
         (lambda: nn.Embedding(9, o, scale_grad_by_freq=True, padding_idx=1), lambda: (torch.randint(3, (B, T)),)),
     ],
-    ids=[
-        "conv",
-        "linear",
-        "batch-norm",
-        "LSTM",
-        "GRU",
-        "LSTMCell",
-        "attention",
-        "weight-norm",
-        "parametrized",
-        "embed",
-    ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_known_layers_pass_and_stay_as_they_are(make: Any, inputs: Any) -> None:
@@ -215,35 +202,12 @@ def changed(base: type[LayerRule], **methods: Any) -> type[LayerRule]:
     return type(f"Wrong{base.__name__}", (base,), methods)
 
 
-def drawing(self: Any, module: nn.Module, g: Tensor) -> Tensor:
-    torch.rand(())
-    return KernelRule.grads(self, module, g)
-
-
-def writing(self: Any, module: Any, x: Tensor) -> Tensor:
-    module.bias.data.zero_()
-    return x
-
-
-def attribute(self: Any, module: Any, x: Tensor) -> Tensor:
-    module.seen = x
-    return x
-
-
-def in_place(self: Any, module: Any, g: Tensor) -> Tensor:
-    return g.mul_(module.scale)
-
-
 def order(self: Any, module: Any, x: Tensor) -> Tensor:
     return x.flip(1)
 
 
 def mixed(self: Any, module: Any, x: Tensor) -> Tensor:
     return x * len(x) / B  # right for a whole batch
-
-
-def raises(self: Any, module: Any, x: Tensor) -> Tensor:
-    raise IndexError("what the rule's author wrote")
 
 
 def fast(name: str, change: Any) -> dict[str, Any]:
@@ -267,17 +231,6 @@ WRONG: dict[str, Any] = {
         {"patterns": lambda s, m: {"kernel": "i o -> o i"}},
         r"'patterns': patterns\(module\) names \['kernel'\], but the module holds \['kernel', 'bias'\]",
     ),
-    "shape of rows": (
-        KernelRule,
-        {"inputs": lambda s, m, x: x.flatten(1)},
-        r"'gradients': the rule raised ValueError: WrongKernelRule.inputs returned shape \(4, 15\), expected",
-    ),
-    "positions lost": (
-        KernelRule,
-        {"inputs": lambda s, m, x: x[:, :2]},
-        "'gradients': the rule raised ValueError: Kernel: inputs have 4 examples of 2 positions",
-    ),
-    "an error": (KernelRule, {"inputs": raises}, "raised IndexError: what the rule's author wrote"),
     "examples": (KernelRule, {"inputs": mixed}, "'gradients, one vector and fewer examples': off by"),
     "input_gram": (KernelRule, fast("input_gram", worse(0)), r"'fast path input_gram': off by 1.0e-03.*Σ a aᵀ \[\*b"),
     "its sum": (KernelRule, fast("input_gram", worse(1)), "'fast path input_gram': off by 1.0e-03.*Σ a, the second"),
@@ -322,11 +275,6 @@ WRONG: dict[str, Any] = {
         {"grads": lambda s, m, g: g.unflatten(-1, (3, o)).flip(3)},
         "WrongHeadsRule of Heads.*'gradi",
     ),
-    "batched fast path": (
-        HeadsRule,
-        fast("grad_gram", lambda t: t.sum(0)),
-        r"grad_gram': shape \[2, 2\], expected \[3, 2,",
-    ),
     "sparse kept": (
         BagsRule,
         {"inputs": lambda s, m, x: SparseRows(x, (x > 0) / 2.0, 7, (x > 3).any(-1), torch.float64)},
@@ -337,7 +285,6 @@ WRONG: dict[str, Any] = {
         {"sparse": False},
         r"'rows': inputs\(...\) returned a SparseRows, with sparse=False",
     ),
-    "sparse count": (BagsRule, fast("input_gram", worse(2)), "'fast path input_gram'.*number of rows"),
     "sparse diagonal": (
         BagsRule,
         fast("input_gram", worse(0)),
@@ -387,10 +334,9 @@ WRONG: dict[str, Any] = {
 def test_wrong_rules_are_found(name: str) -> None:
     base, methods, words = WRONG[name]
     make, _, x = next(entry for entry in RIGHT.values() if entry[1] is base)
-    with pytest.raises(VerificationError, match=f"Wrong{base.__name__} of {make.__name__}, check .*"):
+    with pytest.raises(VerificationError, match=words) as error:
         check_rule(make(), x(), rule=changed(base, **methods))
-    with pytest.raises(VerificationError, match=words):
-        check_rule(make(), x(), rule=changed(base, **methods)())
+    assert str(error.value).startswith(f"Wrong{base.__name__} of {make.__name__}, check ")
 
 
 def test_modules_that_mix_examples_or_remember() -> None:
@@ -416,7 +362,7 @@ def test_examples_on_another_axis() -> None:
         def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Tensor:
             return super().forward(x).transpose(0, 1)
 
-    words = r"4 examples gave an output of shape \[3, 4, 5\], expected them on axis 0.*override `axes`"
+    words = r"4 examples gave outputs of shapes \[\[3, 4, 5\]\], expected .* on axis 0.*override `axes`"
     with pytest.raises(VerificationError, match=words):
         check_rule(Turned(), torch.randn(B, T, i))
 
@@ -433,10 +379,8 @@ class TestRefusals:
             def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Tensor:
                 return nn.functional.dropout(super().forward(x), training=self.training)
 
-        state = torch.get_rng_state()
-        with pytest.raises(UnsupportedError, match=r"Noisy draws random numbers.*module.eval\(\)"):
-            check_rule(Noisy(), torch.randn(B, T, i, generator=torch.Generator()))
-        assert torch.get_rng_state().shape == state.shape
+        with pytest.raises(VerificationError, match=r"or on random numbers \(call `module.eval\(\)` first\)"):
+            check_rule(Noisy(), torch.randn(B, T, i))
         assert len(check_rule(Noisy().eval(), torch.randn(B, T, i)).rows) == 5
 
     def test_modes_and_options(self) -> None:
@@ -454,31 +398,12 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="not this one"):
             check_rule(nn.Linear(i, o), torch.randn(B, i), rule=Strict)
 
-    def test_inputs(self) -> None:
-        for args, words in (
-            ((), r"needs an example of the layer's input: check_rule\(layer, x\)"),
-            ((3.0,), "needs an example of the layer's input"),
-            ((torch.randn(1, i),), r"at least two examples on axis 0 of the input, got shape \[1, 5\]"),
-            ((torch.randn(()),), r"at least two examples on axis 0 of the input, got shape \[\]"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                check_rule(nn.Linear(i, o), *args)
+    @pytest.mark.parametrize("args", [(), (3.0,), (torch.ones(1, i),), (torch.ones(()),)])
+    def test_inputs(self, args: Any) -> None:
+        with pytest.raises(ValueError, match=r"needs a call of the layer with two examples at least"):
+            check_rule(nn.Linear(i, o), *args)
 
     def test_nothing_to_check(self) -> None:
         for module in (nn.ReLU(), nn.Sequential(nn.Linear(i, o))):
             with pytest.raises(ValueError, match=f"{type(module).__name__} holds no parameters of its own"):
                 check_rule(module, torch.randn(B, i))
-
-    def test_outputs_without_tensors(self) -> None:
-        class Best(Scale):
-            def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Any:
-                return [super(Best, self).forward(x).argmax(-1)]
-
-        with pytest.raises(VerificationError, match="returned a list without floating-point tensors"):
-            check_rule(Best(), torch.randn(B, T, i))
-
-    def test_modules_that_cannot_be_copied(self) -> None:
-        module = Scale()
-        module.lock = threading.Lock()
-        with pytest.raises(TypeError, match="cannot pickle"):
-            check_rule(module, torch.randn(B, T, i))

@@ -341,8 +341,8 @@ class TestEveryModule:
     def test_vmap_is_used_where_it_can_be(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         module, args, kwargs, g = build(case)
         looped = []
-        original = replay._Call.one_by_one
-        monkeypatch.setattr(replay._Call, "one_by_one", lambda *a: looped.append(1) or original(*a))
+        original = replay.Call.one_by_one
+        monkeypatch.setattr(replay.Call, "one_by_one", lambda *a: looped.append(1) or original(*a))
         generic(case, module, args, kwargs, g)
         assert bool(looped) == (case.name in SLOW)
 
@@ -461,25 +461,11 @@ class TestRefusals:
                 return self.make(x * self.weight)
 
         x = torch.randn(B, 4)
-        words = r"with no floating-point tensor: expected real floating-point tensors, alone or in tuples"
-        self.check(Other(lambda y: y.argmax(-1)), x, match=f"Other returned a Tensor {words}")
-        self.check(Other(lambda y: {"best": y.argmax(-1)}), x, match=f"Other returned a dict {words}")
-        self.check(Other(lambda y: {y}), x, match=f"Other returned a set {words}")
-        self.check(Other(lambda y: (y, torch.fft.fft(y))), x, match="returned a tuple with a complex tensor")
-
-    def test_numbers_of_gradients_and_axes(self) -> None:
-        x, error = torch.randn(B, 2), ValueError
-        words = "LSTMCell returned a tuple with 2 floating-point tensors, but there are output gradients for 1. Give a"
-        self.check(nn.LSTMCell(2, 4), x, match=words, error=error)
-        g = torch.randn(V, B, 2)
-        for options, words in (
-            ({"in_axes": []}, "Linear: in_axes has 0 entries, but there are 1 tensors in its inputs"),
-            ({"out_axes": [0, 0]}, "Linear: out_axes has 2 entries, but there are 1 floating-point tensors in its out"),
-        ):
-            with pytest.raises(error, match=words):
-                LayerRule().replay(nn.Linear(2, 2), (x,), {}, g, **options)
-        with pytest.raises(error, match="Linear: no output gradient was given"):
-            LayerRule().replay(nn.Linear(2, 2), (x,), {}, [])
+        words = "expected real floating-point tensors for 1 output gradients"
+        self.check(Other(lambda y: y.argmax(-1)), x, match=rf"Other returned a Tensor with \[\]: {words}")
+        self.check(Other(lambda y: {y}), x, match=rf"Other returned a set with \[\]: {words}")
+        self.check(Other(torch.fft.fft), x, match=r"returned a Tensor with \['torch.complex128'\]")
+        self.check(nn.LSTMCell(4, 4), x, match=r"LSTMCell returned a tuple with .*for 1 output gradients")
 
     def test_output_that_does_not_fit(self) -> None:
         message = r"PReLU, called with one example, returned shape \(1, 5\).*has shape \(4,\).*dimension 0"
@@ -546,7 +532,7 @@ class TimeFirst(nn.Module):
 @pytest.mark.parametrize("slow", [False, True])
 def test_axes(slow: bool, loop: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if slow:
-        monkeypatch.setattr(replay._Call, "all_at_once", lambda *_: 1 / 0)
+        monkeypatch.setattr(replay.Call, "all_at_once", lambda *_: 1 / 0)
     T = 5
     module, x, shared = TimeFirst(), torch.randn(B, T, 3), torch.randn(T, 1, 3)
     kwargs = {"table": torch.randn(B, 3), "mask": torch.randn(T)}

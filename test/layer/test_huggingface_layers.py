@@ -9,7 +9,7 @@ import torch
 from helpers import check_fast_paths
 
 from curvlinops_plus.layer import rule_of
-from curvlinops_plus.layer.huggingface import Conv1DRule
+from curvlinops_plus.layer.linear import Conv1DRule
 
 CONV1D = Conv1DRule()
 B, V = 3, 2

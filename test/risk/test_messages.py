@@ -133,10 +133,10 @@ def test_numbers_of_numpy_are_taken() -> None:
 @pytest.mark.parametrize(
     ("y", "words"),
     [
-        (Y.tolist(), "CrossEntropyLoss needs a target that is a tensor, got a list. Convert it with torch.tensor"),
-        (None, r"got a NoneType. Batches must be \(X, y\) with the target y"),
-        (Y.numpy(), "got a ndarray. Convert it with torch.from_numpy"),
-        ({"a": Y}, "got a dict. One loss reads one target: give losses in the structure of the targets"),
+        (Y.tolist(), "CrossEntropyLoss needs a target that is a tensor, got a list. Batches must be"),
+        (None, r"got a NoneType. Batches must be"),
+        (Y.numpy(), "got a ndarray. Batches must be"),
+        ({"a": Y}, "got a dict. .* for several targets give losses in their structure"),
     ],
 )
 def test_targets_that_are_no_tensors(kind: Any, y: Any, words: str) -> None:
