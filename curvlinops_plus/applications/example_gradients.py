@@ -135,12 +135,13 @@ def show(
     weights: LossWeights,
     batch: Batch,
     begin: Callable[[Batch, Sequence[Layer]], Add],
+    layers: Sequence[Layer] | None = None,
 ) -> Totals:
     """Send vectors back through the model for one batch; again if functions turn out to read parameters."""
     while True:
-        layers = layers_of(risk)
+        own = layers_of(risk) if layers is None else layers
         try:
-            return _shown(risk, layers, vectors, weights, batch, begin(batch, layers))
+            return _shown(risk, own, vectors, weights, batch, begin(batch, own))
         except OutsideReads as error:
             look_for_functions(risk, batch, error)
 
