@@ -129,7 +129,7 @@ class OutputCovariance:
         """Variances `[N, R, C]`, or covariances `[N, R, C, C]`, of outputs of this shape; and bytes that were held."""
         N, R, C = shape
         parts: dict[str, list[Tensor]] = defaultdict(list)  # [V, N, k] of each block, for covariances
-        held = [1]
+        held, sizes = [1], {}
         variances = torch.zeros(R * C, N, dtype=self.risk.dtype, device=self.risk.device)
 
         def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
@@ -139,7 +139,7 @@ class OutputCovariance:
                 for group in seen.layer.groups:
                     if group.name in root.blocks:
                         at = inside[group.name]
-                        phi = _of_rows(root.blocks[group.name], seen.restrict(group)) if at is None else None
+                        phi = _of_rows(root.blocks[group.name], seen.restrict(group), sizes) if at is None else None
                         if phi is None:
                             J = seen.restrict(group).per_example_grads.flatten(2)  # [V, N, k]
                             J = J if at is None else J.index_select(2, at)
@@ -170,11 +170,11 @@ class OutputCovariance:
         return torch.stack([phi @ phi.mT for phi in phis]).sum(0), sum(held)
 
 
-def _of_rows(root: LinearOperator, batch: LayerBatch) -> Tensor | None:  # [V, N, o]
+def _of_rows(root: LinearOperator, batch: LayerBatch, sizes: dict[Any, Tensor]) -> Tensor | None:  # [V, N, o]
     """`φ` of a layer that reads one row `a` for each example, up to a rotation: `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`.
 
     None where a layer reads more, or `L` is no `(Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`. As many numbers as the layer has outputs
-    and not as it has parameters: on wide perceptrons a thousand times faster.
+    and not as it has parameters: on wide perceptrons a thousand times faster. `sizes` keeps the root for all vectors.
     """
     if not batch.layer.affine or len(batch.calls) != 1 or len(batch.layer.roles) != 1:
         return None
@@ -188,11 +188,13 @@ def _of_rows(root: LinearOperator, batch: LayerBatch) -> Tensor | None:  # [V, N
     if isinstance(root, Diagonal):
         values = root.vector
     elif isinstance(root, Eigendecomposed) and isinstance(root.basis, Kronecker):
-        values, G, A = root.values, root.basis.G, root.basis.A
-        a, g = (A.T @ a.T).T, (G.T @ g.flatten(0, 1).T).T.view(g.shape)
+        values, g = root.values, (root.basis.G.T @ g.flatten(0, 1).T).T.view(g.shape)
+        a = (root.basis.A.T @ a.T).T if batch.first else a
     else:
         return None
-    return c * g * (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+    if batch.first:
+        sizes[batch.layer] = c * (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+    return g * sizes[batch.layer]
 
 
 def _positions_inside(K: BlockDiagonal, picked: Tensor | None) -> dict[str, Tensor | None]:
