@@ -75,6 +75,14 @@ def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     torch.testing.assert_close(norm, torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7)
 
 
+def test_eigenvalues_near_zero() -> None:
+    """Their tolerance is relative to the largest one."""
+    A = with_eigenvalues(torch.arange(1, 201) ** -2.0)
+    found = top_eigenpairs(A, 1, largest=False, tol=1e-4, generator=seeded())
+    assert 0 < found.eigenvalues < 1e-4
+    assert found.residuals < 2e-4
+
+
 def test_single_precision(device: torch.device) -> None:
     A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
     values, X, _ = top_eigenpairs(A, 4, generator=seeded())
