@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.example_gradients import Add, per_example_gradients, show_gradients
+from curvlinops_plus.applications.example_gradients import Add, per_example_gradients, refuse, show_batches
 from curvlinops_plus.linalg import LinearOperator, Space
-from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, LayerBatch
+from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.function_reads import layers_of
 
 
 def attribution_scores(
@@ -21,7 +19,6 @@ def attribution_scores(
     train: EmpiricalRisk,
     *,
     per_term: bool = False,
-    rank: int | None = None,
 ) -> Tensor:
     """Influence of training examples on the losses of queries, `∇ℓ_qᵀ P ∇ℓ_n`.
 
@@ -41,23 +38,22 @@ def attribution_scores(
         train: Risk whose data are the N training examples, of the same model and parameters.
         per_term: Scores of each loss term of a training example, such as each token, from the gradient of its own loss:
             they add up to those of the examples.
-        rank: Keep only so many singular values of each layer's part of a query's `P ∇ℓ_q`. Default: all.
 
     Returns:
         `[Q, N]`, or `[Q, N, R]` with `per_term`, in the order of the data.
 
     Raises:
         TypeError: If `P` is no operator, or one of the risks is none.
-        ValueError: If the risks have different models or parameters, `P` another space, `rank` is less than one, or
-            `per_term` meets examples with different numbers of terms.
+        ValueError: If the risks have different models or parameters, or `P` another space.
+        RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
-    Cost: one pass over each data set, and a product of `P` with Q columns. Memory for Q vectors of parameters, or, with
-    `rank` r, for Q r (o + i) numbers of a layer [o, i] and the gradients of a batch of queries. Gradients of training
-    examples are formed in pieces of one layer, whatever their number. `progressbar=True` of a risk shows a bar.
+    Cost: one pass over each data set, and a product of `P` with Q columns. Memory for Q vectors of parameters.
+    Gradients of training examples are formed in pieces of one layer, whatever their number. `progressbar=True` of a
+    risk shows a bar.
 
     Source: Koh & Liang 2017, "Understanding black-box predictions via influence functions"; Grosse et al. 2023,
-    "Studying large language model generalization with influence functions" (EKFAC, low rank).
+    "Studying large language model generalization with influence functions" (EKFAC).
 
     Example:
         >>> import torch
@@ -73,20 +69,22 @@ def attribution_scores(
         (torch.Size([1, 3]), tensor([[ True,  True, False]]))
     """
     _check(P, {"queries": queries, "train": train})
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank={rank} must be at least 1, or None for all singular values.")
-    columns = _preconditioned(P, queries, layers_of(train), rank)
+    refuse(train, per_term)
+    gradients = [*per_example_gradients(queries)]
+    stacked = {key: torch.cat([part[key] for part in gradients]) for key in queries.params}
+    vectors = {key: v.to(train.dtype) for key, v in _product(P.T, stacked, queries.space).items()}  # [Q, *shape]
+    columns: dict[Layer, Tensor] = {}  # [Q, *b, o, i]
     scores: list[Tensor] = []  # [N, Q] of each vector
 
     def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
-        nonlocal columns
         scores.clear()
-        if not columns.keys() >= {*map(_matrix, layers)}:  # functions turned out to read parameters
-            tree = {key: t for part in columns.values() for key, t in part.tree().items()}
-            columns = {_matrix(layer): _Columns.of(layer, tree) for layer in layers}
 
         def add(seen: LayerBatch, term: int) -> None:
-            for r, part in enumerate(columns[_matrix(seen.layer)].products(seen), term):
+            (group,) = seen.layer.groups
+            if seen.layer not in columns:
+                rows = group.layout.gather([vectors[key] for key in group.keys])
+                columns[seen.layer] = rows.unflatten(1, group.layout.matrix_shape)
+            for r, part in enumerate(seen.inner_products(columns[seen.layer]), term):
                 if r < len(scores):
                     scores[r] += part
                 else:
@@ -94,13 +92,12 @@ def attribution_scores(
 
         return add
 
-    found = _Rows()  # [N, Q] or [N, Q, R]
-    for batch, R, factor in show_gradients(train, per_term, "scores of training examples", begin):
-        Q = len(next(iter(columns.values())).tensors[0])
-        blank = torch.zeros(batch.num_examples, Q, dtype=train.dtype, device=train.device)
-        scores = scores or [blank] * R
-        found.add(factor * (torch.stack(scores, -1) if per_term else scores[0]))
-    return found.all().transpose(0, 1)
+    found = []  # [N, Q] or [N, Q, R]
+    for batch, R, factor in show_batches(train, per_term, "scores of training examples", begin):
+        zero = next(iter(vectors.values())).new_zeros(batch.num_examples, len(next(iter(vectors.values()))))
+        of_terms = scores or [zero] * R
+        found.append(factor * (torch.stack(of_terms, -1) if per_term else of_terms[0]))
+    return torch.cat(found).transpose(0, 1)
 
 
 def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = False) -> Tensor:
@@ -119,8 +116,8 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
 
     Raises:
         TypeError: If `P` is no operator, or `train` no risk.
-        ValueError: If `P` has another space than the parameters, or `per_term` meets examples with different numbers of
-            terms.
+        ValueError: If `P` has another space than the parameters.
+        RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
     Cost: one pass over the data; for each batch its gradients, and a product of `P` with as many columns.
@@ -136,90 +133,15 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         tensor([ 4., 36.])
     """
     _check(P, {"train": train})
-    found = _Rows()
+    found = []
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]
         flat = {
             key: g.flatten(0, -1 - p.ndim) for (key, g), p in zip(gradients.items(), train.params.values(), strict=True)
         }
         products = train.space.flatten_rows(_product(P, flat, train.space)).to(rows.dtype)
-        found.add((rows * products.view(rows.shape)).sum(-1))
-    return found.all()
-
-
-#: Names of parameters, and their patterns, which make one matrix.
-_Matrix = tuple[tuple[str, str], ...]
-
-
-def _matrix(layer: Layer) -> _Matrix:
-    return tuple(layer.groups[0].layout.patterns.items())
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """One layer's part of the vectors `P ∇ℓ_q` of all queries: all numbers.
-
-    Attributes:
-        tensors: [Q, dim], the rows of the vectors.
-    """
-
-    group: Group
-    tensors: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, layer: Layer, tree: Mapping[str, Tensor], rank: int | None = None) -> _Columns:  # key to [Q, *shape]
-        """The part of a layer; of low rank where there is one matrix, and it takes fewer numbers."""
-        (group,) = layer.groups
-        rows, (*batch, o, i) = group.layout.gather([tree[key] for key in group.keys]), group.layout.matrix_shape
-        if rank is None or batch or rank * (o + i) >= o * i:
-            return _Columns(group, (rows,))
-        U, S, Vh = torch.linalg.svd(rows.unflatten(1, (o, i)), full_matrices=False)
-        return _LowRankColumns(group, ((U * S[:, None])[..., :rank].mT.contiguous(), Vh[:, :rank].contiguous()))
-
-    @classmethod
-    def cat(cls, parts: Sequence[_Columns]) -> _Columns:
-        """The columns of several batches of queries."""
-        if len(parts) == 1:
-            return parts[0]
-        return replace(parts[0], tensors=tuple(map(torch.cat, zip(*(part.tensors for part in parts), strict=True))))
-
-    def products(self, seen: LayerBatch) -> Tensor:  # [V, N, Q]
-        """Inner products with gradients of examples."""
-        return seen.inner_products(self.tensors[0].unflatten(1, self.group.layout.matrix_shape))
-
-    def tree(self) -> dict[str, Tensor]:
-        """Key of each parameter to `[Q, *shape]`, flattened or not."""
-        return dict(zip(self.group.keys, self.group.layout.scatter(self.tensors[0]), strict=True))
-
-
-class _LowRankColumns(_Columns):
-    """The largest singular values of a layer's matrix.
-
-    `tensors` are [Q, r, o], the left singular vectors times the values, and [Q, r, i], the right ones.
-    """
-
-    def products(self, seen: LayerBatch) -> Tensor:
-        return seen.inner_products(*self.tensors)
-
-    def tree(self) -> dict[str, Tensor]:
-        left, right = self.tensors
-        return dict(zip(self.group.keys, self.group.layout.scatter((left.mT @ right).flatten(1)), strict=True))
-
-
-def _preconditioned(
-    P: LinearOperator, queries: EmpiricalRisk, layers: Sequence[Layer], rank: int | None
-) -> dict[_Matrix, _Columns]:
-    """`P ∇ℓ_q` of all queries, layer by layer; of low rank, one batch of queries after the other."""
-    batches = per_example_gradients(queries)
-    if rank is None:
-        whole = [*batches]
-        batches = iter([{key: torch.cat([part[key] for part in whole]) for key in queries.params}])
-    parts: dict[Layer, list[_Columns]] = {layer: [] for layer in layers}
-    for gradients in batches:
-        tree = {key: t.to(queries.dtype) for key, t in _product(P.T, gradients, queries.space).items()}
-        for layer, own in parts.items():
-            own.append(_Columns.of(layer, tree, rank))
-    return {_matrix(layer): _Columns.cat(own) for layer, own in parts.items()}
+        found.append((rows * products.view(rows.shape)).sum(-1))
+    return torch.cat(found)
 
 
 def _product(P: LinearOperator, gradients: Mapping[str, Tensor], space: Space) -> dict[str, Tensor]:
@@ -256,35 +178,3 @@ def _check(P: LinearOperator, risks: Mapping[str, EmpiricalRisk]) -> None:
     named = dict(P.in_space.shapes) == dict(P.out_space.shapes) == shapes
     if not named and not (P.in_space.matches(first.space) and P.out_space.matches(first.space)):
         raise ValueError(f"{P.label} is no matrix on the {first.space.dim} parameters of the risk, {first.space}.")
-
-
-class _Rows:
-    """Results of one batch after the other, in memory that doubles when it is full.
-
-    A list of small tensors, each made between large ones that are freed, would keep the allocator from giving them
-    back.
-    """
-
-    def __init__(self) -> None:
-        self.rows, self.number = torch.empty(0), 0
-
-    def add(self, part: Tensor) -> None:
-        """Add [N, *shape]."""
-        if self.number == 0:
-            self.rows = part.new_empty(0, *part.shape[1:])
-        if self.rows.shape[1:] != part.shape[1:]:
-            raise ValueError(
-                "per_term=True stacks scores of examples with equally many loss terms; there are batches with "
-                f"{self.rows.shape[-1]} and {part.shape[-1]}. Pad the sequences, with targets that the loss ignores."
-            )
-        end = self.number + len(part)
-        if end > len(self.rows):
-            larger = part.new_empty(max(end, 2 * len(self.rows)), *part.shape[1:])
-            larger[: self.number] = self.rows[: self.number]
-            self.rows = larger
-        self.rows[self.number : end] = part
-        self.number = end
-
-    def all(self) -> Tensor:
-        """What was added, [ΣN, *shape]."""
-        return self.rows[: self.number].clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 
@@ -11,18 +10,17 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
 from curvlinops_plus.risk.losses import LossWeights, loss_weights
-from curvlinops_plus.risk.modules import data_generators, preserve_state
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-#: Takes a layer's batch, and the number of the loss term that its first vector is of.
+#: Takes a layer's batch, and the number of the vector that its first one is.
 Add = Callable[[LayerBatch, int], None]
 
 
@@ -35,7 +33,7 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
     examples or terms. The gradient of the risk is `c Σ_n ∇ℓ_n`, with the factor `c` of its reduction. Of several losses
     `ℓ_n` is the sum, in which each has its weight relative to the first one under "mean".
 
-    Between two batches nothing of the model, the data and the global random numbers is changed.
+    Modes, buffers and random numbers are restored when the iteration ends.
 
     Args:
         risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers, and weights of
@@ -68,75 +66,89 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
                 [[ 0.,  0.]]])
         tensor([[[10., 12.]]])
     """
+    refuse(risk, per_term)
     return _gradients(risk, per_term)
 
 
 def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor]]:
-    found: dict[str, list[Tensor]] = {}  # of each vector or piece of vectors
-
-    def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
-        found.clear()
-
-        def add(seen: LayerBatch, term: int) -> None:
-            (group,) = seen.layer.groups
-            J = seen.per_example_grads  # [V, N, *b, o, i]
-            for key, t in zip(group.keys, group.layout.scatter(J.flatten(2).flatten(0, 1)), strict=True):
-                found.setdefault(key, []).append(t.view(*J.shape[:2], *seen.layer.params[key].shape))
-
-        return add
-
-    for batch, R, factor in show_gradients(risk, per_term, "gradients of examples", begin):
-        gradients = {}
-        for key, p in risk.params.items():
-            zero = [p.new_zeros(R, batch.num_examples, *p.shape, dtype=risk.dtype)] if key not in found else []
-            parts = found.get(key, zero)
-            J = parts[0] if len(parts) == 1 else torch.cat(parts)
-            J = J if factor == 1 else J * factor
-            gradients[key] = J.transpose(0, 1) if per_term else J[0]
-        found.clear()
-        yield gradients
+    found = Gradients(risk)
+    for _, _, factor in show_batches(risk, per_term, "gradients of examples", found.begin):
+        J = found.pop(factor)
+        yield {key: t.transpose(0, 1) if per_term else t[0] for key, t in J.items()}
 
 
-def show_gradients(
+class Gradients:
+    """What layers give for each vector that was sent back, together."""
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        self.risk, self._parts = risk, {}
+
+    def begin(self, batch: Batch, layers: Sequence[Layer]) -> Add:
+        """Forget what there was, and take a batch."""
+        self._parts: dict[str, list[Tensor]] = {}
+        self._num_examples = batch.num_examples
+        return self._add
+
+    def _add(self, seen: LayerBatch, vector: int) -> None:
+        (group,) = seen.layer.groups
+        J = seen.per_example_grads  # [V, N, *b, o, i]
+        for key, t in zip(group.keys, group.layout.scatter(J.flatten(2).flatten(0, 1)), strict=True):
+            self._parts.setdefault(key, []).append(t.view(*J.shape[:2], *seen.layer.params[key].shape))
+
+    def pop(self, factor: float = 1.0) -> dict[str, Tensor]:
+        """Key of each parameter to `[V, N, *shape]`, times a factor; zero for those that the batch does not use."""
+        found = {key: torch.cat(parts) for key, parts in self._parts.items()}
+        V, parts = max((len(J) for J in found.values()), default=1), {}
+        for key, p in self.risk.params.items():
+            J = found.pop(key, None)
+            J = p.new_zeros(V, self._num_examples, *p.shape, dtype=self.risk.dtype) if J is None else J
+            parts[key] = J if factor == 1 else J * factor
+        return parts
+
+
+def show_batches(
     risk: EmpiricalRisk, per_term: bool, desc: str, begin: Callable[[Batch, Sequence[Layer]], Add]
 ) -> Iterator[tuple[Batch, int, float]]:
     """Show each batch of a risk with the gradients of its examples' un-reduced losses, layer by layer.
 
     Args:
         per_term: Send the gradient of each loss term by itself.
-        begin: Called with each batch and the layers of the model, again if functions turn out to read parameters; it
-            returns what takes the layers' batches.
+        begin: Called with each batch and the layers of the model; it returns what takes the layers' batches.
 
     Yields:
         Each batch when all of it was shown; the number of terms R, or 1; and what gradients have to be multiplied by.
     """
-    _refuse(risk, per_term)
-    if risk.options.mask is not None:
-        risk = copy(risk)
-        risk.options = replace(risk.options, mask=None)
-    vectors, paused = Empirical(per_term=per_term), _PausedState(risk)
-    with paused.resumed():
-        weights, layers, batches = loss_weights(risk), layers_of(risk), risk.batches(desc)
-    while True:
-        with paused.resumed():
-            batch = next(batches, None)
-            if batch is None:
-                return
+    risk = copy(risk)
+    risk.options = replace(risk.options, mask=None)
+    with preserve_state(risk.model, risk.data):
+        weights = loss_weights(risk)
+        for batch in risk.batches(desc):
             batch = replace(batch, weight=None)  # a weight is about the mean over examples, as the mask is
-            while True:
-                try:
-                    totals = _show(risk, layers, vectors, weights, batch, begin(batch, layers))
-                    break
-                except OutsideReads as error:
-                    look_for_functions(risk, batch, error)
-                    layers = layers_of(risk)
-        of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
-        yield batch, totals.terms // totals.examples if per_term else 1, of_loss**0.5
+            totals = show(risk, Empirical(per_term=per_term), weights, batch, begin)
+            of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
+            yield batch, totals.terms // totals.examples if per_term else 1, of_loss**0.5
+
+
+def show(
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    weights: LossWeights,
+    batch: Batch,
+    begin: Callable[[Batch, Sequence[Layer]], Add],
+    layers: Sequence[Layer] | None = None,
+) -> Totals:
+    """Send vectors back through the model for one batch; again if functions turn out to read parameters."""
+    while True:
+        own = layers_of(risk) if layers is None else layers
+        try:
+            return _shown(risk, own, vectors, weights, batch, begin(batch, own))
+        except OutsideReads as error:
+            look_for_functions(risk, batch, error)
 
 
 @untraced
-def _show(
-    risk: EmpiricalRisk, layers: Sequence[Layer], vectors: Empirical, weights: LossWeights, batch: Batch, add: Add
+def _shown(
+    risk: EmpiricalRisk, layers: Sequence[Layer], vectors: Vectors, weights: LossWeights, batch: Batch, add: Add
 ) -> Totals:
     sent = dict.fromkeys(layers, 0)
 
@@ -149,7 +161,13 @@ def _show(
         return passes.observe(batch, Draws(0), consume)
 
 
-def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
+def refuse(risk: EmpiricalRisk, per_term: bool) -> None:
+    """Refuse what has no gradients of single examples.
+
+    Raises:
+        UnsupportedError: If the loss has no likelihood, or the risk has several processes; with `per_term`, of several
+            losses.
+    """
     risk.losses.require_likelihoods()
     if risk.processes.world > 1:
         raise UnsupportedError(
@@ -161,23 +179,3 @@ def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
             f"per_term=True is about the terms of one loss, and there are losses for the outputs {risk.losses.keys}. "
             "Make an EmpiricalRisk of one of them."
         )
-
-
-class _PausedState:
-    """Random numbers that data and model go on from after the caller had the word; the caller's own are kept."""
-
-    def __init__(self, risk: EmpiricalRisk) -> None:
-        self.risk, self.generators = risk, data_generators(risk.data)
-        self._note()
-
-    def _note(self) -> None:
-        self._random, self._states = RandomState.now(), [g.get_state() for g in self.generators]
-
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
-        with preserve_state(self.risk.model, self.risk.data):
-            self._random.restore()
-            for generator, state in zip(self.generators, self._states, strict=True):
-                generator.set_state(state)
-            yield
-            self._note()

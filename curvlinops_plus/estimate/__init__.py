@@ -4,20 +4,24 @@ Every function takes an operator of this package, a tensor, a NumPy array, or a 
 returns tensors in its dtype and on its device.
 """
 
-from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
-from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.log_determinant import logdet
-from curvlinops_plus.estimate.norm import hutchinson_squared_fro
-from curvlinops_plus.estimate.plot import plot_spectrum
-from curvlinops_plus.estimate.probes import random_vector
+from curvlinops_plus.estimate.eigen import (
+    approximate_boundaries,
+    approximate_boundaries_abs,
+    condition_number,
+    spectral_norm,
+    top_eigenpairs,
+)
+from curvlinops_plus.estimate.lanczos import logdet
+from curvlinops_plus.estimate.matrix import random_vector
 from curvlinops_plus.estimate.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
+    plot_spectrum,
 )
-from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
+from curvlinops_plus.estimate.trace import hutchinson_squared_fro, hutchinson_trace, hutchpp_trace, xtrace
 
 __all__ = [
     "LanczosApproximateLogSpectrumCached",

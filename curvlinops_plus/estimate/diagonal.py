@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.columns import inner
-from curvlinops_plus.estimate.exchangeable import leave_one_out
-from curvlinops_plus.estimate.matrix import MatrixLike, multiplying
-from curvlinops_plus.estimate.probes import (
+from curvlinops_plus.estimate.matrix import (
+    MatrixLike,
     Mean,
-    check_distribution,
-    check_draws,
-    check_num_matvecs,
     estimator,
+    multiplying,
+    number_of_draws,
     random_vectors,
 )
+from curvlinops_plus.estimate.trace import leave_one_out
 
 
 @estimator
@@ -45,37 +41,16 @@ def hutchinson_diag(
         >>> hutchinson_diag(torch.diag(torch.arange(4.0)), num_matvecs=1)  # signs are exact for a diagonal matrix
         tensor([0., 1., 2., 3.])
     """
-    check_distribution(distribution)
     with multiplying(A, "Hutchinson diagonal", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
-        check_num_matvecs(num_matvecs, M.shape[0])
-        check_draws(num_matvecs, return_error, "num_matvecs=2")
+        number_of_draws(num_matvecs, M, return_error)
         diagonal = Mean()
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
             diagonal.update(V * M.matmat(V))
-    return (M.undo(diagonal.value), M.undo(diagonal.error)) if return_error else M.undo(diagonal.value)
+    return (diagonal.value, diagonal.error) if return_error else diagonal.value
 
 
-@overload
-def xdiag(
-    A: MatrixLike,
-    num_matvecs: int,
-    *,
-    generator: Generator | None = None,
-    return_error: Literal[False] = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> Tensor: ...
-@overload
-def xdiag(
-    A: MatrixLike,
-    num_matvecs: int,
-    *,
-    generator: Generator | None = None,
-    return_error: Literal[True],
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+@estimator
 def xdiag(
     A: MatrixLike,
     num_matvecs: int,
@@ -109,16 +84,15 @@ def xdiag(
         tensor([16., 17., 18., 19., 20.])
     """
     with multiplying(A, "XDiag", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
-        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
-        check_draws(draws, return_error, "num_matvecs=4")
+        draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
         V = random_vectors(draws, M.shape[0], "rademacher", generator, M.zero)
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         B = M.rmatmat(Q)  # Qᵀ A = Bᵀ
         # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: the diagonal of Qᵢ Qᵢᵀ A, then what A vᵢ has besides.
         inside = (Q * B).sum(1, keepdim=True) - (Q @ S) * (B @ S)
-        C = inner(Q, AV)
+        C = Q.T @ AV
         C = C - S * (S * C).sum(0)
         diagonal = Mean()
         diagonal.update(inside + V * (AV - Q @ C))
-    return (M.undo(diagonal.value), M.undo(diagonal.error)) if return_error else M.undo(diagonal.value)
+    return (diagonal.value, diagonal.error) if return_error else diagonal.value

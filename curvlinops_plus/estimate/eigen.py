@@ -1,27 +1,22 @@
-"""Extreme eigenvalues of a matrix from its products: the largest ones, the spectral norm, the condition number.
-
-The method is thick-restart Lanczos with full reorthogonalization (Wu and Simon 2000). As in Davidson's method, the
-basis and its products are kept, so that residuals are those of the vectors returned and not estimates from a
-recurrence.
-"""
+"""Extreme eigenvalues of a matrix from its products, by SciPy: largest ones, ends, spectral norm, condition number."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from math import inf
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
+import scipy  # its modules are imported where they are first used
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.estimate.columns import inner, length, orthonormal
-from curvlinops_plus.estimate.lanczos import check_symmetric, warn_of_rounding
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, check_whole, multiplying
-from curvlinops_plus.estimate.probes import random_vectors
-from curvlinops_plus.linalg.eigendecomposition import eigh
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
+from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, estimator, multiplying, random_vectors
 
-Which = Literal["largest", "smallest", "ends", "largest magnitude", "smallest magnitude"]
+Which = Literal["largest", "smallest", "largest magnitude"]
+Boundaries = tuple[float | None, float | None] | None
 
 
 class Eigenpairs(NamedTuple):
@@ -33,8 +28,6 @@ class Eigenpairs(NamedTuple):
     """`[n, k]`, orthonormal columns."""
     residuals: Tensor
     """`[k]`, lengths of `A x - λ x`: an eigenvalue of `A` is within that distance of `λ`."""
-    converged: bool
-    """Whether every residual met the tolerance."""
 
 
 def top_eigenpairs(
@@ -50,8 +43,8 @@ def top_eigenpairs(
 ) -> Eigenpairs:
     """The `k` largest eigenvalues of a symmetric matrix, in descending order, and their eigenvectors.
 
-    Restarted Lanczos with full reorthogonalization, on the device of `A`, from `k` random vectors at once, so that
-    eigenvalues of multiplicity up to `k` are found.
+    By ARPACK (SciPy's `eigsh`), on the CPU in float64; products are computed where `A` is. Matrices with at most 20
+    rows, and those of which half of the eigenvalues are wanted, are formed.
 
     Args:
         A: Symmetric `[n, n]`, of any kind that `hutchinson_trace` takes.
@@ -60,64 +53,36 @@ def top_eigenpairs(
         tol: Largest residual `|A x - λ x|`, relative to the largest absolute eigenvalue. By default the root of
             machine precision, 1.5e-8 in float64 and 3.5e-4 in float32: the error of an eigenvalue is about the
             residual's square divided by the distance to the next eigenvalue.
-        max_iter: Largest number of products with a block of at most `k` columns.
+        max_iter: Largest number of products, roughly.
         generator: As for `hutchinson_trace`; for the starting vectors.
         progressbar: Show a bar that counts products.
         chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB.
 
     Returns:
-        A named tuple `(eigenvalues [k], eigenvectors [n, k], residuals [k], converged)`.
+        A named tuple `(eigenvalues [k], eigenvectors [n, k], residuals [k])`.
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, its products differ for the same vector, or `k` is not
-            between 1 and `n`.
-        NumericsError: If products are NaN or infinite.
+        ValueError: If `A` is not square or not symmetric, or `k` is not between 1 and `n`.
+        NumericsError: If products are NaN or infinite, or the tolerance was not met.
         TypeError: If `A` is no matrix of real floating-point numbers, or `k` no integer.
 
-    Warns:
-        CurvatureWarning: If the tolerance was not met; says what was reached. Or if rounding makes products less
-            symmetric than their dtype leads to expect; says how much. Then the iteration stops at that accuracy.
-
-    Cost: products as needed; for one eigenvalue as many as SciPy's `eigsh`, for several up to twice as many, but `k`
-    at once; memory of 42 vectors for `k = 1`, else of `2 (k + max(40, 2 k))`.
+    Cost: products as needed, and some ten for the scale of `A`; memory of `max(20, 2 k + 1)` vectors in
+    float64, for the smallest ones `max(40, 2 k + 1)`.
 
     Example:
-        >>> values, vectors, residuals, converged = top_eigenpairs(torch.diag(torch.arange(50.0)), k=2)
-        >>> values.round(decimals=3), converged
-        (tensor([49., 48.]), True)
+        >>> values, vectors, residuals = top_eigenpairs(torch.diag(torch.arange(50.0)), k=2)
+        >>> values.round(decimals=3)
+        tensor([49., 48.])
     """
-    with multiplying(A, "eigenvalues", None, chunk_size=chunk_size, progressbar=progressbar) as M:
-        check_whole(k=k)
-        if not 1 <= k <= M.shape[0]:
-            raise ValueError(f"k ({k}) must be between 1 and A's size ({M.shape[0]}).")
-        which = "largest" if largest else "smallest"
-        pairs = extreme_eigenpairs(M, k, which, tol, max_iter, generator)
-        _warn_unless(pairs, f"The {k} {which} eigenvalues of {M.label}", max_iter)
-    return pairs
+    with multiplying(A, "eigenvalues", chunk_size=chunk_size, progressbar=progressbar) as M:
+        check_at_least(1, k=k)
+        if k > M.shape[0]:
+            raise ValueError(f"k ({k}) must be at most A's size ({M.shape[0]}).")
+        M.require_symmetric()
+        return extreme_eigenpairs(M, M.matmat, k, "largest" if largest else "smallest", tol, max_iter, generator)
 
 
-@overload
-def spectral_norm(
-    A: MatrixLike,
-    *,
-    tol: float | None = None,
-    max_iter: int = 1000,
-    generator: Generator | None = None,
-    return_error: Literal[False] = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> Tensor: ...
-@overload
-def spectral_norm(
-    A: MatrixLike,
-    *,
-    tol: float | None = None,
-    max_iter: int = 1000,
-    generator: Generator | None = None,
-    return_error: Literal[True],
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+@estimator
 def spectral_norm(
     A: MatrixLike,
     *,
@@ -130,7 +95,7 @@ def spectral_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value of a matrix `[m, n]`, 0-d; of a symmetric one, the largest absolute eigenvalue.
 
-    By Lanczos iterations on `A` if it is known to be symmetric, and on `AᵀA` or `AAᵀ` otherwise. Arguments as for
+    Through products with `A` if they are symmetric, with `AᵀA` or `AAᵀ` otherwise. Arguments as for
     `top_eigenpairs`, except:
 
     Args:
@@ -140,51 +105,26 @@ def spectral_norm(
 
     Raises:
         ValueError: If `A` has not two axes or no entries.
-        NotImplementedError: If `A` is not known to be symmetric and can't multiply with its transpose.
+        NotImplementedError: If `A` is not symmetric and can't multiply with its transpose.
+        NumericsError: If the tolerance was not met.
 
-    Warns:
-        CurvatureWarning: If the tolerance was not met; says what was reached.
-
-    Cost: products as needed, some tens; memory of 42 vectors.
+    Cost: products as needed, some tens; memory of 20 vectors.
 
     Example:
         >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, -4.0, 0.0]])).round(decimals=3)
         tensor(4.)
     """
-    with multiplying(A, "spectral norm", None, chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
-        symmetric = M.looks_symmetric()
-        which = "largest magnitude" if symmetric else "largest"
-        G = M if symmetric else M.gram()
-        pairs = extreme_eigenpairs(G, 1, which, tol, max_iter, generator)
-        _warn_unless(pairs, f"The spectral norm of {M.label}", max_iter, _unit(M, symmetric))
-        value, residual = pairs.eigenvalues[0].abs(), pairs.residuals[0]
+    with multiplying(A, "spectral norm", chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
+        symmetric = M.asymmetry() <= 100 * M.eps
+        product = M.matmat if symmetric else M.gram
+        values, _, residuals = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
+        norm, error = values[0].abs(), residuals[0]
         if not symmetric:
-            value, residual = M.undo(value.sqrt()), M.undo((value + residual).sqrt() - value.sqrt())
-    return (value, residual) if return_error else value
+            norm, error = norm.sqrt(), (norm + error).sqrt() - norm.sqrt()
+    return (norm, error) if return_error else norm
 
 
-@overload
-def condition_number(
-    A: MatrixLike,
-    *,
-    tol: float = 1e-3,
-    max_iter: int = 1000,
-    generator: Generator | None = None,
-    return_error: Literal[False] = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> Tensor: ...
-@overload
-def condition_number(
-    A: MatrixLike,
-    *,
-    tol: float = 1e-3,
-    max_iter: int = 1000,
-    generator: Generator | None = None,
-    return_error: Literal[True],
-    progressbar: bool = False,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+@estimator
 def condition_number(
     A: MatrixLike,
     *,
@@ -197,146 +137,211 @@ def condition_number(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value over the smallest, 0-d; inf for a singular matrix.
 
-    The smallest one is the hard one: without solving with `A` it takes a number of products that grows with the
-    condition number, and what is returned is a lower bound. Add a damping, `A.shift(delta)`, if you know one.
+    By Lanczos iterations: the longest `A x` over the shortest in the Krylov space. The smallest singular value is the
+    hard one: without solving with `A` it takes a number of products that grows with the condition number, and what is
+    returned is a lower bound. Add a damping, `A.shift(delta)`, if you know one.
 
-    A matrix that is known to be symmetric is multiplied as it is; any other through `AᵀA` or `AAᵀ`, which can tell
+    A matrix whose products are symmetric is multiplied as it is; any other through `AᵀA` or `AAᵀ`, which can tell
     condition numbers only up to the inverse root of machine precision (about 1e7 in float64, 1e3 in float32) and
-    returns inf beyond. A tensor is known to be symmetric if it looks so, an operator if it says so; declare it by
-    `Dense(A, Structure.SYMMETRIC)` or a `structure`. Arguments as for `top_eigenpairs`, except:
+    returns inf beyond. Arguments as for `top_eigenpairs`, except:
 
     Args:
         A: Any shape; of a rectangular one, min(m, n) singular values count.
         tol: Largest residual of both ends, each relative to its own eigenvalue (of `A`, or of `AᵀA`).
+        max_iter: Largest number of Lanczos steps.
         return_error: Return `(condition number, error)`, with the error that the residuals allow.
 
     Raises:
         ValueError: If `A` has not two axes or no entries.
-        NotImplementedError: If `A` is not known to be symmetric and can't multiply with its transpose.
+        NotImplementedError: If `A` is not symmetric and can't multiply with its transpose.
 
     Warns:
-        CurvatureWarning: If the tolerance was not met; says what was reached.
+        CurvatureWarning: If the tolerance was not met.
 
-    Cost: up to `2 max_iter` products (twice as many through `AᵀA`); memory of 82 vectors.
+    Cost: up to `2 max_iter` products (twice as many through `AᵀA`); memory of 4 vectors.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([1.0, -2.0, 10.0]))).round(decimals=3)
         tensor(10.)
     """
-    with multiplying(A, "condition number", None, chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
-        symmetric = M.looks_symmetric()
-        G = M if symmetric else M.gram()
-        top = extreme_eigenpairs(G, 1, "largest magnitude", tol, max_iter, generator)
-        end = extreme_eigenpairs(G, 1, "smallest magnitude", tol, max_iter, generator)
-        unit = _unit(M, symmetric)
-        _warn_unless(top, f"The largest eigenvalue for the condition number of {G.label}", max_iter, unit)
-        _warn_unless(end, f"The smallest eigenvalue for the condition number of {G.label}", max_iter, unit)
-        large, large_by = top.eigenvalues[0].abs(), top.residuals[0]
-        nearest, small_by = end.eigenvalues[0].abs(), end.residuals[0]
-        small = torch.hypot(nearest, small_by)  # |A x|, never below the smallest singular value
-        rounding = G.rounding(20) * large
-        value = large / small if small > rounding else torch.full_like(large, inf)
-        bound = (large + large_by) / (nearest - small_by).clamp(min=0)
+    with multiplying(A, "condition number", chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
+        check_at_least(1, max_iter=max_iter)
+        symmetric = M.asymmetry() <= 100 * M.eps
+        n, product = min(M.shape), M.matmat if symmetric else M.gram
+        start, steps = random_vectors(1, n, "normal", generator, M.zero), min(50, max_iter)
+        while True:
+            (large, large_by), (small, small_by) = _stretched(product, start, steps)
+            done = small <= M.rounding(20) * large or (large_by <= tol * large and small_by <= tol * small)
+            if done or steps >= max_iter:
+                break
+            steps = min(2 * steps, max_iter)
+        if not done:
+            warnings.warn(
+                f"The condition number did not converge in {steps} steps; it is at least what is returned. Take a "
+                "larger max_iter or tolerance, or damp the matrix.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        singular = small <= M.rounding(20) * large
+        value, bound = inf if singular else large / small, (large + large_by) / max(small - small_by, 1e-300)
         if not symmetric:
-            value, bound = value.sqrt(), bound.sqrt()
-        error = bound - value if torch.isfinite(value) else torch.zeros_like(value)
+            value, bound = value**0.5, bound**0.5
+        value, error = M.zero + value, M.zero + (0.0 if singular else bound - value)
     return (value, error) if return_error else value
 
 
-# With fewer columns in its basis a loose tolerance is met by eigenvalues from inside of the spectrum, too.
-_LEAST_BASIS = 10
+def approximate_boundaries(
+    A: MatrixLike,
+    tol: float = 1e-2,
+    boundaries: Boundaries = None,
+    *,
+    generator: Generator | None = None,
+    progressbar: bool = False,
+) -> tuple[float, float]:
+    """The smallest and the largest eigenvalue of a symmetric matrix, approximately.
+
+    Args:
+        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
+        tol: Accuracy, relative to the largest absolute eigenvalue; 0 means machine precision.
+        boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is and costs nothing.
+        generator: As for `hutchinson_trace`; for the starting vectors.
+        progressbar: Show a bar that counts products.
+
+    Raises:
+        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
+        NumericsError: If products are NaN or infinite.
+
+    Cost: some tens of products for a tolerance of 1e-2, more for clustered ends.
+
+    Example:
+        >>> low, high = approximate_boundaries(torch.diag(torch.tensor([-1.0, 2.0, 3.0, 5.0])))
+        >>> round(low, 2), round(high, 2)
+        (-1.0, 5.0)
+    """
+    low, high = _given(boundaries)
+    with multiplying(A, "boundaries", chunk_size=None, progressbar=progressbar) as M:
+        if low is None or high is None:
+            M.require_symmetric()
+        if low is None:
+            low = extreme_eigenpairs(M, M.matmat, 1, "smallest", tol, 1000, generator).eigenvalues.item()
+        if high is None:
+            high = extreme_eigenpairs(M, M.matmat, 1, "largest", tol, 1000, generator).eigenvalues.item()
+    return float(low), float(high)
+
+
+def approximate_boundaries_abs(
+    A: MatrixLike,
+    tol: float = 1e-2,
+    boundaries: Boundaries = None,
+    *,
+    generator: Generator | None = None,
+    progressbar: bool = False,
+) -> tuple[float, float]:
+    """The smallest and the largest absolute eigenvalue of a symmetric matrix, as `approximate_boundaries`.
+
+    The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix it can be
+    smaller still. `A`, `tol`, `boundaries`, `generator`, `progressbar`, and errors as there.
+
+    Example:
+        >>> low, high = approximate_boundaries_abs(torch.diag(torch.tensor([-2.0, -1.0, 3.0, 5.0])))
+        >>> round(low, 2), round(high, 2)
+        (1.0, 5.0)
+    """
+    low, high = _given(boundaries)
+    with multiplying(A, "boundaries", chunk_size=None, progressbar=progressbar) as M:
+        if low is None or high is None:
+            M.require_symmetric()
+        if high is None:
+            found = extreme_eigenpairs(M, M.matmat, 1, "largest magnitude", tol, 1000, generator)
+            high = found.eigenvalues.abs().item()
+        if low is None:
+            start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
+            low = min(_stretched(M.matmat, start, 100)[1][0], high)
+    return float(low), float(high)
+
+
+def _stretched(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[tuple[float, float], ...]:
+    """The longest and the shortest `A x` for `x` of length 1 in a Krylov space, and the lengths of `A x - (xᵀA x) x`.
+
+    Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute eigenvalue.
+    """
+    alpha, beta = (values[0] for values in lanczos(product, start, steps, reorthogonalize=False))
+    if ended := (beta == 0).nonzero().flatten().tolist():
+        alpha, beta = alpha[: ended[0] + 1], beta[: ended[0] + 1]
+    T = torch.zeros(len(alpha) + 1, len(alpha), dtype=torch.float64)
+    T.diagonal().copy_(alpha)
+    T.diagonal(-1).copy_(beta)
+    T.diagonal(1).copy_(beta[:-1])
+    lengths, X = torch.linalg.svd(T)[1:]
+    ends = [0, -1]
+    X = X[ends].T
+    R = T @ X
+    R[:-1] -= X * (X * R[:-1]).sum(0)
+    return tuple(zip(lengths[ends].tolist(), torch.linalg.vector_norm(R, dim=0).tolist()))
+
+
+def _given(boundaries: Boundaries) -> tuple[float | None, float | None]:
+    low, high = (None, None) if boundaries is None else boundaries
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
+    return low, high
 
 
 @torch.no_grad()
 def extreme_eigenpairs(
-    A: Matrix, k: int, which: Which, tol: float | None, max_iter: int, generator: Generator | None
+    M: Matrix,
+    product: Callable[[Tensor], Tensor],
+    k: int,
+    which: Which,
+    tol: float | None,
+    max_iter: int,
+    generator: Generator | None,
 ) -> Eigenpairs:
-    """The `k` eigenpairs of a symmetric matrix at one end or both ends of its spectrum, or nearest to zero.
-
-    Args:
-        A: Symmetric `[n, n]`.
-        which: Which ones; "ends" is half of them from each.
-        tol: As for `top_eigenpairs`; for the "smallest magnitude" relative to each eigenvalue itself.
-        max_iter: Largest number of block products.
-
-    Returns:
-        The best that was reached, converged or not.
-    """
+    """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product` multiplies with."""
     check_at_least(1, max_iter=max_iter)
-    n = A.shape[0]
-    limit = A.eps**0.5 if tol is None else tol
-    room = 20 if k == 1 and which != "smallest magnitude" else max(40, 2 * k)  # halves the products of hard cases
-    size = min(n, k + room)  # of the basis
-    V = orthonormal(random_vectors(k, n, "normal", generator, A.zero))[0]
-    AV = A.matmat(V)
-    scale = A.zero
-    for iteration in range(1, max_iter + 1):
-        scale = torch.maximum(scale, length(AV).amax())
-        S, H = _small_problem(V, AV, which, A)
-        values = H.diagonal()[:k]
-        X, AX = V @ S[:, :k], AV @ S[:, :k]
-        R = AX - X * values
-        residuals = length(R)
-        target = limit * (values.abs() if which == "smallest magnitude" else scale)
-        missing = residuals > torch.maximum(target, A.rounding(size) * scale)
-        met = not bool(missing.any())
-        if (met and V.shape[1] >= k + _LEAST_BASIS) or V.shape[1] == n or iteration == max_iter:
-            break
-        missing |= met
-        if V.shape[1] + int(missing.sum()) > size < n:
-            keep = k + room // 2  # leaves room for k
-            V, AV = V @ S[:, :keep], AV @ S[:, :keep]
-        new = _orthonormal_to(V, R[:, missing][:, : size - V.shape[1]])
-        if new.shape[1] == 0:  # the residuals are rounding errors
-            break
-        V, AV = torch.cat([V, new], 1), torch.cat([AV, A.matmat(new)], 1)
-    warn_of_rounding(A)
-    return Eigenpairs(A.undo(values), X, A.undo(residuals), V.shape[1] == n or met)
+    n = min(M.shape)
+    limit = M.eps**0.5 if tol is None else max(tol, M.eps)
+    if n <= max(20, 2 * k):
+        T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
+        values, X = torch.linalg.eigh((T + T.T) / 2)
+        X = X[:, _order(values, which)[:k]].to(M.zero)
+    else:
+        start = random_vectors(1, n, "normal", generator, M.zero)
+        # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not near zero.
+        about = lanczos(product, start, 10, reorthogonalize=True).quadrature()[0].abs().max()
+        shift = 0.0 if which == "largest magnitude" and about > 0 else float(about) or 1.0
+        sign = -1 if which == "smallest" else 1
+
+        def shifted(x: Any) -> Any:
+            x = torch.from_numpy(x).view(-1, 1)
+            return (sign * product(x.to(M.zero)).to(x) + shift * x).numpy()
+
+        ncv = min(n, max(2 * k + 1, 40 if which == "smallest" else 20))
+        v0 = start[:, 0].to("cpu", torch.float64).numpy()
+        operator: Any = scipy.sparse.linalg.LinearOperator
+        try:
+            _, X = scipy.sparse.linalg.eigsh(
+                operator((n, n), matvec=shifted, dtype=v0.dtype),
+                k,
+                which="LM" if which == "largest magnitude" else "LA",
+                v0=v0,
+                ncv=ncv,
+                tol=limit,
+                maxiter=max(1, max_iter // (ncv - k)),
+            )
+        except scipy.sparse.linalg.ArpackNoConvergence as error:
+            raise NumericsError(
+                f"The {k} {which} eigenvalues did not converge to {limit:.1e} in about {max_iter} products. Take a "
+                "larger max_iter or tolerance."
+            ) from error
+        X = torch.from_numpy(X.copy()).to(M.zero)
+    Y = product(X)
+    values = (X * Y).sum(0)
+    order = _order(values, which)
+    X, Y, values = X[:, order], Y[:, order], values[order]
+    return Eigenpairs(values, X, torch.linalg.vector_norm(Y - X * values, dim=0))
 
 
-def _small_problem(V: Tensor, AV: Tensor, which: Which, A: Matrix) -> tuple[Tensor, Tensor]:
-    """Approximations from the span of `V`, best first, as columns `S`; and `(V S)ᵀ A (V S)`."""
-    H = inner(V, AV)
-    check_symmetric(H, H.T, AV, V, A)
-    H = (H + H.T) / 2
-    if which == "smallest magnitude":
-        # Of all x = V s of length 1 the one with the shortest A x: Rayleigh quotients near 0 may be mixtures instead.
-        S = torch.linalg.svd(orthonormal(AV)[1])[2].T.flip(1)
-        return S, S.T @ H @ S
-    values, S = eigh(H, f"the projection of {A.label} on a Krylov space")
-    order = (values.abs() if which == "largest magnitude" else values).argsort(descending=which != "smallest")
-    if which == "ends":
-        order = torch.stack([order, order.flip(0)], 1).flatten()[: len(order)]
-    return S[:, order], torch.diag(values[order])
-
-
-def _orthonormal_to(V: Tensor, R: Tensor) -> Tensor:
-    """Orthonormal columns that span the part of `R` orthogonal to `V`; fewer where that is only rounding."""
-    eps = torch.finfo(R.dtype).eps
-    Q = R
-    for _ in range(3):
-        Q = Q / length(Q).clamp(min=torch.finfo(R.dtype).tiny)
-        Q = Q - V @ inner(V, Q)
-        Q = Q[:, length(Q) > 100 * eps]
-        if Q.shape[1] == 0:
-            return Q
-        Q, T = orthonormal(Q)
-        Q = Q[:, T.diagonal().abs() > 100 * eps]
-    return Q
-
-
-def _unit(A: Matrix, symmetric: bool) -> float:
-    """Of the eigenvalues that were found: those of a Gram matrix are in the square of the products' unit."""
-    return 1.0 if symmetric or A.unit is None else A.unit * A.unit
-
-
-def _warn_unless(pairs: Eigenpairs, what: str, max_iter: int, unit: float = 1.0) -> None:
-    if not pairs.converged:
-        residuals = ", ".join(f"{r * unit:.1e}" for r in pairs.residuals.tolist())
-        values = ", ".join(f"{v * unit:.3e}" for v in pairs.eigenvalues.tolist())
-        warnings.warn(
-            f"{what} did not converge: residuals {residuals} for eigenvalues {values}. Take more than "
-            f"max_iter={max_iter} products or a larger tolerance.",
-            CurvatureWarning,
-            stacklevel=3,
-        )
+def _order(values: Tensor, which: Which) -> Tensor:
+    """Best first."""
+    return (values.abs() if which == "largest magnitude" else values).argsort(descending=which != "smallest")

@@ -1,4 +1,4 @@
-"""Lanczos tridiagonalization of a symmetric matrix for several vectors at once, and the Gauss quadrature that follows.
+"""Lanczos tridiagonalization for several vectors at once, the Gauss quadrature that follows, and log-determinants.
 
 For a vector `v` of length 1, `steps` products give nodes `θ` and weights `w` with `vᵀ f(A) v ≈ Σ w f(θ)`, exact for
 polynomials `f` up to degree `2 steps - 1` (Golub and Meurant 2010, chapter 6).
@@ -7,80 +7,70 @@ polynomials `f` up to degree `2 steps - 1` (Golub and Meurant 2010, chapter 6).
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from math import sqrt
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.estimate.columns import length
-from curvlinops_plus.estimate.matrix import Matrix
-from curvlinops_plus.linalg.eigendecomposition import eigh
+from curvlinops_plus.estimate.matrix import (
+    Matrix,
+    MatrixLike,
+    check_at_least,
+    check_distribution,
+    check_draws,
+    estimator,
+    multiplying,
+    random_vectors,
+)
 
-GROSS = 0.1  # relative asymmetry that no rounding explains
 
-
-@dataclass(frozen=True)
-class Tridiagonal:
+class Tridiagonal(NamedTuple):
     """Symmetric tridiagonal matrices `[K, steps, steps]`, in float64 on the CPU."""
 
-    alpha: Tensor  # [K, steps], diagonals
-    beta: Tensor  # [K, steps - 1], next to them; 0 from where a vector's Krylov space ended
-
-    @property
-    def exact(self) -> Tensor:
-        """Whether a vector's Krylov space ended within the steps, so that its quadrature is exact: `[K]`."""
-        return (self.beta == 0).any(1)
+    alpha: Tensor
+    """`[K, steps]`, diagonals."""
+    beta: Tensor
+    """`[K, steps]`, next to them, and the length of what was left; 0 from where a vector's Krylov space ended."""
 
     def quadrature(self, steps: int | None = None) -> tuple[Tensor, Tensor]:
-        """Nodes and weights, `[K, steps]` each; weights are not negative and sum to 1.
-
-        Args:
-            steps: Of the first so many steps only; by default of all.
-        """
-        alpha, beta = self.alpha[:, :steps], self.beta[:, : self.alpha[:, :steps].shape[1] - 1]
+        """Nodes and weights of the first steps, by default of all, `[K, steps]` each; weights sum to 1."""
+        alpha = self.alpha[:, :steps]
+        beta = self.beta[:, : alpha.shape[1] - 1]
         T = torch.diag_embed(alpha) + torch.diag_embed(beta, offset=1) + torch.diag_embed(beta, offset=-1)
-        nodes, vectors = eigh(T, "the Lanczos tridiagonal matrix")
+        nodes, vectors = torch.linalg.eigh(T)
         return nodes, vectors[:, 0].square()
 
 
 @torch.no_grad()
-def lanczos(A: Matrix, V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridiagonal:  # V [n, K]
-    """Tridiagonalize `A` on the Krylov space of every column of `V`.
+def lanczos(product: Callable[[Tensor], Tensor], V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridiagonal:
+    """Tridiagonalize a symmetric matrix on the Krylov space of every column of `V`.
 
     Args:
-        A: Symmetric `[n, n]`.
+        product: With the matrix, `[n, K] -> [n, K]`.
         V: Starting vectors `[n, K]`; their lengths don't matter.
         steps: How many, at most `n`.
         reorthogonalize: Keep the vectors of all steps and make each new one orthogonal to them. Otherwise only two are
             kept; rounding then repeats eigenvalues that were found, with their weight shared among the copies.
 
-    Raises:
-        ValueError: If the products show that `A` is not symmetric, or not the same for the same vector.
-
-    Warns:
-        CurvatureWarning: If rounding makes `A` less symmetric than its dtype leads to expect.
-
     Cost: `steps` products with `K` columns each; memory of `K` times 4 vectors, or `steps + 4`.
 
     Example:
-        >>> from curvlinops_plus.estimate.matrix import as_matrix
-        >>> A = as_matrix(torch.diag(torch.tensor([1.0, 2.0, 4.0])))
-        >>> nodes, weights = lanczos(A, torch.ones(3, 1), 3, reorthogonalize=True).quadrature()
+        >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+        >>> nodes, weights = lanczos(A.matmul, torch.ones(3, 1), 3, reorthogonalize=True).quadrature()
         >>> nodes.round(decimals=3), (weights * 3).round(decimals=3)
         (tensor([[1., 2., 4.]], dtype=torch.float64), tensor([[1., 1., 1.]], dtype=torch.float64))
     """
     n, K = V.shape
-    V = V / length(V)
+    V = V / torch.linalg.vector_norm(V, dim=0)
     before, beta = torch.zeros_like(V), torch.zeros(K, dtype=V.dtype, device=V.device)
     basis = torch.empty((K, steps if reorthogonalize else 0, n), dtype=V.dtype, device=V.device)
     alive, scale = torch.ones_like(beta, dtype=torch.bool), torch.zeros_like(beta)
     alphas, betas = [], []
     for step in range(steps):
-        W = A.matmat(V)
-        if step == 1:
-            check_symmetric((before * W).sum(0), beta, W, before, A)
-        W = W - beta * before  # before the next line: the stable order (Paige 1976)
+        W = product(V) - beta * before  # before the next line: the stable order (Paige 1976)
         alpha = (V * W).sum(0)
         # A space that has ended goes on with zeros; their node, with weight 0, stays among the eigenvalues.
         alphas.append(torch.where(alive, alpha, alphas[0] if alphas else alpha))
@@ -90,81 +80,108 @@ def lanczos(A: Matrix, V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridi
             for _ in range(2):  # twice is enough (Giraud, Langou, Rozložník 2005)
                 known = basis[:, : step + 1]
                 W = W - (known.mT @ (known @ W.T[..., None]))[..., 0].T
-        size = length(W)
+        size = torch.linalg.vector_norm(W, dim=0)
         scale = torch.maximum(scale, alpha.abs() + beta)
         alive = alive & (size > 100 * torch.finfo(V.dtype).eps * scale)
         beta = torch.where(alive, size, torch.zeros_like(size))
         before, V = V, torch.where(alive, W / size, torch.zeros_like(W))
         betas.append(beta)
-    warn_of_rounding(A)
-    alpha, beta = (A.undo(torch.stack(values, 1).to("cpu", torch.float64)) for values in (alphas, betas))
-    return Tridiagonal(alpha, beta[:, :-1])
+    alpha, beta = (torch.stack(values, 1).to("cpu", torch.float64) for values in (alphas, betas))
+    return Tridiagonal(alpha, beta)
 
 
-def check_symmetric(left: Tensor, right: Tensor, products: Tensor, vectors: Tensor, A: Matrix) -> None:
-    """Refuse a matrix for which `uᵀ (A v)` and `vᵀ (A u)` differ by more than rounding.
+@estimator
+def logdet(
+    A: MatrixLike,
+    num_probes: int = 30,
+    num_steps: int = 30,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The logarithm of the determinant, 0-d, of a positive definite matrix (Ubaru, Chen, Saad 2017).
 
-    Where a matrix is computed from a model, terms may cancel, and rounding may be far above that of the last operation.
-    So what is above it is measured again: a product that is the same for the same vector is not random, and its
-    asymmetry, unless gross, counts as rounding. Then `A.eps` is raised to it, and `warn_of_rounding` has to be called.
+    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by Lanczos quadrature.
+    The random vectors make an error of mean zero, which the standard error tells. The quadrature makes one that falls
+    as `((√κ - 1) / (√κ + 1)) ** (2 num_steps)` with the condition number `κ`; it is 0 if `num_steps` reaches `n` or the
+    number of distinct eigenvalues.
+
+    A matrix with an eigenvalue 0, or below rounding, has the log-determinant -inf. That is returned, with a warning, if
+    a quadrature meets such an eigenvalue; if none does, the quadrature has not converged, and that is what the warning
+    says. Take `A.shift(delta)` or `A + delta * I` for a finite one. The result carries no gradient.
 
     Args:
-        left: Values of `uᵀ (A v)`, for vectors of length 1.
-        right: Those of `vᵀ (A u)`.
-        products: The products `A v`, one per column; what rounding may do is relative to their lengths.
-        vectors: Some vectors of length 1, one per column; the first is used for measuring again.
-        A: The matrix; its precision tells how large it may be.
+        A: Positive definite `[n, n]`, of any kind that `hutchinson_trace` takes.
+        num_probes: Number of random vectors, at least 1 (2 for a standard error).
+        num_steps: Products per vector; more than `n` count as `n`.
+        distribution: "rademacher" (random signs), "normal", or "sphere"; see `hutchinson_trace`.
+        generator: As for `hutchinson_trace`.
+        return_error: Return `(estimate, standard error)` instead of the estimate; the error of -inf is NaN.
+        progressbar: Show a bar that counts products.
+        chunk_size: Random vectors to treat at once; by default as many as fit, with their `num_steps` products each,
+            into 128 MiB.
 
     Raises:
-        ValueError: If they differ by more than a tenth, or because products with the same vector differ.
-
-    Cost: two products, the first time that something is to be measured again.
-
-    Example:
-        >>> from curvlinops_plus.estimate.matrix import as_matrix
-        >>> A = as_matrix(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
-        >>> check_symmetric(torch.tensor(1.0), torch.tensor(2.0), torch.ones(2, 1), torch.eye(2), A)
-        Traceback (most recent call last):
-        ValueError: Tensor(2 x 2, torch.float32, cpu) is not symmetric: ...
-    """
-    difference = float((left - right).abs().amax())
-    size = float(length(products).amax())
-    if difference <= A.eps**0.5 * size:
-        if A.repeated is not None:
-            A.eps = max(A.eps, difference / size if size else 0.0)
-        return
-    repeated = A.repeat_by(vectors[:, :1])
-    unit = A.unit or 1.0
-    asymmetry = (
-        f"for some vectors of length 1, uᵀ(Av) and vᵀ(Au) differ by {difference * unit:.1e}, and |Av| is "
-        f"{size * unit:.1e}"
-    )
-    if repeated > difference / 10:
-        raise ValueError(
-            f"{A.label} is not symmetric: {asymmetry}. Expected a symmetric matrix. Its products are not reproducible: "
-            f"two with the same vector differ by {repeated * unit:.1e}. Look for dropout, a shuffled loader or batch "
-            "normalization in training mode."
-        )
-    if difference > GROSS * size:
-        raise ValueError(
-            f"{A.label} is not symmetric: {asymmetry}. Expected a symmetric matrix; take `A.T @ A` or `(A + A.T) / 2`. "
-            "It is neither rounding, which would be smaller, nor randomness: products with the same vector agree."
-        )
-    A.eps = difference / size  # above the former
-
-
-def warn_of_rounding(A: Matrix) -> None:
-    """Say how accurate results are, if `check_symmetric` has put an asymmetry down to rounding.
+        ValueError: If `A` is not square or not symmetric, has a negative eigenvalue, or a number is too small.
+        TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
 
     Warns:
-        CurvatureWarning: With the largest asymmetry found, relative to the length of products.
+        CurvatureWarning: If the quadrature has not converged: the last quarter of the steps changed the estimate by
+            more than its standard error. Or if an eigenvalue counts as zero.
+
+    Cost: `num_probes * num_steps` products, and two to look for symmetry; memory of `num_steps + 4` vectors for each
+    random vector treated at once.
+
+    Example:
+        >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+        >>> logdet(A, num_probes=1)  # 6 log 2; signs are exact for a diagonal matrix
+        tensor(4.1589)
     """
-    if A.repeated is not None:
-        advice = "if it should be symmetric, compute in float64; " if A.dtype != torch.float64 else ""
-        warnings.warn(
-            f"{A.label} is symmetric only up to {A.eps:.0e}, relative to the length of its products. They are "
-            f"reproducible, so this counts as rounding, and results are about that accurate, relative to the largest "
-            f"eigenvalue. For better ones, {advice}if it is not symmetric by its nature, take `(A + A.T) / 2`.",
-            CurvatureWarning,
-            stacklevel=5,  # the caller of the estimator
+    check_at_least(1, num_probes=num_probes, num_steps=num_steps)
+    check_distribution(distribution)
+    check_draws(num_probes, return_error)
+    values, rough = [], []
+    with multiplying(A, "log-determinant", chunk_size=chunk_size, progressbar=progressbar) as M:
+        M.require_symmetric()
+        n = M.shape[0]
+        steps = min(num_steps, n)
+        for size in M.blocks(num_probes, copies=steps + 4):
+            V = random_vectors(size, n, distribution, generator, M.zero)
+            T = lanczos(M.matmat, V, steps, reorthogonalize=True)
+            squares = V.square().sum(0).to("cpu", torch.float64)
+            values.append(squares * _mean_log(*T.quadrature(), M))
+            rough.append(squares * _mean_log(*T.quadrature(steps if steps == n else max(1, steps - steps // 4)), M))
+        values, rough = torch.cat(values), torch.cat(rough)
+        estimate, error = values.mean(), values.std() / sqrt(num_probes) if num_probes > 1 else values.new_zeros(())
+        if torch.isinf(estimate):
+            _warn(
+                "A has an eigenvalue that counts as zero (below rounding of the largest), so that its log-determinant "
+                "is -inf. Add a multiple of the identity for a finite one: A.shift(delta)."
+            )
+        elif (change := float((estimate - rough.mean()).abs())) > max(float(error), n * M.eps**0.5):
+            _warn(
+                f"The quadrature of the log-determinant has not converged: the last of {steps} steps changed it by "
+                f"{change:.1e}, to {float(estimate):.6g} with standard error {float(error):.1e}. Take more num_steps; "
+                "if the change stays, the matrix is singular or nearly so: add a multiple of the identity to it."
+            )
+    estimate, error = estimate.to(M.zero), error.to(M.zero)
+    return (estimate, error) if return_error else estimate
+
+
+def _mean_log(nodes: Tensor, weights: Tensor, A: Matrix) -> Tensor:  # [K, steps] twice -> [K]
+    """`Σ w log θ`, with -inf for nodes that count as zero."""
+    rounding = A.rounding(nodes.shape[1]) * nodes.abs().amax(1, keepdim=True)
+    if bool((nodes < -rounding).any()):
+        raise ValueError(
+            f"A has a negative eigenvalue, at most {float(nodes.min()):.1e}; expected a positive definite matrix. "
+            " Add a multiple of the identity, or take a positive semi-definite curvature matrix such as the GGN."
         )
+    logs = torch.where(nodes > rounding, nodes, torch.zeros_like(nodes)).log()
+    return (weights.clamp(min=1e-300) * logs).sum(1)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CurvatureWarning, stacklevel=3)

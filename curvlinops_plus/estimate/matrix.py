@@ -1,25 +1,24 @@
-"""The interface of a matrix to estimators: products with blocks of columns, whatever library it comes from."""
+"""A matrix as estimators see it, whatever library it comes from; random vectors, and means with standard errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import frexp
-from typing import Any, Protocol
+from math import sqrt
+from typing import Any, Generic, Literal, ParamSpec, Protocol, cast, overload
 
 import numpy as np
 import scipy  # its modules are imported where they are first used
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg.numerics import whole
-from curvlinops_plus.linalg.products import outside_autocast
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg import Structure, from_scipy
+from curvlinops_plus.linalg.numerics import standard_normal, whole
 
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once, unless the caller says how many
+P = ParamSpec("P")
 
 
 class MatrixLike(Protocol):
@@ -34,27 +33,45 @@ class MatrixLike(Protocol):
     def __matmul__(self, other: Any, /) -> Any: ...
 
 
-@dataclass
-class Matrix:
-    """A matrix `[m, n]` with its products `[n, K] -> [m, K]`, made by `as_matrix`.
+class Estimator(Protocol, Generic[P]):
+    """Signature of an estimator whose `return_error=True` makes it return `(estimate, standard error)`."""
 
-    `dtype` is what estimators compute in: float32 if the matrix itself is in half precision. Products are divided by
-    `unit`, a power of two near the largest entry of the first one, so that their squares neither overflow nor vanish;
-    estimators multiply their result by it.
+    @overload
+    def __call__(
+        self, A: MatrixLike, *args: Any, return_error: Literal[True], **options: Any
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
+
+
+def estimator(function: Callable[P, Tensor | tuple[Tensor, Tensor]]) -> Estimator[P]:
+    """Tell type checkers what `return_error` does; the function stays as it is."""
+    return cast(Estimator[P], function)
+
+
+class Matrix:
+    """Products of a matrix `[m, n]` with tensors `[n, K]`, in blocks of columns.
+
+    `dtype` is what estimators compute in: float32 if the matrix itself is in half precision. `eps` is the relative
+    rounding error of products.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    eps: float  # relative rounding error of products: that of the matrix's dtype, or more if `check_symmetric` saw more
-    device: torch.device
-    label: str
-    product: Callable[[Tensor], Tensor]
-    adjoint_product: Callable[[Tensor], Tensor]
-    looks_symmetric: Callable[[], bool]
-    columns: int | None = None  # to multiply at once
-    bar: Any = field(default=None, repr=False)
-    unit: float | None = None  # of products, once there was one that is not 0; 1 for those that need none
-    repeated: float | None = field(default=None, repr=False)  # what `repeat_by` found
+    def __init__(self, A: Any, chunk_size: int | None = None, bar: Any = None) -> None:
+        if isinstance(A, np.ndarray):
+            A = from_scipy(np.ascontiguousarray(A))
+        elif scipy.sparse.issparse(A) or isinstance(A, scipy.sparse.linalg.LinearOperator):
+            A = from_scipy(A)
+        elif not isinstance(getattr(A, "dtype", None), torch.dtype) or not hasattr(A, "__matmul__"):
+            raise TypeError(
+                "Expected a LinearOperator, a tensor, a NumPy array, or a SciPy operator or sparse matrix, got "
+                f"{type(A).__name__}."
+            )
+        if not A.dtype.is_floating_point:
+            raise TypeError(f"Expected a matrix of real floating-point numbers, got {A.dtype}.")
+        self.shape, self.device = tuple(A.shape), torch.device(A.device)
+        self.dtype, self.eps = torch.promote_types(A.dtype, torch.float32), torch.finfo(A.dtype).eps
+        self._A = A.to(self.dtype) if isinstance(A, Tensor) else A
+        self._columns, self._bar = chunk_size, bar
 
     @property
     def zero(self) -> Tensor:
@@ -67,206 +84,205 @@ class Matrix:
 
     def blocks(self, total: int, copies: int = 1) -> Iterator[int]:
         """Sizes of the blocks in which `total` columns go through, when `copies` vectors are kept per column."""
-        size = self.columns or max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies))
-        for start in range(0, total, size):
-            yield min(size, total - start)
-
-    def undo(self, value: Tensor) -> Tensor:
-        """A value that is linear in the products, in the units of the matrix."""
-        return value if self.unit is None else value * self.unit
-
-    def repeat_by(self, v: Tensor) -> float:  # [n, 1]
-        """The length of the difference of two products with the same vector; measured once."""
-        if self.repeated is None:
-            self.repeated = float(torch.linalg.vector_norm(self.matmat(v) - self.matmat(v)))
-        return self.repeated
+        size = self._columns or max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies))
+        return (min(size, total - start) for start in range(0, total, size))
 
     def matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
-        """`A @ X`, divided by `unit`, in blocks of columns."""
-        return self._in_blocks(self.product, X, self.shape[0])
+        """`A @ X`."""
+        return self._in_blocks(self._A, X, self.shape[0])
 
     def rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
-        """`Aᵀ @ X`, divided by `unit`, in blocks of columns."""
-        return self._in_blocks(self.adjoint_product, X, self.shape[1])
+        """`Aᵀ @ X`."""
+        return self._in_blocks(self._A.T if hasattr(self._A, "T") else self._A.adjoint(), X, self.shape[1])
 
-    def gram(self) -> Matrix:
-        """`AᵀA` or `AAᵀ`, whichever is smaller, as a matrix that costs two products; in the square of `unit`."""
-        first, then = (self.rmatmat, self.matmat) if self.shape[0] < self.shape[1] else (self.matmat, self.rmatmat)
-        d = min(self.shape)
+    def gram(self, X: Tensor) -> Tensor:
+        """`AᵀA X`, or `AAᵀ X` if that is smaller."""
+        return self.rmatmat(self.matmat(X)) if self.shape[0] >= self.shape[1] else self.matmat(self.rmatmat(X))
 
-        def product(X: Tensor) -> Tensor:
-            return then(first(X))
-
-        label = f"Gram matrix of {self.label}"
-        return Matrix((d, d), self.dtype, self.eps, self.device, label, product, product, lambda: True, unit=1.0)
-
-    def _in_blocks(self, product: Callable[[Tensor], Tensor], X: Tensor, rows: int) -> Tensor:
-        if X.shape[1] == 0:
-            return X.new_zeros((rows, 0))
-        results: list[Tensor] = []
+    def _in_blocks(self, A: Any, X: Tensor, rows: int) -> Tensor:
+        results = [X.new_zeros((rows, 0))]
         for block in X.split(list(self.blocks(X.shape[1])), dim=1):
-            result = product(block)
-            if not bool(torch.isfinite(result).all()):
+            results.append((A @ block.to(A.dtype)).to(self.dtype))
+            if not bool(torch.isfinite(results[-1]).all()):
                 raise NumericsError(
-                    f"A product with {self.label} has NaN or infinite entries; look for them in the matrix, or in the "
-                    "model and the data that it comes from."
+                    "A product with A has NaN or infinite entries; look for them in the matrix, or in the model and "
+                    "the data that it comes from."
                 )
-            if self.unit is None:
-                self.unit = _unit(result)
-            results.append(result if self.unit in (None, 1.0) else result / self.unit)
-            if self.bar is not None:
-                self.bar.update(block.shape[1])
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+            if self._bar is not None:
+                self._bar.update(block.shape[1])
+        return torch.cat(results, dim=1)
 
+    def is_psd(self) -> bool:
+        """Whether the matrix says that it is positive semi-definite."""
+        return getattr(self._A, "structure", Structure.GENERAL) >= Structure.PSD
 
-def _unit(result: Tensor) -> float | None:
-    """The largest power of two not above the largest entry, None if all are 0."""
-    largest = float(result.detach().abs().amax())
-    limit = 64 * torch.finfo(result.dtype).tiny  # its inverse is still a number of this dtype
-    return min(max(2.0 ** (frexp(largest)[1] - 1), limit), 1 / limit) if largest else None
+    def asymmetry(self) -> float:
+        """`|uᵀAv - vᵀAu|` for two random vectors, relative to `|Av|`; 0 if the matrix says that it is symmetric."""
+        if self.shape[0] != self.shape[1]:
+            return 1.0
+        if getattr(self._A, "structure", Structure.GENERAL) >= Structure.SYMMETRIC:
+            return 0.0
+        V = random_vectors(2, self.shape[0], "normal", torch.Generator().manual_seed(0), self.zero)
+        AV = self.matmat(V).double()
+        H, size = V.double().T @ AV, float(torch.linalg.vector_norm(AV, dim=0).max())
+        return float((H[0, 1] - H[1, 0]).abs()) / size if size else 0.0
 
-
-def as_matrix(A: Any) -> Matrix:
-    """Read a matrix of any of the kinds of `MatrixLike`.
-
-    Raises:
-        TypeError: If it is none of them, or its entries are complex, or a tensor's are integers.
-
-    Example:
-        >>> as_matrix(np.eye(2)).matmat(torch.ones(2, 1, dtype=torch.float64))
-        tensor([[1.],
-                [1.]], dtype=torch.float64)
-    """
-    if isinstance(A, np.ndarray):
-        return as_matrix(torch.from_numpy(np.array(A, dtype=_real_numpy(A.dtype, A), order="C")))
-    if isinstance(getattr(A, "dtype", None), torch.dtype) and hasattr(A, "device") and hasattr(A, "shape"):
-        return _of_torch(A)
-    if scipy.sparse.issparse(A) or (hasattr(A, "shape") and (hasattr(A, "matmat") or hasattr(A, "matvec"))):
-        return _of_scipy(A)
-    raise TypeError(
-        f"Expected a LinearOperator, a tensor, a NumPy array, or a SciPy operator or sparse matrix, got {_kind(A)}."
-    )
-
-
-def _of_torch(A: Any) -> Matrix:
-    if not A.dtype.is_floating_point:
-        raise TypeError(
-            f"Expected a matrix of real floating-point numbers, got {A.dtype}; convert it, as to torch.float64."
-        )
-    working = torch.promote_types(A.dtype, torch.float32)
-    if isinstance(A, Tensor):
-        A = A.to(working)
-
-    def product(X: Tensor) -> Tensor:
-        return (A @ X.to(A.dtype)).to(working)
-
-    def adjoint_product(X: Tensor) -> Tensor:
-        transposed = A.T if hasattr(A, "T") else A.adjoint()
-        return (transposed @ X.to(A.dtype)).to(working)
-
-    def looks_symmetric() -> bool:
-        if not isinstance(A, Tensor):
-            return getattr(A, "structure", Structure.GENERAL) >= Structure.SYMMETRIC
-        if A.layout != torch.strided or A.shape[0] != A.shape[1]:
-            return False
-        return bool((A - A.T).abs().max() <= 10 * torch.finfo(A.dtype).eps * A.abs().max())
-
-    label = getattr(A, "label", f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {A.dtype}, {A.device})")
-    eps, device = torch.finfo(A.dtype).eps, torch.device(A.device)
-    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
-
-
-def _of_scipy(A: Any) -> Matrix:
-    operator = scipy.sparse.linalg.aslinearoperator(A)
-    dtype = _real_numpy(operator.dtype, A)
-
-    def product(X: Tensor) -> Tensor:
-        return torch.from_numpy(np.array(operator.matmat(X.numpy()), dtype=dtype, order="C"))
-
-    def adjoint_product(X: Tensor) -> Tensor:
-        try:
-            Y = operator.rmatmat(X.numpy())
-        except (NotImplementedError, TypeError, ValueError) as error:  # SciPy says it in several ways
-            raise NotImplementedError(
-                f"{_kind(A)} has no product with its transpose, which is needed here; give it `rmatvec` or `rmatmat` "
-                f"(SciPy said: {error})."
-            ) from error
-        return torch.from_numpy(np.array(Y, dtype=dtype, order="C"))
-
-    def looks_symmetric() -> bool:
-        if not scipy.sparse.issparse(A) or A.shape[0] != A.shape[1]:
-            return False
-        return bool(abs(A - A.T).max() <= 10 * np.finfo(dtype).eps * abs(A).max())
-
-    label = f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {dtype.name})"
-    working = torch.float32 if dtype == np.float32 else torch.float64
-    eps, device = torch.finfo(working).eps, torch.device("cpu")
-    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
-
-
-def _real_numpy(dtype: Any, A: Any) -> np.dtype:
-    """The dtype to compute in with NumPy's; integers are taken for numbers in double precision."""
-    dtype = np.dtype(np.float64 if dtype is None else dtype)
-    if dtype.kind not in "fiub":
-        raise TypeError(f"Expected a matrix of real numbers, got {_kind(A)} of {dtype}.")
-    return np.dtype(np.float32 if dtype in (np.float16, np.float32) else np.float64)
-
-
-def _kind(A: Any) -> str:
-    return type(A).__name__
+    def require_symmetric(self) -> None:
+        """Refuse a matrix whose products are not those of a symmetric one."""
+        if (difference := self.asymmetry()) > self.eps**0.5:
+            raise ValueError(
+                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Expected a "
+                "symmetric matrix; take `A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
+            )
 
 
 @contextmanager
 def multiplying(
-    A: Any, what: str, total: int | None, *, chunk_size: int | None, progressbar: bool, square: bool = True
+    A: Any, what: str, total: int | None = None, *, chunk_size: int | None, progressbar: bool, square: bool = True
 ) -> Iterator[Matrix]:
-    """The matrix with its progress bar and block size set, outside of autocast.
+    """The matrix with a progress bar, outside of autocast.
 
     Args:
-        A: What `as_matrix` takes.
+        A: A `MatrixLike`.
         what: Name of the estimate, for the bar.
         total: How many products there will be, if known.
         chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB.
 
     Raises:
         NumericsError: Inside, if a product is NaN or infinite.
-        ValueError: If the matrix has not two axes, or not the same number of rows and columns, or no entries.
+        TypeError: If `A` is no matrix of real floating-point numbers.
+        ValueError: If it has not two axes, no entries, or, where that is needed, not as many rows as columns.
     """
     if chunk_size is not None:
         check_at_least(1, chunk_size=chunk_size)
-    matrix = as_matrix(A)
-    if square and (len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]):
-        raise ValueError(
-            f"Operator must be square. Got shape {matrix.shape}. Of a rectangular matrix there are "
-            "`hutchinson_squared_fro`, `spectral_norm` and `condition_number`."
-        )
-    if len(matrix.shape) != 2:
-        raise ValueError(f"A must be a matrix. Got shape {matrix.shape}; expected two axes (rows, columns).")
-    if 0 in matrix.shape:
-        raise ValueError(f"A must have entries. Got shape {matrix.shape}.")
-    with outside_autocast(matrix.device), tqdm(total=total, desc=what, disable=not progressbar) as bar:
-        matrix.columns, matrix.bar = chunk_size, bar
-        yield matrix
+    with tqdm(total=total, desc=what, disable=not progressbar) as bar:
+        matrix = Matrix(A, chunk_size, bar)
+        if len(matrix.shape) != 2 or 0 in matrix.shape:
+            raise ValueError(f"A must be a matrix with entries. Got shape {matrix.shape}.")
+        if square and matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(
+                f"Operator must be square. Got shape {matrix.shape}. Of a rectangular matrix there are "
+                "`hutchinson_squared_fro`, `spectral_norm` and `condition_number`."
+            )
+        with torch.autocast(matrix.device.type, enabled=False):
+            yield matrix
 
 
-def check_whole(**numbers: Any) -> None:
-    """Refuse counts that are no integers of Python or NumPy, by name.
+def random_vector(
+    dim: int,
+    distribution: str = "rademacher",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    generator: Generator | None = None,
+) -> Tensor:
+    """A vector [dim] with independent entries of mean 0 and variance 1, as the estimators draw them, one per product.
+
+    Args:
+        dim: Number of entries.
+        distribution: "rademacher" (random signs), "normal", or "sphere" (length √dim).
+        device: Where the vector is put.
+        dtype: Of the vector.
+        generator: With a generator, the draw depends on nothing else, also not on `device` and `dtype`. By default the
+            numbers are those of `Tensor.bernoulli_` and `torch.randn` from the global generator of the device.
+
+    Raises:
+        ValueError: If the distribution is unknown.
 
     Example:
-        >>> check_whole(k=2.0)
-        Traceback (most recent call last):
-        TypeError: k (2.0) must be an integer, got float; take k=2.
+        >>> random_vector(3, generator=torch.Generator().manual_seed(0)).square()
+        tensor([1., 1., 1.])
     """
-    for name, number in numbers.items():
-        if whole(number) is None:
-            real = isinstance(number, (float, np.floating)) and np.isfinite(number)
-            advice = f"; take {name}={int(number)}" if real else ""
-            raise TypeError(f"{name} ({number!r}) must be an integer, got {_kind(number)}{advice}.")
+    return random_vectors(1, dim, distribution, generator, torch.zeros((), device=device, dtype=dtype))[:, 0]
+
+
+def random_vectors(num: int, dim: int, distribution: str, generator: Generator | None, like: Tensor) -> Tensor:
+    """Columns drawn one after another as by `random_vector`, `[dim, num]`: two draws of one are one draw of two."""
+    check_distribution(distribution)
+    if generator is not None and not isinstance(generator, Generator):
+        raise TypeError(f"Expected a torch.Generator, got {generator!r}; take torch.Generator().manual_seed(seed).")
+    signs = distribution == "rademacher"
+    columns = like.new_empty(num, dim)
+    for column in columns:  # each by a call of its own: what one call gives first depends on how much it gives
+        if generator is None:
+            column.bernoulli_(0.5).mul_(2).sub_(1) if signs else column.normal_()
+        elif signs:
+            column.copy_(2 * torch.randint(0, 2, (dim,), generator=generator, device=generator.device) - 1)
+        else:
+            column.copy_(standard_normal(1, dim, generator, like)[:, 0])
+    if distribution == "sphere":
+        columns *= sqrt(dim) / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+    return columns.T
+
+
+class Mean:
+    """Mean and standard error of samples that come in blocks `[..., k]` (Chan, Golub, LeVeque 1983).
+
+    Example:
+        >>> mean = Mean()
+        >>> mean.update(torch.tensor([1.0, 2.0]))
+        >>> mean.update(torch.tensor([3.0]))
+        >>> mean.value, mean.error
+        (tensor(2.), tensor(0.5774))
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value: Any = 0.0
+        self.squares: Any = 0.0  # sum of squared deviations from the mean
+
+    def update(self, samples: Tensor) -> None:
+        """Add a block."""
+        new = samples.shape[-1]
+        total, mean = self.count + new, samples.mean(-1)
+        delta = mean - self.value
+        inside = (samples - mean[..., None]).square().sum(-1)
+        self.squares = self.squares + inside + delta.square() * (self.count * new / total)
+        self.value = self.value + delta * (new / total)
+        self.count = total
+
+    @property
+    def error(self) -> Tensor:
+        """The standard error of the mean."""
+        return (self.squares / (self.count - 1)).sqrt() / sqrt(self.count)
 
 
 def check_at_least(smallest: int, **numbers: int) -> None:
-    """Refuse counts that are too small, by name."""
-    check_whole(**numbers)
+    """Refuse counts that are too small or no integers, by name."""
     for name, number in numbers.items():
+        if whole(number) is None:
+            raise TypeError(f"{name} ({number!r}) must be an integer.")
         if number < smallest:
             raise ValueError(f"{name} ({number}) must be at least {smallest}.")
+
+
+def check_distribution(distribution: str) -> None:
+    """Refuse an unknown distribution."""
+    if distribution not in ("rademacher", "normal", "sphere"):
+        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
+
+
+def number_of_draws(num_matvecs: int, M: Matrix, return_error: bool, divisor: int = 1) -> int:
+    """`num_matvecs / divisor`.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If there are none (for a standard error one), if they don't divide, or if the exact answer would
+            cost no more.
+    """
+    check_at_least(1, num_matvecs=num_matvecs)
+    if num_matvecs >= min(M.shape):
+        raise ValueError(
+            f"num_matvecs ({num_matvecs}) must be less than A's size {M.shape}: with that many products you have the "
+            "whole matrix, as `A.to_dense()` or `A @ identity`, and the exact answer."
+        )
+    if num_matvecs % divisor != 0:
+        raise ValueError(f"num_matvecs ({num_matvecs}) must be divisible by {divisor}.")
+    draws = num_matvecs // divisor
+    check_draws(draws, return_error)
+    return draws
+
+
+def check_draws(draws: int, return_error: bool) -> None:
+    """Refuse a standard error that would rest on a single draw."""
+    if return_error and draws < 2:
+        raise ValueError(f"A standard error needs at least two draws, got {draws}; take twice as many products.")

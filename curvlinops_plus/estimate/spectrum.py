@@ -7,16 +7,16 @@ Their width goes with the number of steps: `ncv` steps can tell `ncv` bumps apar
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from math import log, sqrt
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.boundaries import Boundaries, check_boundaries, ends
+from curvlinops_plus.estimate.eigen import Boundaries, approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
-from curvlinops_plus.estimate.probes import random_vectors
+from curvlinops_plus.estimate.matrix import MatrixLike, check_at_least, multiplying, random_vectors
 
 
 def lanczos_approximate_spectrum(
@@ -55,15 +55,11 @@ def lanczos_approximate_spectrum(
         integral 1 (what the margin cuts off aside).
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, its products differ for the same vector, or an argument is
-            out of its range.
+        ValueError: If `A` is not square or not symmetric, or an argument is out of its range.
         NumericsError: If products are NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
 
-    Warns:
-        CurvatureWarning: If rounding makes products less symmetric than their dtype leads to expect; says how much.
-
-    Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 42 vectors.
+    Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 20 vectors.
 
     Example:
         >>> A = torch.diag(torch.cat([torch.zeros(90), torch.ones(10)]))
@@ -130,7 +126,7 @@ def lanczos_approximate_log_spectrum(
 class _Cached:
     """Boundaries and Lanczos runs of a matrix, computed once."""
 
-    absolute: bool
+    _find: Callable[..., tuple[float, float]]
 
     def __init__(
         self,
@@ -144,27 +140,24 @@ class _Cached:
         chunk_size: int | None = None,
     ) -> None:
         check_at_least(2, ncv=ncv)
-        given = check_boundaries(boundaries, self.absolute)
         self.A, self.ncv = A, ncv
-        self._progressbar, self._chunk_size = progressbar, chunk_size
-        with self._multiplying("boundaries") as M:
-            self._generator = generator
-            self._like, self._eps = M.zero, M.eps
-            self.boundaries = ends(M, given, boundaries_tol, self.absolute, self._generator)
-        self._nodes = self._weights = torch.empty((0, min(ncv, M.shape[0])), dtype=torch.float64)
-
-    def _multiplying(self, what: str) -> AbstractContextManager[Matrix]:
-        return multiplying(self.A, what, None, chunk_size=self._chunk_size, progressbar=self._progressbar)
+        self._generator, self._progressbar, self._chunk_size = generator, progressbar, chunk_size
+        self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator, progressbar=progressbar)
+        with multiplying(A, "", chunk_size=None, progressbar=False) as M:
+            self._like, self._eps, n = M.zero, M.eps, M.shape[0]
+        self._nodes = self._weights = torch.empty((0, min(ncv, n)), dtype=torch.float64)
 
     def _runs(self, num_repeats: int) -> tuple[Tensor, Tensor]:
         """Nodes and weights of the first runs, `[num_repeats, steps]`; those that are missing are computed."""
         check_at_least(1, num_repeats=num_repeats)
         missing = num_repeats - len(self._nodes)
         if missing > 0:
-            with self._multiplying("Lanczos runs") as M:
+            with multiplying(self.A, "Lanczos runs", chunk_size=self._chunk_size, progressbar=self._progressbar) as M:
+                if not len(self._nodes):
+                    M.require_symmetric()
                 for size in M.blocks(missing, copies=5):
                     V = random_vectors(size, M.shape[0], "normal", self._generator, M.zero)
-                    T = lanczos(M, V, self._nodes.shape[1], reorthogonalize=False)
+                    T = lanczos(M.matmat, V, self._nodes.shape[1], reorthogonalize=False)
                     nodes, weights = T.quadrature()
                     self._nodes = torch.cat([self._nodes, nodes])
                     self._weights = torch.cat([self._weights, weights])
@@ -216,7 +209,7 @@ class LanczosApproximateSpectrumCached(_Cached):
         True
     """
 
-    absolute = False
+    _find = staticmethod(approximate_boundaries)
 
     def approximate_spectrum(
         self, num_repeats: int = 1, num_points: int = 1024, kappa: float = 3.0, margin: float = 0.05
@@ -244,7 +237,7 @@ class LanczosApproximateLogSpectrumCached(_Cached):
         (torch.Size([100]), torch.Size([100]))
     """
 
-    absolute = True
+    _find = staticmethod(approximate_boundaries_abs)
 
     def approximate_log_spectrum(
         self,
@@ -268,3 +261,45 @@ class LanczosApproximateLogSpectrumCached(_Cached):
         grid, density = self._density(logs, weights, (low, high), 1.0, num_points, kappa, margin)
         grid = grid.exp()
         return grid.to(self._like), (density / grid).to(self._like)
+
+
+def plot_spectrum(spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any) -> Any:
+    """Draw a spectral density: `plot_spectrum(lanczos_approximate_spectrum(A, ncv=100), label="Hessian")`.
+
+    The density has a logarithmic axis, down to 1e-8 of the highest peak, since the peak at zero hides all others.
+
+    Args:
+        spectrum: Grid and density, as `lanczos_approximate_spectrum` and its relatives return them.
+        log: Give the eigenvalues a logarithmic axis too, as suits `lanczos_approximate_log_spectrum`.
+        ax: Matplotlib axes to draw on; by default the current ones, `matplotlib.pyplot.gca()`.
+        line: Passed on to `ax.plot`: `label`, `color`, and so on.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: If Matplotlib is not installed.
+
+    Example:
+        >>> from matplotlib.figure import Figure  # doctest: +SKIP
+        >>> density = (torch.linspace(0, 1, 5), torch.tensor([0.0, 1.0, 4.0, 1.0, 0.0]))
+        >>> plot_spectrum(density, ax=Figure().subplots(), label="a peak")  # doctest: +SKIP
+        <Axes: xlabel='eigenvalue', ylabel='density'>
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            'plot_spectrum draws with Matplotlib, which is not installed: pip install "curvlinops_plus[examples]".'
+        ) from error
+    grid, density = (values.detach().cpu().double().numpy() for values in spectrum)
+    ax = plt.gca() if ax is None else ax
+    ax.plot(grid, density, **line)
+    if log:
+        ax.set_xscale("log")
+    ax.set_yscale("log")
+    top = max(drawn.get_ydata().max() for drawn in ax.lines)
+    ax.set_ylim(1e-8 * top, 2 * top)
+    ax.set_xlabel("eigenvalue")
+    ax.set_ylabel("density")
+    return ax

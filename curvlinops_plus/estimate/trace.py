@@ -1,18 +1,16 @@
-"""The trace of a matrix from its products with random vectors."""
+"""The trace of a matrix, and the squared Frobenius norm, from its products with random vectors."""
 
 from __future__ import annotations
 
+import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.columns import inner, orthonormal
-from curvlinops_plus.estimate.exchangeable import leave_one_out
-from curvlinops_plus.estimate.matrix import MatrixLike, multiplying
-from curvlinops_plus.estimate.probes import (
+from curvlinops_plus.estimate.matrix import (
+    MatrixLike,
     Mean,
-    check_distribution,
-    check_draws,
-    check_num_matvecs,
     estimator,
+    multiplying,
+    number_of_draws,
     random_vectors,
 )
 
@@ -54,7 +52,6 @@ def hutchinson_trace(
     Cost: `num_matvecs` products; memory of the columns multiplied at once.
 
     Example:
-        >>> import torch
         >>> A = torch.diag(torch.arange(1.0, 101.0))
         >>> hutchinson_trace(A, num_matvecs=5)  # signs are exact for a diagonal matrix
         tensor(5050.)
@@ -63,15 +60,13 @@ def hutchinson_trace(
         >>> bool((estimate - 5050).abs() < 3 * error)
         True
     """
-    check_distribution(distribution)
     with multiplying(A, "Hutchinson trace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
-        check_num_matvecs(num_matvecs, M.shape[0])
-        check_draws(num_matvecs, return_error, "num_matvecs=2")
+        number_of_draws(num_matvecs, M, return_error)
         trace = Mean()
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
             trace.update((V * M.matmat(V)).sum(0))
-    return (M.undo(trace.value), M.undo(trace.error)) if return_error else M.undo(trace.value)
+    return (trace.value, trace.error) if return_error else trace.value
 
 
 @estimator
@@ -102,25 +97,22 @@ def hutchpp_trace(
     Cost: `num_matvecs` products and `O(n num_matvecs²)`; memory of `2 num_matvecs` vectors.
 
     Example:
-        >>> import torch
         >>> u = torch.arange(1.0, 101.0).sqrt()
         >>> hutchpp_trace(torch.outer(u, u), num_matvecs=3).round()  # rank 1: exact
         tensor(5050.)
     """
-    check_distribution(distribution)
     with multiplying(A, "Hutch++", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
-        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=3)
-        check_draws(draws, return_error, "num_matvecs=6")
+        draws = number_of_draws(num_matvecs, M, return_error, divisor=3)
         V = random_vectors(2 * draws, M.shape[0], distribution, generator, M.zero)
         sketch, probes = V[:, :draws], V[:, draws:]
-        Q = orthonormal(M.matmat(sketch))[0]
+        Q = torch.linalg.qr(M.matmat(sketch))[0]
         inside = (Q * M.matmat(Q)).sum()
-        probes = probes - Q @ inner(Q, probes)
+        probes = probes - Q @ (Q.T @ probes)
         AP = M.matmat(probes)
         rest = Mean()
-        rest.update((probes * (AP - Q @ inner(Q, AP))).sum(0))
-    trace = M.undo(inside + rest.value)
-    return (trace, M.undo(rest.error)) if return_error else trace
+        rest.update((probes * (AP - Q @ (Q.T @ AP))).sum(0))
+    trace = inside + rest.value
+    return (trace, rest.error) if return_error else trace
 
 
 @estimator
@@ -152,23 +144,20 @@ def xtrace(
     Cost: `num_matvecs` products and `O(n num_matvecs²)`; memory of `3 num_matvecs` vectors.
 
     Example:
-        >>> import torch
         >>> u = torch.arange(1.0, 101.0).sqrt()
         >>> xtrace(torch.outer(u, u), num_matvecs=4).round()  # rank 1: exact
         tensor(5050.)
     """
-    check_distribution(distribution)
     with multiplying(A, "XTrace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
-        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
-        check_draws(draws, return_error, "num_matvecs=4")
+        draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
         V = random_vectors(draws, M.shape[0], distribution, generator, M.zero)
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         AQ = M.matmat(Q)
         # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: trace(Qᵢᵀ A Qᵢ), then vᵢ and A vᵢ without Qᵢ.
-        H = inner(Q, AQ)
+        H = Q.T @ AQ
         inside = H.trace() - (S * (H @ S)).sum(0)
-        C = inner(Q, V)
+        C = Q.T @ V
         C = C - S * (S * C).sum(0)
         V = V - Q @ C
         outside = (V * (AV - AQ @ C)).sum(0)
@@ -176,4 +165,73 @@ def xtrace(
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         trace = Mean()
         trace.update(inside + outside)
-    return (M.undo(trace.value), M.undo(trace.error)) if return_error else M.undo(trace.value)
+    return (trace.value, trace.error) if return_error else trace.value
+
+
+@estimator
+def hutchinson_squared_fro(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The sum of the squared entries of `A [m, n]`, 0-d, as the mean of `|A v|²` over random vectors.
+
+    This is Hutchinson's estimate of the trace of `AᵀA`, or of `AAᵀ` if the matrix is wide (`m < n`): then the products
+    are with `Aᵀ`. Unbiased for every matrix. Arguments as for `hutchinson_trace`, except:
+
+    Args:
+        A: Any shape `[m, n]`.
+        num_matvecs: Number of products, less than `m` and `n`.
+
+    Raises:
+        ValueError: As for `hutchinson_trace`, but `A` need not be square.
+        NotImplementedError: If `A` is wide and can't multiply with its transpose.
+
+    Cost: `num_matvecs` products; memory of the columns multiplied at once.
+
+    Example:
+        >>> hutchinson_squared_fro(torch.eye(3, 5), num_matvecs=1)
+        tensor(3.)
+    """
+    with multiplying(
+        A, "squared Frobenius norm", num_matvecs, chunk_size=chunk_size, progressbar=progressbar, square=False
+    ) as M:
+        number_of_draws(num_matvecs, M, return_error)
+        m, n = M.shape
+        multiply = M.rmatmat if m < n else M.matmat
+        square = Mean()
+        for size in M.blocks(num_matvecs):
+            V = random_vectors(size, min(m, n), distribution, generator, M.zero)
+            square.update(multiply(V).square().sum(0))
+    return (square.value, square.error) if return_error else square.value
+
+
+def leave_one_out(Y: Tensor) -> tuple[Tensor, Tensor]:  # [n, N] -> [n, r], [r, N]
+    """A basis `Q` of the range of `Y`, and for every column `i` the direction `sᵢ` that only this column adds.
+
+    `Q (I - sᵢ sᵢᵀ) Qᵀ` is the projection on the range of all other columns. `sᵢ` has length 1, or is 0 where the other
+    columns have the same range, as they do if the rank `r` is less than `N` and the columns are random.
+
+    Cost: `O(n N²)`, as one QR decomposition. Source: Epperly, Tropp, Webber 2024.
+
+    Example:
+        >>> Q, S = leave_one_out(torch.tensor([[2.0, 0.0], [0.0, 3.0], [0.0, 0.0]]))
+        >>> (Q @ S).abs()
+        tensor([[1., 0.],
+                [0., 1.],
+                [0., 0.]])
+    """
+    Q, R = torch.linalg.qr(Y)
+    U, sigma, Vh = torch.linalg.svd(R)  # Vh [N, N], also if there are fewer rows than columns
+    rounding = Y.shape[1] * torch.finfo(Y.dtype).eps
+    rank = int((sigma > rounding * sigma.amax()).sum())
+    S = Vh[:rank] / sigma[:rank, None]
+    S = S / torch.linalg.vector_norm(S, dim=0).clamp(min=torch.finfo(Y.dtype).tiny)
+    # Leaving out column i takes a dimension from the range exactly if no combination of columns that is 0 contains it.
+    needed = torch.linalg.vector_norm(Vh[rank:], dim=0) <= 10 * rounding
+    return Q @ U[:, :rank], S * needed

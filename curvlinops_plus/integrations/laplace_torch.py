@@ -18,7 +18,6 @@ from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
-from curvlinops_plus.linalg.operator import Scaled
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -101,11 +100,11 @@ class _Backend:
                 order = at.argsort()
                 factors.append([block.to_dense()[order][:, order]])
                 continue
-            pair = _pair(block, at, p.shape[0], share)
+            pair = _pair(block, at, p.shape[0])
             if pair is None:
                 nearest.append(key)
-                pair = _nearest_to_diagonal(block.diagonal()[at.argsort()].view(p.shape[0], -1), share)
-            factors.append([*pair])
+                pair = _nearest_to_diagonal(block.diagonal()[at.argsort()].view(p.shape[0], -1))
+            factors.append([pair[0], share * pair[1]])
         if nearest and "nearest" not in risk.checked.said:
             risk.checked.said.add("nearest")
             warn(
@@ -156,28 +155,23 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
         return Empirical()
 
 
-def _pair(block: LinearOperator, at: Tensor, rows: int, share: float) -> tuple[Tensor, Tensor] | None:
-    """Factors of the rows and columns of a parameter, None if there are none; that of the inputs times `share`."""
-    c = 1.0
-    while isinstance(block, Scaled):
-        block, c = block.A, c * float(block.c)
+def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
+    """Factors of the rows and columns of a parameter at these positions of the block, None if it has none."""
     if not isinstance(block, Kronecker):
         return None
-    o, i = block.G.size * (block.batch[0] if block.batch else 1), block.A.size
-    matrix = (at - at.min()).view(o, i)
-    natural = torch.arange(at.numel(), device=at.device)
-    if block.batch:
-        G, A = (_batched(f, block.batch[0]) for f in (block.G, block.A))
+    if block.batch:  # groups, or q, k and v of self-attention, which share A: then it is exact; traces are in any case
+        G, A = (_batched(factor, block.batch[0]) for factor in (block.G, block.A))
         sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
-        mean = A.mean(0)
-        # Where all share A, as q, k and v of self-attention do, this is exact; traces are in any case.
-        pair = torch.block_diag(*(c * g * s for g, s in zip(G, sizes / mean.trace().clamp(min=1e-30)))), mean * share
+        A = A.mean(0)
+        G = torch.block_diag(*(G * (sizes / A.trace().clamp(min=1e-30))[:, None, None]))
     else:
-        pair = c * block.G.to_dense(), block.A.to_dense() * share
-    if o == rows and torch.equal(matrix, natural.view(o, i)):
-        return pair
-    if i == rows and torch.equal(matrix, natural.view(i, o).T):  # stored transposed, as in GPT-2's Conv1D
-        return pair[1], pair[0]
+        G, A = block.G.to_dense(), block.A.to_dense()
+    places = (at - at.min()).view(len(G), len(A))
+    natural = torch.arange(at.numel(), device=at.device)
+    if len(G) == rows and torch.equal(places.flatten(), natural):
+        return G, A
+    if len(A) == rows and torch.equal(places.T.flatten(), natural):  # stored transposed, as in GPT-2's Conv1D
+        return A, G
     return None
 
 
@@ -187,9 +181,9 @@ def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
     return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)
 
 
-def _nearest_to_diagonal(D: Tensor, share: float) -> tuple[Tensor, Tensor]:  # [o, i] -> [o, o], [i, i]
-    """Diagonal factors of the nearest Kronecker product; the second has trace `share`, so that batches add up."""
+def _nearest_to_diagonal(D: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> [o, o], [i, i]
+    """Diagonal factors of the nearest Kronecker product; the second has trace 1, so that batches add up."""
     U, S, Vt = torch.linalg.svd(D, full_matrices=False)
     u, v = U[:, 0].abs() * S[0], Vt[0].abs()
     size = v.sum().clamp(min=1e-30)
-    return torch.diag(u * size), torch.diag(v / size * share)
+    return torch.diag(u * size), torch.diag(v / size)

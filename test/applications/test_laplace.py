@@ -306,7 +306,6 @@ def test_inputs_are_cut_into_chunks(net: str, approximation: str, monkeypatch: p
     parts = Laplace(K, max_bytes=6000)
     close(parts.predict(X), whole.predict(X))
     assert len(sizes) > 2
-    assert sizes[0] == 1  # which tells what an example takes
     close(parts.outputs(X)[1], whole.outputs(X)[1])
 
 

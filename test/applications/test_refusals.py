@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import problem
 from helpers import F64, normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -115,11 +114,6 @@ def scores(P: Any = None, queries: Any = None, **options: Any) -> object:
     return attribution_scores(P, risk_of() if queries is None else queries, risk_of(), **options)
 
 
-def scores_of_uneven_terms() -> None:
-    risk = problem("uneven sequences").risk()
-    attribution_scores(IdentityLinearOperator(risk.space, dtype=F64), risk, risk, per_term=True)
-
-
 def shared() -> EmpiricalRisk:
     risk = risk_of()
     risk.processes = SimpleNamespace(world=2)  # type: ignore[assignment]
@@ -206,7 +200,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: scores(queries=risk_of(network())), ValueError, "different models or parameters.*with_data"),
     (lambda: scores(queries=risk_of(params=moved())), ValueError, "at different values of the parameters"),
     (lambda: scores(Dense(torch.eye(5))), ValueError, "5 x 5.* is no matrix on the 27 parameters"),
-    (lambda: scores(rank=0), ValueError, "rank=0 must be at least 1"),
     (lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "likelihood"),
     (lambda: next(per_example_gradients(shared())), UnsupportedError, "shared by 2 processes.*without `processes`"),
     (
@@ -214,7 +207,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         UnsupportedError,
         "about the terms of one loss",
     ),
-    (scores_of_uneven_terms, ValueError, r"there are batches with \d+ and \d+. Pad"),
     # -------------------------------------------------------------------------------------------------------- merging
     (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each model, got 2 models, 1 curvatures"),
     (lambda: merge([M], [kfac(network())]), ValueError, r"was computed from another network than models\[0\]"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.estimate import logdet
-from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
-from curvlinops_plus.estimate.columns import inner, orthonormal
-from curvlinops_plus.estimate.eigen import condition_number, extreme_eigenpairs, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.matrix import as_matrix
+from curvlinops_plus.errors import CurvatureWarning, NumericsError
+from curvlinops_plus.estimate import (
+    approximate_boundaries,
+    approximate_boundaries_abs,
+    condition_number,
+    lanczos_approximate_spectrum,
+    logdet,
+    spectral_norm,
+    top_eigenpairs,
+)
 from curvlinops_plus.linalg import Dense, Structure
 
 SPECTRA = {
@@ -51,8 +54,7 @@ class Counted:
 def test_top_eigenpairs(spectrum: str, k: int, largest: bool) -> None:
     exact = torch.as_tensor(SPECTRA[spectrum], dtype=F64).sort(descending=largest).values
     A, k = with_eigenvalues(SPECTRA[spectrum]), min(k, len(exact))
-    values, X, residuals, converged = top_eigenpairs(A, k, largest, generator=seeded())
-    assert converged
+    values, X, residuals = top_eigenpairs(A, k, largest, generator=seeded())
     torch.testing.assert_close(values, exact[:k], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(X.T @ X, torch.eye(k, dtype=F64), rtol=0, atol=1e-10)
     true = torch.linalg.vector_norm(A @ X - X * values, dim=0)
@@ -73,27 +75,19 @@ def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     torch.testing.assert_close(norm, torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7)
 
 
+def test_eigenvalues_near_zero() -> None:
+    """Their tolerance is relative to the largest one."""
+    A = with_eigenvalues(torch.arange(1, 201) ** -2.0)
+    found = top_eigenpairs(A, 1, largest=False, tol=1e-4, generator=seeded())
+    assert 0 < found.eigenvalues < 1e-4
+    assert found.residuals < 2e-4
+
+
 def test_single_precision(device: torch.device) -> None:
-    """A hundred thousand rows: orthonormal to six digits, where plain float32 has four."""
     A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
-    values, X, _, _ = top_eigenpairs(A, 4, generator=seeded())
+    values, X, _ = top_eigenpairs(A, 4, generator=seeded())
     assert (values.dtype, X.dtype, X.device.type) == (torch.float32, torch.float32, device.type)
     torch.testing.assert_close(values.cpu(), torch.arange(1.0, 5.0) ** -1.5, rtol=1e-4, atol=0)
-    Y = torch.randn(100_000, 4, generator=seeded())
-    Q, R = orthonormal(Y)
-    torch.testing.assert_close(Q.double().T @ Q.double(), torch.eye(4, dtype=F64), rtol=0, atol=2e-6)
-    torch.testing.assert_close(Q @ R, Y, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(inner(Y, Q).double(), Y.double().T @ Q.double(), rtol=1e-6, atol=1e-4)
-
-
-def test_both_ends_and_the_middle() -> None:
-    A = as_matrix(with_eigenvalues(SPECTRA["indefinite"]))
-    ends = extreme_eigenpairs(A, 4, "ends", None, 1000, seeded()).eigenvalues
-    step = 5 / 99
-    torch.testing.assert_close(ends, torch.tensor([2, -3, 2 - step, -3 + step], dtype=F64), rtol=1e-9, atol=0)
-    inner = as_matrix(with_eigenvalues([5.0, -4.0, 3.0, -0.02, 0.5] * 4 + [2.0]))
-    nearest = extreme_eigenpairs(inner, 1, "smallest magnitude", 1e-6, 1000, seeded())
-    torch.testing.assert_close(nearest.eigenvalues, torch.tensor([-0.02], dtype=F64), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("known", [None, (None, None), (1.5, None), (None, 2.5), (0.0, 10.0)])
@@ -115,28 +109,19 @@ def test_a_loose_tolerance() -> None:
     for shape in ((200, 200), (70, 300)):
         A = torch.randn(*shape, dtype=F64, generator=seeded())
         norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
-        assert norm + 1e-6 < torch.linalg.matrix_norm(A, 2) <= norm + error
+        assert norm - 1e-6 <= torch.linalg.matrix_norm(A, 2) <= norm + error + 1e-6
     A = torch.diag(torch.tensor([-2.0, -1.0, 3.0, 4.0, 5.0], dtype=F64))
     for seed in range(50):
         assert approximate_boundaries_abs(A, generator=seeded(seed)) == pytest.approx((1, 5))
 
 
 def test_what_is_not_reached_is_said() -> None:
-    """A warning has the true residuals, in the matrix's units, and the result is still a bound from below."""
-    A = with_eigenvalues(SPECTRA["flat"])
-    words = r"The 2 largest eigenvalues of Tensor\(100 x 100.*not converge: residuals .* Take more than max_iter=5"
-    with pytest.warns(CurvatureWarning, match=words):
-        values, X, residuals, converged = top_eigenpairs(A, 2, max_iter=5, generator=seeded())
-    assert not converged
-    torch.testing.assert_close(residuals, torch.linalg.vector_norm(A @ X - X * values, dim=0))
-    assert bool((values < torch.tensor([2, 2 - 1 / 99])).all())
-    with pytest.warns(CurvatureWarning, match="The spectral norm of .*did not converge.*max_iter=3"):
-        norm, error = spectral_norm(A, max_iter=3, generator=seeded(), return_error=True)
-    assert norm < 2
-    assert error > 1e-3
+    A = with_eigenvalues(torch.linspace(1, 1.001, 400))
+    with pytest.raises(NumericsError, match=r"The 2 largest eigenvalues did not converge .* in about 1 products"):
+        top_eigenpairs(A, 2, tol=1e-12, max_iter=1, generator=seeded())
     spread = with_eigenvalues(torch.logspace(-8, 0, 200))
-    with pytest.warns(CurvatureWarning, match="smallest eigenvalue for the condition number.*did not converge"):
-        assert condition_number(spread, max_iter=30, generator=seeded()) < 1e8
+    with pytest.warns(CurvatureWarning, match=r"did not converge in 30 steps; it is at least what is returned"):
+        assert 10 < condition_number(spread, max_iter=30, generator=seeded()) < 1e8
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (1, 1)])
@@ -181,20 +166,13 @@ def test_singular_matrices_have_an_infinite_condition_number(dtype: torch.dtype)
 
 
 def test_matrices_that_are_not_symmetric() -> None:
+    """Or random; what says that it is symmetric is believed, as of a network in float32 it is only up to rounding."""
     A = torch.randn(30, 30, dtype=F64, generator=seeded())
-    for estimate in (top_eigenpairs, logdet):
-        with pytest.raises(ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*neither round"):
-            estimate(A)
-        with pytest.raises(ValueError, match=r"Its products are not reproducible: two with the same vector differ by"):
-            estimate(Counted(torch.eye(30, dtype=F64), noise=1e-3))
-
-
-def test_asymmetry_that_may_be_rounding() -> None:
-    """Products of a float32 model in which terms cancel: a warning says how accurate results are, and they are."""
+    for estimate in (top_eigenpairs, logdet, approximate_boundaries, lambda M: lanczos_approximate_spectrum(M, 5)):
+        for M in (A, Counted(torch.eye(30, dtype=F64), noise=1e-3)):
+            with pytest.raises(ValueError, match=r"A is not symmetric: .*`A.T @ A` or .*such as dropout"):
+                estimate(M)
     exact, noise = with_eigenvalues(torch.logspace(-4, 0, 300)), torch.randn(300, 300, dtype=F64, generator=seeded(1))
-    A = (exact + 5e-3 * noise / 300**0.5).float()
-    with pytest.warns(CurvatureWarning, match=r"is symmetric only up to .e-0., relative to .*in float64") as caught:
-        found = top_eigenpairs(A, 3, generator=seeded())
-    said = max(float(re.findall(r"up to (\de-\d\d), relative", str(w.message))[0]) for w in caught)
-    assert 5e-5 < said < 1e-2
-    assert (found.eigenvalues - torch.linalg.eigvalsh(exact).flip(0)[:3]).abs().max() < 2 * said
+    said = Dense((exact + 5e-3 * noise / 300**0.5).float(), Structure.SYMMETRIC)
+    found = top_eigenpairs(said, 3, generator=seeded()).eigenvalues
+    assert (found - torch.linalg.eigvalsh(exact).flip(0)[:3]).abs().max() < 1e-2

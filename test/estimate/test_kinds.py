@@ -1,4 +1,4 @@
-"""Every estimator of every kind of matrix: the same numbers in each precision and scale; what is refused, by name."""
+"""Every estimator of every kind of matrix: the same numbers in each precision; what is refused, by name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.estimate import logdet
-from curvlinops_plus.estimate.boundaries import approximate_boundaries_abs
-from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
-from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.matrix import as_matrix
-from curvlinops_plus.estimate.norm import hutchinson_squared_fro
-from curvlinops_plus.estimate.probes import random_vector
-from curvlinops_plus.estimate.spectrum import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum
-from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
+from curvlinops_plus.estimate import (
+    condition_number,
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+    logdet,
+    spectral_norm,
+    top_eigenpairs,
+    xdiag,
+    xtrace,
+)
 from curvlinops_plus.linalg import Dense, Kronecker, Structure
 
 
@@ -125,12 +130,12 @@ def test_the_user_s_modes_and_tensors(call: str) -> None:
     for bad in (float("nan"), float("inf")):
         broken = MATRIX.clone()
         broken[3, 3] = bad
-        with pytest.raises(NumericsError, match=r"product with Tensor\(12 x 12, .* NaN or infinite.*look for them"):
+        with pytest.raises(NumericsError, match=r"product with A has NaN or infinite.*look for them"):
             CALLS[call](broken)
 
 
 def test_other_matrices() -> None:
-    """Integers of NumPy are read in double precision; rectangles of every kind; which ones look symmetric."""
+    """Integers of NumPy are read in double precision; rectangles of every kind."""
     found = hutchinson_trace(scipy.sparse.csr_array(np.diag([1, 2, 3])), 2)
     torch.testing.assert_close(found, torch.tensor(6.0, dtype=F64))
     wide = torch.randn(4, 9, dtype=F64, generator=seeded())
@@ -140,13 +145,6 @@ def test_other_matrices() -> None:
             torch.testing.assert_close(hutchinson_squared_fro(make(M), 3, generator=seeded()), expected)
             torch.testing.assert_close(spectral_norm(make(M)), torch.linalg.matrix_norm(M, 2))
             torch.testing.assert_close(condition_number(make(M), tol=1e-6), torch.linalg.cond(M), rtol=1e-6, atol=0)
-    for kind in ("ours", "kronecker", "numpy, odd strides", "scipy sparse array"):
-        assert as_matrix(KINDS[kind](MATRIX)).looks_symmetric(), kind
-    skew = MATRIX.clone()
-    skew[0, 1] += 1e-9
-    for kind in ("general", "foreign", "numpy, odd strides", "scipy sparse array", "scipy"):
-        assert not as_matrix(KINDS[kind](skew)).looks_symmetric(), kind
-    assert not as_matrix(MATRIX[:3]).looks_symmetric()
 
 
 def test_products_come_in_blocks_and_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,42 +160,12 @@ def test_products_come_in_blocks_and_are_counted(capsys: pytest.CaptureFixture[s
             assert (sum(M.seen), max(M.seen)) == (num, widest)
             assert f"{num}/{num}" in capsys.readouterr().err
     logdet(M := Foreign(MATRIX), num_probes=5, num_steps=12, chunk_size=3)
-    assert M.seen == [3] * 12 + [2] * 12
+    assert M.seen == [2] + [3] * 12 + [2] * 12  # two look for symmetry
     lanczos_approximate_spectrum(M := Foreign(MATRIX), 6, num_repeats=5, boundaries=(0, 20), chunk_size=4)
-    assert M.seen == [4] * 6 + [1] * 6
+    assert M.seen == [2] + [4] * 6 + [1] * 6
     assert capsys.readouterr().err == ""
     top_eigenpairs(MATRIX, progressbar=True)
     assert re.search(r"\d+it", capsys.readouterr().err)
-
-
-# Scales: results are linear in the matrix, however near its entries are to the ends of their dtype --------------------
-
-
-def decaying() -> Tensor:
-    Q = torch.linalg.qr(torch.randn(60, 60, dtype=F64, generator=seeded()))[0]
-    A = Q * torch.logspace(0, -2, 60, dtype=F64) @ Q.T
-    return (A + A.T) / 2
-
-
-LINEAR: dict[str, Callable[..., Any]] = {
-    **{call: CALLS[call] for call in ("hutchinson_trace", "hutchpp_trace", "xtrace", "xdiag", "top_eigenpairs")},
-    "spectral_norm": lambda A: spectral_norm(Dense(A), tol=0.3, generator=seeded(), return_error=True),
-    "boundaries": lambda A: torch.tensor(approximate_boundaries_abs(A, generator=seeded()), dtype=F64),
-}
-
-
-@pytest.mark.parametrize(("c", "dtype"), [(1e-30, torch.float32), (1e25, torch.float32), (1e-250, F64), (1e200, F64)])
-def test_scales(c: float, dtype: torch.dtype) -> None:
-    A = decaying()
-    for call, estimate in LINEAR.items():
-        for left, right in zip(estimate((A * c).to(dtype)), estimate(A.to(dtype))):
-            atol = 1e-5 if call == "spectral_norm" else 0  # its error may be rounding
-            torch.testing.assert_close(left.double() / c, right.double(), rtol=1e-4, atol=atol)
-    for wrap in (lambda A: A, Dense):
-        sizes = [condition_number(wrap((A * s).to(dtype)), generator=seeded()) for s in (1, c)]
-        torch.testing.assert_close(*sizes, rtol=1e-3, atol=0)
-    logs = [logdet((A * s).to(dtype), 4, 40, generator=seeded()).double() for s in (1, c)]
-    torch.testing.assert_close(logs[1] - 60 * np.log(c), logs[0], rtol=1e-4, atol=2e-2)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -206,39 +174,32 @@ ESTIMATORS = [hutchinson_trace, hutchpp_trace, xtrace, hutchinson_diag, xdiag, h
 I12, WIDE = torch.eye(12), torch.randn(4, 9, dtype=F64, generator=seeded())
 ONE_WAY = SciPyLinearOperator((4, 9), matvec=lambda x: WIDE.numpy() @ x, dtype=np.float64)
 WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
-    (lambda: hutchpp_trace(I12, 7), ValueError, r"num_matvecs \(7\) must be divisible by 3; take 6 or 9"),
-    (lambda: hutchpp_trace(I12, 2), ValueError, r"num_matvecs \(2\) must be divisible by 3; take 3\."),
-    (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2; take 4 or 6"),
-    (lambda: xdiag(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
-    (lambda: hutchinson_squared_fro(torch.zeros(5, 9), 5), ValueError, r"\(5\) must be less than the minimum.*\(5,"),
-    (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"Operator must be square. Got shape \(2, 3, 3\)"),
-    (lambda: logdet(torch.zeros(0, 0)), ValueError, r"A must have entries. Got shape \(0, 0\)"),
-    (lambda: spectral_norm(torch.zeros(3)), ValueError, r"A must be a matrix. Got shape .*expected two axes"),
+    (lambda: hutchpp_trace(I12, 7), ValueError, r"num_matvecs \(7\) must be divisible by 3"),
+    (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
+    (lambda: hutchinson_squared_fro(torch.zeros(5, 9), 5), ValueError, r"\(5\) must be less than A's size \(5, 9\)"),
+    (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"must be a matrix .* Got shape \(2, 3, 3\)"),
+    (lambda: logdet(torch.zeros(0, 0)), ValueError, r"must be a matrix with entries. Got shape \(0, 0\)"),
+    (lambda: spectral_norm(torch.zeros(3)), ValueError, r"must be a matrix with entries. Got shape \(3,\)"),
     (lambda: xtrace([[1.0]], 2), TypeError, "Expected a LinearOperator, a tensor, a NumPy array, or a SciPy.*got list"),
-    (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64; convert it"),
-    (lambda: xtrace(np.eye(5, dtype=complex), 2), TypeError, "a matrix of real numbers, got ndarray of complex128"),
-    (lambda: xtrace(I12, 6.0), TypeError, r"num_matvecs \(6.0\) must be an integer, got float; take num_matvecs=6\."),
-    (lambda: xtrace(I12, True), TypeError, r"num_matvecs \(True\) must be an integer, got bool\."),
+    (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64"),
+    (lambda: xtrace(aslinearoperator(1j * np.eye(5)), 2), TypeError, "real numbers, got dtype complex128"),
+    (lambda: xtrace(I12, 6.0), TypeError, r"num_matvecs \(6.0\) must be an integer"),
     (lambda: xtrace(I12, 6, chunk_size=0), ValueError, r"chunk_size \(0\) must be at least 1"),
     (lambda: top_eigenpairs(I12, k=2.0), TypeError, r"k \(2.0\) must be an integer"),
-    (lambda: logdet(I12, num_steps=float("nan")), TypeError, r"num_steps \(nan\) must be an integer, got float\."),
-    (lambda: random_vector(np.True_), TypeError, r"dim \(.*True.*\) must be an integer, got bool"),
-    (lambda: random_vector(3, generator=0), TypeError, "torch.Generator or None, got 0 of type int; for a seed"),
-    (lambda: logdet(I12, num_probes=1, return_error=True), ValueError, "at least two draws, got 1; take num_probes=2"),
+    (lambda: hutchinson_trace(I12, 3, generator=0), TypeError, "Expected a torch.Generator, got 0; take"),
+    (lambda: logdet(I12, num_probes=1, return_error=True), ValueError, "at least two draws, got 1; take twice"),
     (lambda: logdet(I12, num_probes=0), ValueError, r"num_probes \(0\) must be at least 1"),
     (lambda: logdet(I12, distribution="gauss"), ValueError, "Unknown distribution 'gauss'"),
-    (lambda: top_eigenpairs(I12, 0), ValueError, r"k \(0\) must be between 1 and A's size \(12\)"),
-    (lambda: top_eigenpairs(I12, 13), ValueError, r"k \(13\) must be between 1 and A's size \(12\)"),
+    (lambda: top_eigenpairs(I12, 0), ValueError, r"k \(0\) must be at least 1"),
+    (lambda: top_eigenpairs(I12, 13), ValueError, r"k \(13\) must be at most A's size \(12\)"),
     (lambda: top_eigenpairs(I12, max_iter=0), ValueError, r"max_iter \(0\) must be at least 1"),
-    (lambda: spectral_norm(ONE_WAY), NotImplementedError, "no product with its transpose.*`rmatvec` or `rmatmat`"),
+    (lambda: spectral_norm(ONE_WAY), NotImplementedError, "cannot multiply from the left; give it `rmatvec`"),
     (lambda: lanczos_approximate_spectrum(I12, 1), ValueError, r"ncv \(1\) must be at least 2"),
     (lambda: lanczos_approximate_spectrum(I12, 5, kappa=1.0), ValueError, r"kappa \(1.0\) must be more than 1"),
     (lambda: lanczos_approximate_spectrum(I12, 5, num_repeats=0), ValueError, r"num_repeats \(0\) must be at least 1"),
     (lambda: lanczos_approximate_spectrum(I12, 5, num_points=0), ValueError, r"num_points \(0\) must be at least 1"),
     (lambda: lanczos_approximate_spectrum(I12, 5, margin=-1.0), ValueError, r"margin \(-1.0\) must not be negative"),
     (lambda: lanczos_approximate_spectrum(I12, 5, boundaries=(2, 1)), ValueError, r"boundaries \(2, 1\) must be the"),
-    (lambda: lanczos_approximate_spectrum(I12, 5, boundaries=3.0), TypeError, "must be a pair, .* None for one"),
-    (lambda: lanczos_approximate_log_spectrum(I12, 5, boundaries=(-1, 1)), ValueError, "those of the absolute"),
     (lambda: lanczos_approximate_log_spectrum(I12, 5, epsilon=0.0), ValueError, r"epsilon \(0.0\) must be positive"),
 ]  # fmt: skip
 
@@ -256,7 +217,7 @@ def test_numbers_of_products(estimate: Callable, least: int) -> None:
     """At least one draw, two for a standard error, fewer than the whole matrix takes; names of curvlinops 3.0.1."""
     assert torch.isfinite(estimate(I12, np.int64(least))).all()
     assert torch.isfinite(torch.stack(estimate(I12, 2 * least, return_error=True))).all()
-    with pytest.raises(ValueError, match=rf"needs at least two draws, got 1; take num_matvecs={2 * least} or more"):
+    with pytest.raises(ValueError, match=r"needs at least two draws, got 1; take twice"):
         estimate(I12, least, return_error=True)
     for num, words in ((0, "must be at least 1"), (12, "must be less than .*A.*whole matrix")):
         with pytest.raises(ValueError, match=rf"num_matvecs \({num}\) {words}"):

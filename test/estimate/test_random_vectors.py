@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
-from curvlinops_plus.estimate.exchangeable import leave_one_out
-from curvlinops_plus.estimate.norm import hutchinson_squared_fro
-from curvlinops_plus.estimate.probes import Mean, random_vector, random_vectors
-from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
+from curvlinops_plus.estimate import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+    xdiag,
+    xtrace,
+)
+from curvlinops_plus.estimate.matrix import Mean, random_vector, random_vectors
+from curvlinops_plus.estimate.trace import leave_one_out
 
 SEEDS = 300
 

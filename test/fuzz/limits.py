@@ -40,7 +40,6 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("layer.patches", "_FEW_EXAMPLES", 2),
     ("linalg.gram_sum", "_BLOCK", 2),
     ("estimate.matrix", "BLOCK_BYTES", 64),
-    ("estimate.columns", "ROWS", 2),
     ("optim.reconfiguration.damped_solve", "_LARGEST", 4),
     ("optim.reconfiguration.damped_solve", "_STORED_BYTES", 64),
 ]

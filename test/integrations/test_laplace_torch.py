@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvlinops_plus import CurvatureWarning
 from curvlinops_plus.integrations import laplace_torch
 from curvlinops_plus.integrations.laplace_torch import CurvlinopsPlusEF, CurvlinopsPlusGGN
+from curvlinops_plus.linalg import Kronecker
 
 try:
     import laplace
@@ -154,27 +155,24 @@ def test_draws_of_the_model_differ_between_batches() -> None:
     assert la.backend._drawn == 3
 
 
-def test_stacked_factors_keep_the_trace() -> None:
-    from curvlinops_plus.linalg import Kronecker
-
-    def psd(*shape: int) -> Tensor:
-        M = normal(*shape, seed=4)
+def test_factors_of_groups_and_of_a_transposed_parameter() -> None:
+    def psd(n: int) -> Tensor:
+        M = normal(n, n, seed=4)
         return M @ M.mT
 
-    stacked = Kronecker(psd(2, 3, 3), psd(2, 2, 2))
-    pair = laplace_torch._pair(stacked, torch.arange(12), 6, 1.0)
+    stacked = Kronecker(torch.stack([psd(3), 2 * psd(3)]), psd(2))
+    pair = laplace_torch._pair(stacked, torch.arange(12), 6)
     assert pair is not None
-    close(pair[0].trace() * pair[1].trace(), stacked.trace)
-    shared = Kronecker(psd(2, 3, 3), psd(2, 2))
-    pair = laplace_torch._pair(shared, torch.arange(12), 6, 1.0)
+    close(torch.kron(*pair), stacked.to_dense())
+    own = Kronecker(torch.stack([psd(3), 2 * psd(3)]), torch.stack([psd(2), 3 * psd(2)]))
+    pair = laplace_torch._pair(own, torch.arange(12), 6)
     assert pair is not None
-    close(torch.kron(*pair), shared.to_dense())
-    transposed = Kronecker(psd(3, 3), psd(2, 2))  # the parameter is [i, o]
+    close(pair[0].trace() * pair[1].trace(), own.trace)
+    transposed = Kronecker(psd(3), psd(2))  # the parameter is [i, o]
     at = torch.arange(6).view(2, 3).T.flatten()
-    pair = laplace_torch._pair(transposed, at, 2, 0.5)
+    pair, order = laplace_torch._pair(transposed, at, 2), at.argsort()
     assert pair is not None
-    order = at.argsort()
-    close(torch.kron(*pair), 0.5 * transposed.to_dense()[order][:, order])
-    assert laplace_torch._pair(transposed, at.flip(0), 2, 0.5) is None
+    close(torch.kron(*pair), transposed.to_dense()[order][:, order])
+    assert laplace_torch._pair(transposed, at.flip(0), 2) is None
     u, v = torch.tensor([1.0, 2.0], dtype=F64), torch.tensor([3.0, 1.0, 2.0], dtype=F64)
-    close(torch.kron(*laplace_torch._nearest_to_diagonal(torch.outer(u, v), 0.5)).diagonal(), 0.5 * torch.kron(u, v))
+    close(torch.kron(*laplace_torch._nearest_to_diagonal(torch.outer(u, v))).diagonal(), torch.kron(u, v))
