@@ -43,7 +43,7 @@ class DampedInverse:
     def _lacks_layers(self) -> bool:
         """Whether a layer was called, in any process, that the last refresh has not seen."""
         known = {entry.layer.name for entry in self._estimator.refreshed.plan}
-        return any(self._estimator.plan[index].layer.name not in known for index in self._estimator.step.ever)
+        return any(self._estimator.plan[index].layer.name not in known for index in self._estimator.called_ever)
 
     def restore(self, dampings: dict[str, float] | None) -> None:
         """Go on with the dampings of a refresh that the estimator remembers."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
-from curvlinops_plus.blocks.estimator_processes import add_nothing, agree
 from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.exact import GGN
@@ -201,12 +200,12 @@ class RunningCurvature:
             NumericsError: If a batch since the last step could not be added, in any process.
         """
         error, self._error = self._error, None
-        own = error, self.batches, bool(self.seen), self.seen.numbers(), self.estimator.step.untold
+        own = error, self.batches, bool(self.seen), self.seen.numbers(), self.estimator.called_in_step
         told = self.risk.processes.gather("a step", own)
-        errors, batches, seen, numbers, untold = zip(*told, strict=True)
+        errors, batches, seen, numbers, called = zip(*told, strict=True)
         if any(batches) and not self.batches:  # else the moving averages of the processes would weigh differently
-            add_nothing(self.estimator)
-        agree(self.estimator, untold)
+            self.estimator.add_nothing()
+        self.estimator.enter(set[int]().union(*called))
         for rank, found in enumerate(errors):
             if found is not None:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
