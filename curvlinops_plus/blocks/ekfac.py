@@ -156,12 +156,6 @@ class Correction(Accumulator):
         self.counts, self.totals = dict(before.counts), before.totals
 
 
-def _same_basis(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    return mine is theirs or torch.equal(mine, theirs)
-
-
 def ekfac_blocks(
     layer: Layer, QG: Tensor | None, QA: Tensor | None, values: Mapping[str, Tensor]
 ) -> dict[str, LinearOperator]:

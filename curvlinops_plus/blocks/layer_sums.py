@@ -254,8 +254,10 @@ class Sums:
         for layer in self.called:
             for name, accumulator in self._of(layer, -1).items():
                 result = accumulator.finish()
-                if isinstance(result, Accumulator):  # no term has counted yet, and with "sum" that is a matrix, too
-                    result = result.finish()
+                if isinstance(result, Accumulator):
+                    if not (result.changes_basis and accumulator.needs_another_sweep):
+                        raise result.streaming_error()
+                    result = result.finish()  # no term has counted yet, and with "sum" that is a matrix, too
                 assert not isinstance(result, Accumulator)
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
         return blocks
