@@ -314,8 +314,10 @@ class Accumulator(metaclass=AccumulatorType):
     def state_dict(self) -> dict[str, Any]:
         """Sums, divisors and what they depend on, in copies."""
         return {
-            "sums": {name: total.detach().clone() for name, total in self.sums.items()},
-            "counts": {name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in self.counts.items()},
+            "sums": {name: total.detach().clone() for name, total in sorted(self.sums.items())},
+            "counts": {
+                name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in sorted(self.counts.items())
+            },
             "constants": {name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None},
         }
 

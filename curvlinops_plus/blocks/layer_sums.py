@@ -61,6 +61,7 @@ class Sums:
     def _forget(self) -> None:
         self.totals = dict.fromkeys(self.layers, Totals())
         self.step, self.decay, self.entered = Totals(), 1.0, set[int]()
+        self.open = False  # whether a step was begun
 
     def fresh(self) -> Self:
         """No sums, in the same bases."""
@@ -166,7 +167,10 @@ class Sums:
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
         if decay != 1:
+            if self.open and not self.entered and not self.step.examples:  # one of several processes, without examples
+                self.enter(range(len(self.layers)))  # others call what they did
             self.step, self.decay, self.entered = Totals(), decay, set()
+        self.open = True
         with self._plain_mode():
             self.step.add(totals)
             self._count(self.entered, lambda before: _joined(before, totals))
@@ -300,6 +304,7 @@ class Sums:
             for k in range(len(whole.stages[layer])):
                 whole._of(layer, k)
         sum_over_processes(whole._accumulators(), processes)
+        whole.step = Totals.union(processes.gather("the open step", self.step.plain()))
         whole.totals = {layer: next(iter(stages[0].values())).totals for layer, stages in whole.stages.items()}
         return whole
 
