@@ -17,7 +17,6 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from curvlinops_plus import UnsupportedError
-from curvlinops_plus.risk import Totals
 
 F64 = torch.float64
 
@@ -54,13 +53,6 @@ def uniforms(seed: int = 0) -> Callable[..., Tensor]:
 def squared(B: Tensor) -> Tensor:
     """Columns [K, N, R, C] -> Σ_k b_k b_kᵀ [N, R, C, C]."""
     return torch.einsum("knrc,knrd->nrcd", B, B)
-
-
-def decay(accumulator: Any, factor: float) -> None:
-    """Multiply all sums and divisors of an accumulator."""
-    accumulator.decay_sums(factor)
-    accumulator.totals = Totals.union([accumulator.totals])  # others may share the old ones
-    accumulator.totals.decay(factor)
 
 
 def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work, share_totals
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work
 from curvlinops_plus.blocks.memory import groups_within, warn_of_groups
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.ownership import Everyone
@@ -145,7 +145,9 @@ class Accumulation:
     def _share_totals(self) -> None:
         """Let accumulators that begin now count their batches together."""
         every = [a for own in self.pending.values() for a in own.values()]
-        share_totals([a for a in every if not a.totals.examples], Totals())
+        begun = Totals()
+        for a in every:
+            a.totals = a.totals if a.totals.examples else begun
         self._counted = [*{id(a.totals): a.totals for a in every}.values()]
 
     def _of_groups(self) -> str:

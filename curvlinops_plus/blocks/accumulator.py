@@ -8,7 +8,7 @@ running averages, merging two data sets, resuming and saving are written here, o
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.stored_sums import StoredSums
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
@@ -98,7 +97,7 @@ class Accumulator(metaclass=AccumulatorType):
     changes_basis: ClassVar[bool] = False
     #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
     finishes_side_by_side: ClassVar[bool] = False
-    #: Whether all sums that are square matrices are symmetric, so that processes need to send one triangle only.
+    #: Whether all sums that are square matrices are symmetric and positive semi-definite.
     symmetric: ClassVar[bool] = False
     #: Whether `finish` needs nothing but `decomposed`, if processes have shared the decompositions out.
     finishes_decomposed: ClassVar[bool] = False
@@ -108,8 +107,7 @@ class Accumulator(metaclass=AccumulatorType):
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer, self.group, self.scale = layer, group, scale
         self._sums: dict[str, Tensor] = {}
-        self._rows: dict[str, GramSum] = {}  # sums of rows, of which some wait for more
-        self._short = False  # whether these are the sums of one batch, see `of_batch`
+        self._rows: dict[str, GramSum] = {}  # sums of products of rows, of which one triangle is kept
         self._scaled: dict[str, Tensor] | None = None  # sums that were divided in place, see `finish_for_good`
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
@@ -128,7 +126,7 @@ class Accumulator(metaclass=AccumulatorType):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """The running sums by name, to be written to; rows that wait are added, so that later ones round otherwise."""
+        """The running sums by name, to be written to."""
         if self._rows:
             with plain_mode(self.layer.device.type):
                 while self._rows:
@@ -140,11 +138,6 @@ class Accumulator(metaclass=AccumulatorType):
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
         self._sums, self._rows = sums, {}
-
-    @property
-    def names(self) -> set[str]:
-        """The names of what was added."""
-        return {*self._sums, *self._rows}
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -174,7 +167,7 @@ class Accumulator(metaclass=AccumulatorType):
             self._add_count(name, count)
 
     def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: Tensor | float | None = None) -> None:
-        """Add `rowsᵀ rows` to a running sum. Rows of several batches may be multiplied together later.
+        """Add `rowsᵀ rows` to a running sum.
 
         Args:
             name: Of the sum.
@@ -198,10 +191,8 @@ class Accumulator(metaclass=AccumulatorType):
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:
         """The sum of that name, as one to which rows are added."""
-        if (held := self._rows.get(name)) is None:
-            self._rows[name] = GramSum(ones, self._sums.pop(name, None), refer=self._short)
-        elif ones and not held.ones:  # earlier states have the 1 of reduced rows as a column of these
-            self._rows[name] = GramSum(True, held.take())
+        if name not in self._rows:
+            self._rows[name] = GramSum(ones, self._sums.pop(name, None))
         return self._rows[name]
 
     def value(self, name: str) -> Tensor:
@@ -214,7 +205,7 @@ class Accumulator(metaclass=AccumulatorType):
             return self._scaled[name]
         if name not in self._sums and name not in self._rows:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        # What is added to later is not written to, and rows that wait go on waiting.
+        # What is added to later is not written to.
         out = None
         if self._scaled is not None:
             total = out = self.sums[name]
@@ -282,55 +273,24 @@ class Accumulator(metaclass=AccumulatorType):
         return None
 
     # -------------------------------------------------------------------------------------------------- for drivers
-    def decay_sums(self, factor: float) -> None:
-        """Multiply all sums and divisors, but not the totals, which several accumulators may share.
-
-        With these it makes values exponential moving averages, if it is called before each batch.
-        """
-        for rows in self._rows.values():
-            rows.decay(factor)
-        for total in self._sums.values():
-            total *= factor
-        self.counts = {name: count * factor for name, count in self.counts.items()}
-
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
         self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
-        self._short, self._scaled = other._short, other._scaled
+        self._scaled = other._scaled
 
     def empty(self) -> Self:
         """The same without anything added to it."""
         other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
         vars(other).update(vars(self))
-        other.sums, other.counts, other.totals, other._short, other.decomposed = {}, {}, Totals(), False, {}
+        other.sums, other.counts, other.totals, other.decomposed = {}, {}, Totals(), {}
         return other
 
-    def of_batch(self) -> Self:
-        """The same without anything added to it, for one batch that is merged while its tensors exist.
-
-        Cost: rows are referred to, which takes at most twice the memory of their sums.
-        """
+    def copy(self) -> Self:
+        """The same; changes of one are none of the other."""
         other = self.empty()
-        other._short = True
+        other.sums = {name: total.clone() for name, total in self.sums.items()}
+        other.counts, other.totals = dict(self.counts), self.totals
         return other
-
-    def witnesses(self) -> list[Tensor]:
-        """Tensors whose squares have a finite sum only if all entries of sums are finite."""
-        return [*self._sums.values(), *[t for rows in self._rows.values() for t in rows.witnesses()]]
-
-    def require_unchanged(self) -> None:
-        """Refuse rows that were written to after they were added.
-
-        Raises:
-            UnsupportedError: Naming the layer and the sum.
-        """
-        for name, rows in self._rows.items():
-            if rows.changed:
-                raise UnsupportedError(
-                    f"{self.layer.title}: the rows of the statistic {name!r} were written to during the backward pass. "
-                    "Does a hook, or the backward of an autograd function, change gradients in place? Let it return "
-                    "new ones."
-                )
 
     def change_basis(self, before: Accumulator) -> None:
         """Take over the sums of an accumulator of the same sweep, for streaming (see `CurvatureEstimator.refresh`).
@@ -343,10 +303,6 @@ class Accumulator(metaclass=AccumulatorType):
         """
         raise self.streaming_error()
 
-    def finish_zeros(self) -> Mapping[str, LinearOperator]:
-        """What `finish` of an accumulator for a second sweep returns if no batch of the first one had gradients."""
-        raise self.streaming_error()
-
     def streaming_error(self) -> UnsupportedError:
         """What to raise for an approximation that can't be updated batch by batch."""
         return UnsupportedError(
@@ -355,56 +311,33 @@ class Accumulator(metaclass=AccumulatorType):
             "data set."
         )
 
-    def merge(self, other: Accumulator) -> None:
-        """Add the sums of another accumulator of the same layer: the union of two data sets.
-
-        Raises:
-            ValueError: If it is of another class or layer, or its sums have other names or shapes.
-        """
-        if problem := self.mismatch(other) or self.totals.mismatch(other.totals):
-            raise ValueError(f"{self.layer.title}: {problem}")
-        mine, theirs = self._kind(), other._kind()
-        if mine[:2] != theirs[:2] or (mine[2] and theirs[2] and mine[2] != theirs[2]):
-            raise ValueError(f"Can't merge accumulators of different kind: {_words(*mine)} and {_words(*theirs)}.")
-        self.add_sums(other)
-        self.totals = Totals.union([self.totals, other.totals])
-
-    def add_sums(self, other: Accumulator) -> None:
-        """Add the sums of another accumulator that is known to be of the same kind, in `plain_mode`; not its totals,
-        which several accumulators may share.
-        """
-        for name, rows in other._rows.items():
-            own = self._row_sum(name, rows.ones)
-            own.merge(rows if rows.ones == own.ones else GramSum(own.ones, rows.value()))
-        for name, total in other._sums.items():
-            self.add(name, total)
-        for name, count in other.counts.items():
-            self._add_count(name, count)
-
-    def _kind(self) -> tuple[type, str, dict[str, torch.Size]]:
-        """Class, name of the layer, and shapes of sums."""
-        return type(self), self.layer.name, {n: s.shape for n, s in [*self._sums.items(), *self._rows.items()]}
-
-    def mismatch(self, other: Accumulator) -> str | None:
-        """Why the sums of another accumulator of this class must not be added, None if they may."""
-        return None
-
     def state_dict(self) -> dict[str, Any]:
-        """Sums and divisors, in tensors and plain Python."""
-        constants = {name: getattr(self, name) for name in self.constants}
-        return StoredSums(self._sums, self._rows, self.counts, self.totals, constants).state_dict()
+        """Sums, divisors and what they depend on, in copies."""
+        return {
+            "sums": {name: total.detach().clone() for name, total in sorted(self.sums.items())},
+            "counts": {
+                name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in sorted(self.counts.items())
+            },
+            "constants": {name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over sums and divisors; nothing changes if some are missing.
+        """Take over what `state_dict` returned.
 
         Raises:
-            ValueError: If keys are missing, or the layer is a convolution of other options.
+            ValueError: If keys are missing.
         """
-        stored = StoredSums.of_state(state, self.layer, self.constants)
-        self._sums, self._rows = stored.sums, stored.rows
-        self.counts, self.totals = stored.counts, stored.totals
-        for name, t in stored.constants.items():
-            setattr(self, name, t)
+        if missing := {"sums", "counts", "constants"} - set(state):
+            raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
+        device = self.layer.device
+        self.sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
+        self.counts = {
+            name: x.to(device, wide_dtype(device)) if isinstance(x, Tensor) else x
+            for name, x in state["counts"].items()
+        }
+        for name in self.constants:
+            t = state["constants"].get(name)
+            setattr(self, name, None if t is None else t.to(device, copy=True))
 
 
 class Approximation:
@@ -441,18 +374,8 @@ def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBa
         accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
 
 
-def share_totals(accumulators: Iterable[Accumulator], totals: Totals) -> None:
-    """Let accumulators that have seen the same batches, and will see the same, have the same totals."""
-    for accumulator in accumulators:
-        accumulator.totals = totals
-
-
 def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
     """About how many operations `finish` of a layer's accumulators takes, for `side_by_side`; 0: in the main thread."""
     if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
         return 0.0
     return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
-
-
-def _words(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
-    return f"{cls.__name__} of layer {name!r} with { {n: list(s) for n, s in shapes.items()} }"

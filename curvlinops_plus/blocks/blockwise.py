@@ -252,10 +252,6 @@ class BlockwiseLinearOperator(ScaledBlocks):
         whole = None if self._unscaled is None else self._unscaled.gather(None)
         return self._described() | ({} if whole is None else write_blocks(self, whole))
 
-    def own_state_dict(self) -> dict[str, Any]:
-        """The same of the blocks that this process keeps."""
-        return self._described() | ({} if self._unscaled is None else write_blocks(self, self._unscaled))
-
     def state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, one for each block or layer, and one that says of what they are; see `Checkpoint`.
 

@@ -9,7 +9,6 @@ Source: George et al. 2018.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -138,24 +137,11 @@ class Correction(Accumulator):
             self.sums[group.name] = batch.restrict(group).squared_grads(self.QG, QA, total)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        if not self.sums:  # no term has counted
+            like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
+            self.sums = {group.name: torch.zeros(group.layout.matrix_shape, **like) for group in self.layer.groups}
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
         return ekfac_blocks(self.layer, self.QG, self.QA, values)
-
-    def finish_zeros(self) -> Mapping[str, LinearOperator]:
-        like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
-        values = {group.name: torch.zeros(group.layout.matrix_shape, **like) for group in self.layer.groups}
-        return ekfac_blocks(self.layer, self.QG, self.QA, values)
-
-    def mismatch(self, other: Accumulator) -> str | None:
-        """Corrected eigenvalues belong to one basis."""
-        assert isinstance(other, Correction)
-        if _same_basis(self.QG, other.QG) and _same_basis(self.QA, other.QA):
-            return None
-        return (
-            "corrected eigenvalues of EKFAC can only be added in the same basis, and these have different ones: those "
-            "of each estimator's own first batch or last refresh. Call `other.adopt_bases(this)`, before its first "
-            "update if it shall lose nothing. Or merge KFAC, or compute EKFAC on the union of the data."
-        )
 
     def change_basis(self, before: Accumulator) -> None:
         """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
@@ -167,13 +153,7 @@ class Correction(Accumulator):
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
                 total = multiplied(total, (before.QA.mT @ self.QA).square())
             self.sums[group.name] = total
-        self.counts, self.totals = dict(before.counts), replace(before.totals)
-
-
-def _same_basis(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    return mine is theirs or torch.equal(mine, theirs)
+        self.counts, self.totals = dict(before.counts), before.totals
 
 
 def ekfac_blocks(

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulation import refuse_unread
+from curvlinops_plus.blocks.accumulation import refuse_unread, take_reads
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
-from curvlinops_plus.blocks.estimator_processes import add_to_step, sums_of_batch, together
-from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, write_estimator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.layer_sums import Sums
 from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
-from curvlinops_plus.blocks.running_sums import RunningSums
-from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.blocks.stored_options import plain, same_data
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import made_together
+
+T = TypeVar("T")
+
+FORMAT = "curvlinops_plus.estimator"
 
 
 class CurvatureEstimator:
@@ -116,11 +120,9 @@ class CurvatureEstimator:
 
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""
-        self._sums = RunningSums.of_plan(self.plan, self._scale)
+        self._sums = Sums(self.plan, self._scale)
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
-        #: The step that batches are added to.
-        self.step = Step()
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
@@ -234,21 +236,119 @@ class CurvatureEstimator:
         else:  # other processes have them, and tell what they find
             self.risk.reads = None
             self._blank.renew_plan()
-        self._sums = RunningSums.of_plan(self.plan, self._scale)
+        self._sums = Sums(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
-        _add(self, show, self.decay if decay is None else decay)
+        decay = self.decay if decay is None else decay
+        _check_decay(decay)
+        step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
+
+        def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
+            return show(consume, Draws(self.vectors.seed or 0, step, before)).of_stream()
+
+        batch, totals = self._of_batch(show_again)
+        batch.require_finite()
+        self._sums.add(batch, totals, decay)
+        self._drawn = step, before + totals.examples
+        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
+        self.weight = decay * self.weight + 1
+        self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
+        self._blank.confirm_plan()
+
+    def _of_batch(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
+        """The sums of one batch. Bases, as of EKFAC, follow from the first batches of all processes that have terms."""
+        processes = self.risk.processes
+        if processes.world == 1 or not self._sums.begins:
+            batch = self._sums.fresh()
+            return batch, batch.see(show, processes if processes.world == 1 else None)
+
+        def first() -> tuple[Sums, Totals] | OutsideReads:
+            self._agree_on_reads()
+            batch, totals, outside = self._sums.fresh(), Totals(), None
+            try:
+                totals = show(batch.consume)
+            except OutsideReads as error:
+                outside = error
+            if noticed := [each for each in processes.gather("adding a batch", outside) if each is not None]:
+                return outside or noticed[0]
+            batch.see_again(show, totals, processes)
+            return batch, totals
+
+        found = self.risk.together("the first update", first, over_data=False, same=self._blank.described)
+        if isinstance(found, OutsideReads):  # no failure: all look for functions, and begin anew
+            raise found
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ processes
+    @property
+    def called_in_step(self) -> set[int]:
+        """Indices of the layers that the open step has called."""
+        return self._sums.entered
+
+    def enter(self, called: Iterable[int]) -> None:
+        """Other processes have called layers in the open step: they decay here, too."""
+        self._sums.enter(called)
+
+    def add_nothing(self) -> None:
+        """Take a step to which this process has nothing to add, while others have."""
+        self._add(lambda consume, draws: Totals(), None)
 
     def settle(self) -> None:
         """Of several processes: finish a step whose batches have called other layers in other processes. Collective.
 
         All decay a layer that some have called, and count their examples for it. Reading does it as well.
+        """
+        self._together("the end of a step", lambda: None)
+
+    def _together(self, what: str, work: Callable[[], T]) -> T:
+        """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.
+
+        A process without any batch has nothing to weigh, as long as the others have not forgotten anything either.
 
         Raises:
-            ProcessError: If several such steps were taken since the last time.
+            ProcessError: If they have not; says how many updates each has made.
         """
-        together(self, "the end of a step", lambda: None)
+        processes = self.risk.processes
+
+        def agreed() -> T:
+            if processes.world == 1:
+                return work()
+            self._agree_on_reads()
+            self.enter(set[int]().union(*processes.gather("the open step", self.called_in_step)))
+            told = processes.gather("comparing numbers of updates", (self.updates, self.begun, self._sums.steps))
+            forgets = any(begun > 1 for _, begun, _ in told)
+            weights = [(begun, steps) for _, begun, steps in told if begun or forgets]
+            if any(one != weights[0] for one in weights):
+                updates = {f"process {rank}": number for rank, (number, *_) in enumerate(told)}
+                raise ProcessError(
+                    "The estimators have made other numbers of steps, or called other layers in them, so that batches "
+                    f"weigh {weights} in their moving averages, of all layers and of each; updates until now: "
+                    f"{updates}. All have to make the same number of steps; further micro-batches of a step are added "
+                    "with decay=1, and steps that call other layers end with estimator.settle() in all."
+                )
+            return work()
+
+        return self.risk.together(what, agreed, over_data=False, same=self._blank.described)
+
+    def _agree_on_reads(self) -> None:
+        """Let a process that has had no examples take over how functions read parameters. Collective.
+
+        Raises:
+            UnsupportedError: If others have summed statistics of other layers.
+        """
+        own, plan = describe_reads(self.risk.reads), self.plan
+        told = self.risk.processes.gather("what functions read", own)
+        if len({repr((one["products"], one["enclosing"])) for one in told if one is not None}) > 1:
+            raise UnsupportedError(
+                "Functions that read parameters were found in other places by other processes, whose batches call "
+                f"other parts of the model: {told}. Statistics of other layers don't add up. Begin with batches that "
+                "call all."
+            )
+        if own is None:
+            take_reads(self._blank, told)
+        if self.plan is not plan:
+            self._sums = Sums(self.plan, self._scale)
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -260,7 +360,7 @@ class CurvatureEstimator:
         Raises:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
-        return together(self, "the estimator's operator", lambda: _operator(self, self._sums.over(self.risk.processes)))
+        return self._together("the estimator's operator", lambda: self._operator(self._sums.over(self.risk.processes)))
 
     @property
     def uncalled(self) -> list[str]:
@@ -277,12 +377,36 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        self.refresh_by(lambda K: self.damping if damping is None else damping)
-
-    def refresh_by(self, choose: Callable[[BlockwiseLinearOperator], Any]) -> None:
-        """The same, with a damping `choose(K)` that depends on the curvature."""
-        renewed = together(self, "a refresh", lambda: _renewed(self, choose))
+        renewed = self._together("a refresh", lambda: self._renewed(self.damping if damping is None else damping))
         self._sums, self._snapshot, self._inverse, self.damping = renewed
+
+    def _renewed(self, damping: Any) -> tuple[Sums, BlockwiseLinearOperator, LinearOperator, Any]:
+        """Sums in new bases, the curvature, its inverse, and the damping."""
+        processes = self.risk.processes
+        processes.same("a refresh", lambda: {"the damping": described(damping)})
+        sums, whole = self._sums.renewed(processes)
+        snapshot = self._operator(whole)
+        decompose_factors(snapshot.blocks, damping, processes)
+        return sums, snapshot, snapshot.inverse(damping), damping
+
+    def _operator(self, sums: Sums) -> BlockwiseLinearOperator:
+        """The curvature that these sums make."""
+        if not any(self.risk.processes.gather("counting updates", self.updates)):
+            raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
+        called = sums.called
+        layer = next((layer for layer in self._layers if layer not in called), None)
+        if layer is not None and not self.leave_out_uncalled:
+            raise ValueError(
+                f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
+                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other "
+                f"layers; `uncalled` lists what is left out, {self.uncalled} now."
+            )
+        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), sums.blocks()
+        for layer in called:
+            refuse_unread(self.risk, layer, blocks)
+        K.parameters = fingerprint(self.risk)
+        K._set_blocks(blocks, sum(self.risk.processes.gather("counting examples", self.examples)))
+        return K
 
     @property
     def refreshed(self) -> BlockwiseLinearOperator:
@@ -313,16 +437,20 @@ class CurvatureEstimator:
         Random numbers go on from this estimator's; the inverse stays that of its last refresh. Batches that both have
         seen at the same time are parts of one, as with several processes: with `reduction="sum"` they add up.
 
-        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of another
-        one fit after `other.adopt_bases(self)`, best before its first update.
+        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of the other
+        one are carried into this one's, as by `refresh`: their sum stays. `other.adopt_bases(self)` before its first
+        update loses nothing.
 
         Raises:
-            ValueError: If the two approximate differently, or EKFAC's eigenvalues are in different bases. Nothing has
-                changed then.
+            ValueError: If the two approximate differently. Nothing has changed then.
         """
         if not other.updates:
             return
-        _merge(self, other)
+        _require_like(self, other)
+        self._sums = self._sums.merged(other._sums)
+        self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
+        self.weight += other.weight
+        self.begun = max(self.begun, other.begun)
 
     def adopt_bases(self, other: CurvatureEstimator) -> None:
         """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
@@ -349,7 +477,25 @@ class CurvatureEstimator:
         Of several processes the same state in all, so that any number of them may go on from it. Collective.
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
-        return together(self, "the estimator's state", lambda: write_estimator(self))
+        return self._together("the estimator's state", self._state)
+
+    def _state(self) -> dict[str, Any]:
+        processes, (step, drawn) = self.risk.processes, self._drawn
+        told = processes.gather("counting updates and examples", (self.updates, self.examples, drawn))
+        updates, examples, drawn = zip(*told)
+        return {
+            "format": FORMAT,
+            "about": self._blank.state_dict(),
+            "decay": self.decay,
+            "updates": max(updates),
+            "examples": sum(examples),
+            "weight": self.weight,
+            "begun": self.begun,
+            "draws": [step, sum(drawn)],
+            "damping": self.damping if isinstance(self.damping, (int, float, Tensor)) else None,
+            "sums": self._sums.over(processes).state_dict(),
+            "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another estimator stopped; random numbers, bases and the inverse are as they were there.
@@ -359,48 +505,30 @@ class CurvatureEstimator:
         Raises:
             ValueError: If it is cut off, foreign, or of another network or other approximations; nothing has changed.
         """
-        read_estimator(self, state)
+        _require_state(state, self.decay)
+        with warnings.catch_warnings():  # in training, parameters are meant to change
+            warnings.simplefilter("ignore", CurvatureWarning)
+            blank, snapshot = copy.copy(self._blank), None
+            blank.load_state_dict(state["about"])
+            if state["refreshed"] is not None:
+                snapshot = _with_layers(blank, state["refreshed"].get("layers", {}))
+                snapshot.load_state_dict(state["refreshed"])
+        sums = Sums(blank.plan, self._scale)
+        sums.load_state_dict(state["sums"])
+        # What functions read belongs to the sums.
+        self.risk.reads, self._blank.plan, self._blank._reads = blank.risk.reads, blank.plan, blank._reads
+        first = self.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
+        self._sums = sums if first else sums.without_data()
+        self._snapshot, self._inverse = snapshot, None
+        step, drawn = state["draws"]
+        self._drawn = step, -(-drawn // self.risk.processes.world)
+        self.updates, self.weight, self.begun = state["updates"], state["weight"], state["begun"]
+        self.examples = state["examples"] if first else 0
+        self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
-
-
-def _add(estimator: CurvatureEstimator, show: Show, decay: float) -> None:
-    _check_decay(decay)
-    step, before = estimator._drawn if decay == 1 or not estimator.updates else (estimator._drawn[0] + 1, 0)
-
-    def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
-        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).of_stream()
-
-    batch, totals = sums_of_batch(estimator, show_again)
-    batch.require_finite()
-    add_to_step(estimator, batch, totals, decay)
-    estimator._drawn = step, before + totals.examples
-    estimator.updates, estimator.examples = estimator.updates + 1, estimator.examples + totals.examples
-    estimator.weight = decay * estimator.weight + 1
-    estimator.begun = max(1.0, estimator.begun) if decay == 1 else decay * estimator.begun + 1
-    estimator._blank.confirm_plan()
-
-
-def _renewed(
-    estimator: CurvatureEstimator, choose: Callable[[BlockwiseLinearOperator], Any]
-) -> tuple[RunningSums, BlockwiseLinearOperator, LinearOperator, Any]:
-    """Sums in new bases, the curvature, its inverse, and the damping that is chosen for it."""
-    sums, whole = estimator._sums.renewed(estimator.risk.processes)
-    snapshot = _operator(estimator, whole)
-    damping = choose(snapshot)
-    estimator.risk.processes.same("a refresh", lambda: {"the damping": described(damping)})
-    decompose_factors(snapshot.blocks, damping, estimator.risk.processes)
-    return sums, snapshot, snapshot.inverse(damping), damping
-
-
-def _merge(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
-    _require_like(one, other)
-    one._sums, one.step = one._sums.merged(other._sums, one.step, other.step), one.step.merged(other.step)
-    one.updates, one.examples = one.updates + other.updates, one.examples + other.examples
-    one.weight += other.weight
-    one.begun = max(one.begun, other.begun)
 
 
 def _update(
@@ -422,36 +550,32 @@ def _update(
             error = another
 
 
-def _operator(estimator: CurvatureEstimator, sums: RunningSums) -> BlockwiseLinearOperator:
-    """The curvature that these sums make."""
-    _require_updates(estimator)
-    called = sums.called
-    layer: Layer | None = next((layer for layer in estimator._layers if layer not in called), None)
-    if layer is not None and not estimator.leave_out_uncalled:
-        raise _no_curvature(layer, estimator)
-    K, blocks = with_layers(estimator._blank, [layer.name for layer in called]), sums.blocks()
-    for layer in called:
-        refuse_unread(estimator.risk, layer, blocks)
-    K.parameters = fingerprint(estimator.risk)
-    K._set_blocks(blocks, sum(estimator.risk.processes.gather("counting examples", estimator.examples)))
-    return K
-
-
 def _has_unknown_code(layers: Iterable[Layer]) -> bool:
     return any(use.without_rule for layer in layers for use in layer.uses)
 
 
-def _no_curvature(layer: Layer, estimator: CurvatureEstimator) -> ValueError:
-    return ValueError(
-        f"{layer.title} was never called in {estimator.updates} updates, so its parameters {list(layer.params)} have "
-        "no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other layers; "
-        f"`uncalled` lists what is left out, {estimator.uncalled} now."
-    )
+def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
+    """A copy that has only these layers (all of them, if it has none of these), without blocks."""
+    K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
+    if 0 < len(plan) < len(blank.plan):
+        K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
+        K.in_space = K.risk.space
+    return K
 
 
-def _require_updates(estimator: CurvatureEstimator) -> None:
-    if not any(estimator.risk.processes.gather("counting updates", estimator.updates)):
-        raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
+def _require_state(state: Any, decay: float) -> None:
+    keys = {"about", "decay", "updates", "examples", "weight", "begun", "draws", "damping", "sums", "refreshed"}
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
+    if missing := keys - set(state):
+        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    if state["updates"] and not state["sums"].get("layers"):
+        raise ValueError(
+            "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save and "
+            "load Checkpoint(estimator) there."
+        )
+    if state["decay"] != decay:
+        raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
 
 
 def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:

@@ -175,16 +175,6 @@ class PowerStep(Accumulator):
             "or KFAC for this layer, or curvature(risk, ...) over a whole data set."
         )
 
-    def mismatch(self, other: Accumulator) -> str | None:
-        """A factor is the best one for one other factor."""
-        assert isinstance(other, PowerStep)
-        if self.side == other.side and torch.equal(self.given, other.given):
-            return None
-        return (
-            f"factors of NearestKronecker can only be added if they are the best ones for the same factor "
-            f"{self.side}, and those given differ. Merge in the first sweep, or compute it on the union of the data."
-        )
-
 
 def _row_grams(batch: LayerBatch) -> Tensor:
     """`Σ_{v,n} J_i J_iᵀ` of every column `J_i` of sparse rows, [o, o, i]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,22 @@ from curvlinops_plus.linalg.packing import FORMAT, copied, mapped
 
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
-_PART = "a part"  # in place of the tree, in files that another one names
 
-
-def save(state: Any, path: str | PathLike[str], *, sharded: bool = False) -> None:
+def save(state: Any, path: str | PathLike[str]) -> None:
     """Write a `state_dict` as one safetensors file; `load` reads it.
 
     Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata. A file that is
     there is replaced when the new one is complete.
 
     Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all processes have to
-    call it. Process 0 writes the file, for which all get all blocks; or with `sharded=True` each writes its own.
+    call it. Process 0 writes the file, for which all get all blocks; `Checkpoint` saves them apart.
 
     Args:
         state: What `state_dict()` returned, or an operator or estimator that has one.
         path: The file.
-        sharded: Write a file for each process beside this one, such as `K-1-of-3.safetensors`, which says what is in
-            them. `load` reads them together, in any number of processes.
 
     Raises:
         TypeError: If it is neither: most operators are known by their products alone.
-        ValueError: If it is `sharded`, but no operator whose blocks are kept apart.
         ProcessError: In all processes that write together, if one of them fails.
         FileNotFoundError: If the path is a folder, or in one that does not exist.
         ImportError: If the package safetensors is missing (`pip install safetensors`).
@@ -64,12 +59,7 @@ def save(state: Any, path: str | PathLike[str], *, sharded: bool = False) -> Non
             "data, such as GGN, is made again from these."
         )
     processes = _keepers(state)
-    if sharded and processes.world == 1 and not getattr(state, "owned", False):
-        raise ValueError(
-            "sharded=True writes a file for each process that keeps some of the blocks, and this process has all of "
-            "them: say save(K, path), or keep blocks apart, curvature(..., owned=True)."
-        )
-    processes.together(f"saving {Path(path).name}", partial(_write, state, Path(path), processes, sharded))
+    processes.together(f"saving {Path(path).name}", partial(_write, state, Path(path), processes))
 
 
 def _keepers(state: Any) -> Alone:
@@ -78,23 +68,14 @@ def _keepers(state: Any) -> Alone:
     return Alone() if own is None else own.processes  # type: ignore[return-value] (what made it)
 
 
-def _write(state: Any, path: Path, processes: Alone, sharded: bool) -> None:
-    if not sharded or processes.world == 1:
-        tensors: dict[str, Tensor] = {}
-        tree = _detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors)
-        return _write_file(path, tensors, tree) if processes.rank == 0 else None
-    tensors = {}
-    tree = _detach(state.own_state_dict(), "", tensors)
-    names = [f"{path.stem}-{k + 1}-of-{processes.world}{path.suffix}" for k in range(processes.world)]
-    together, *_ = processes.gather("which parts belong together", os.urandom(8).hex())
-    _write_file(path.with_name(names[processes.rank]), tensors, _PART, {"together": together})
-    trees = processes.gather("what is saved", tree)  # the file that names the others is written when these are there
+def _write(state: Any, path: Path, processes: Alone) -> None:
+    tensors: dict[str, Tensor] = {}
+    tree = _detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors)
     if processes.rank == 0:
-        _write_file(path, {}, reduce(_merged, trees), {"together": together, "parts": json.dumps(names)})
-    return None
+        _write_file(path, tensors, tree)
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor], tree: Any, more: Mapping[str, str] | None = None) -> None:
+def _write_file(path: Path, tensors: dict[str, Tensor], tree: Any) -> None:
     from safetensors.torch import save_file
 
     if path.is_dir() or not path.parent.is_dir():
@@ -103,19 +84,10 @@ def _write_file(path: Path, tensors: dict[str, Tensor], tree: Any, more: Mapping
     # An operator that was loaded from this path goes on with the old file: its tensors are mapped from it.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(tree), **(more or {})})
+        save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(tree)})
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _merged(one: Any, other: Any) -> Any:
-    """What `_detach` makes of a dict that has the keys of both."""
-    if not (isinstance(one, dict) and "$dict" in one):
-        return one
-    theirs = {json.dumps(key): (key, value) for key, value in other["$dict"]}
-    pairs = [[key, _merged(value, theirs.pop(json.dumps(key), (key, value))[1])] for key, value in one["$dict"]]
-    return {"$dict": [*pairs, *(list(pair) for pair in theirs.values())]}
 
 
 def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
@@ -152,13 +124,6 @@ def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
     try:
         tensors, metadata = _read_file(Path(path))
         tree = json.loads(metadata["state"])
-        if tree == _PART:
-            raise ValueError(f"{path} is one of the parts of a state: load the file that has no numbers in its name.")
-        for name in json.loads(metadata.get("parts", "[]")):
-            part, of_part = _read_file(Path(path).with_name(name))
-            if of_part.get("together") != metadata["together"]:
-                raise ValueError(f"{path} and its part {name} were not saved together. Save all of them again.")
-            tensors |= part
         return _attach(tree, tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(

@@ -162,16 +162,3 @@ def test_what_is_looked_at_is_what_was_added(kind: str) -> None:
         expected = curvature(risk, KINDS[kind], vectors=Exact()).to_dense()
         for _ in range(2):
             torch.testing.assert_close(running.operator.to_dense(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_states_have_numbers_that_are_not_multiplied_yet() -> None:
-    """They belong to the options of a convolution."""
-    estimator = stream("correlated", "KFAC")
-    for batch in batches():
-        estimator.update(batch)
-    state = estimator.state_dict()
-    found = dict(leaves(state))
-    assert [value.split("(")[0] for path, value in found.items() if path.endswith("/rows/A/form")] == ["Correlations"]
-    assert any(path.endswith("/rows/A/packed") for path in found)
-    with pytest.raises(ValueError, match=r"'2'.*: the state is that of a convolution of other options, .*\(1, 1\)"):
-        stream("without padding", "KFAC").load_state_dict(state)

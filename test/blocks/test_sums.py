@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from cases import close, problem, same
-from helpers import Written, decay
+from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -25,110 +24,28 @@ from curvlinops_plus import (
     ScaledIdentity,
     curvature,
 )
-from curvlinops_plus.blocks.accumulator import Approximation
-from curvlinops_plus.blocks.nearest import PowerStep
-from curvlinops_plus.risk import find_layers
-from curvlinops_plus.risk.sweep import sweep
 
-
-@cache
-def kept(kind: Any) -> Any:
-    """The same approximation, which keeps copies of its accumulators in `found`: the sweep gives up their sums."""
-
-    class Kept(kind):
-        found: ClassVar[list[Any]] = []
-
-        def finish_for_good(self) -> Any:
-            copied = self.empty()
-            copied.merge(self)
-            self.found.append(copied)
-            return super().finish_for_good()
-
-    return Kept
-
-
-def accumulators(kind: Any, name: str, batches: slice) -> list[Any]:
-    """The accumulators of the first sweep over some of the batches, one for each block."""
-    p, given = problem(name), Approximation.of(kind)
-    kept(given.kind).found.clear()
-    curvature(p.risk(data=p.data[batches]), kept(given.kind).using(**given.options))
-    return list(kept(given.kind).found)
-
-
-def dense(result: Any) -> Tensor:
-    """A block, all blocks of a layer, or the factor that the next sweep is given."""
-    if isinstance(result, PowerStep):
-        return result.given
-    blocks = result.values() if isinstance(result, dict) else [result]
-    return torch.block_diag(*(block.to_dense() for block in blocks))
-
-
-KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, NearestKronecker.using(max_bytes=0), ScaledIdentity]
+KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, ScaledIdentity]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 @pytest.mark.parametrize("name", ["mlp, ce-ignore", "strided cnn", "mlp, mse-sum"])
 def test_two_parts_merged_are_the_whole(kind: Any, name: str) -> None:
-    """Also if one of them was saved, and its state is written to afterwards."""
-    whole = accumulators(kind, name, slice(None))
-    first, second = accumulators(kind, name, slice(2)), accumulators(kind, name, slice(2, None))
-    for a, b, expected in zip(first, second, whole, strict=True):
-        alone, blank, state = dense(b.finish()), a.empty(), a.state_dict()
-        blank.load_state_dict(state)
-        for total in state["sums"].values():
+    """Also if one of them was saved, and its state is written to afterwards; the other one stays."""
+    p = problem(name)
+    one, two, whole, loaded = (CurvatureEstimator(p.risk(()), kind, vectors="type-2") for _ in range(4))
+    for k, batch in enumerate(p.data):
+        (one if k < 2 else two).update(batch, decay=1)
+        whole.update(batch, decay=1)
+    state, alone = one.state_dict(), two.operator.to_dense()
+    loaded.load_state_dict(state)
+    for own in state["sums"]["layers"].values():
+        for total in (t for stage in own["stages"] for a in stage.values() for t in a["sums"].values()):
             total.zero_()
-        for one in (a, blank):
-            one.merge(b)
-            close(dense(one.finish()), dense(expected.finish()))
-        same(dense(b.finish()), alone)
-    if "mlp" in name and len(whole) == 2 and kind is not ScaledIdentity:
-        with pytest.raises(ValueError, match="Can't merge accumulators of different kind"):
-            whole[0].merge(whole[1])
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_power_steps_merge_if_the_given_factor_is_the_same(scale: float) -> None:
-    p, steps = problem("mlp"), []
-    for data in (p.data[:2], p.data[2:], p.data):
-        starts = [a.finish() for a in accumulators(NearestKronecker.using(max_bytes=0), "mlp", slice(None))]
-        for one in starts:
-            one.given = one.given * (scale if data is not p.data else 1.0)
-        risk, of_layers = p.risk(data=data), {one.layer.name: one for one in starts}
-        totals = sweep(
-            risk, find_layers(risk.model, risk.params), Exact(), lambda b, o=of_layers: o[b.layer.name].update(b)
-        )
-        for one in starts:
-            one.totals = totals
-        steps.append(starts)
-    for a, b, whole in zip(*steps, strict=True):
-        if scale == 1:
-            a.merge(b)
-            close(dense(a.finish()), dense(whole.finish()))
-            continue
-        with pytest.raises(ValueError, match="best ones for the same factor A, and those given differ"):
-            a.merge(whole)
-
-
-@pytest.mark.parametrize("kind", KINDS[:-1], ids=repr)
-def test_decayed_sums_are_decayed_means(kind: Any) -> None:
-    """Value = Σ ρ^(t-k) s_k / Σ ρ^(t-k) n_k; without decay the mean over all data."""
-    rho = 0.7
-    parts = [accumulators(kind, "mlp, mse", slice(k, k + 1)) for k in range(3)]
-    for layer in range(2):
-        running, sums, counts = None, {}, {}
-        for k, part in enumerate(parts):
-            one = part[layer]
-            weight = rho ** (2 - k)
-            for name, total in one.sums.items():
-                count = one.counts.get(name, one.totals.loss_count)
-                sums[name] = sums.get(name, 0) + weight * total
-                counts[name] = counts.get(name, 0) + weight * float(count)
-            if running is None:
-                running = type(one)(one.layer, one.group, one.scale)
-            decay(running, rho)
-            running.merge(one)
-        for name in sums:
-            close(running.value(name), sums[name] / counts[name], what=name)
+    for first in (one, loaded):
+        first.merge(two)
+        close(first.operator.to_dense(), whole.operator.to_dense())
+    same(two.operator.to_dense(), alone)
 
 
 def test_numbers_of_rows_are_in_double_precision() -> None:

@@ -165,7 +165,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: CurvatureEstimator(risk(), decay="1"), TypeError, "decay is a str"),
     (lambda: streams(X=DATA[0][0][:0]), ValueError, "no examples"),
     (lambda: streams(SWEEPS), UnsupportedError, r"layer '0': its block is too large to be formed.*max_bytes=\.\.\."),
-    (lambda: streams(Twice), UnsupportedError, r"(?s)'0': Mine makes several sweeps.*curvature\(risk"),
+    (lambda: streams(Twice).operator, UnsupportedError, r"(?s)'0': Mine makes several sweeps.*curvature\(risk"),
     (lambda: streams(DiagonalBlock).merge(streams(KFAC)), ValueError, "Can't merge estimators that differ in layers"),
     (lambda: hears(lambda model, X: None), ValueError, "called 0 times inside `listen`"),
     (lambda: hears(both_ways), ValueError, "called 2 times inside `listen`"),

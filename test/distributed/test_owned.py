@@ -130,21 +130,19 @@ def test_other_networks(processes: Processes, name: str) -> None:
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
 def test_states(processes: Processes, approximation: str, tmp_path: Path) -> None:
-    """Each process saves its own blocks, all are in one file, and a checkpoint; loaded as a whole, and apart again."""
+    """All blocks are in one file, each process has its own in a checkpoint; loaded as a whole, and apart again."""
     p, kind, folder = problem("strided cnn"), APPROXIMATIONS[approximation], str(tmp_path)
     risk, whole = p.risk(processes.share(p.data), processes=processes), 2 * curvature(p.risk(), kind)
     K = 2 * curvature(risk, kind, owned=True)
-    save(K, f"{folder}/parts.safetensors", sharded=True)
-    save(K.inverse(0.1), f"{folder}/inverse.safetensors", sharded=True)
+    save(K.inverse(0.1), f"{folder}/inverse.safetensors")
     save(K, f"{folder}/one.safetensors")
     dcp.save({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
     dist.barrier(processes.group)
     options: dict[str, Any] = {"params": [*p.risk().params.values()], "loss": p.loss}
     for owned, group in ((False, None), (False, processes), (True, processes)):
-        for name in ("parts", "one"):
-            state, more = load(f"{folder}/{name}.safetensors"), {"owned": owned, "processes": group}
-            read = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, **options, **more)
-            close(read.to_dense(), whole.to_dense(), name)
+        state, more = load(f"{folder}/one.safetensors"), {"owned": owned, "processes": group}
+        read = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, **options, **more)
+        close(read.to_dense(), whole.to_dense(), "file")
     for owned in (False, True):
         K = BlockwiseLinearOperator(risk, kind, owned=owned, compute=False)
         dcp.load({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
@@ -152,12 +150,6 @@ def test_states(processes: Processes, approximation: str, tmp_path: Path) -> Non
         assert not owned or len(K.operator.here) < len(whole.blocks)
     inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
     close(inverse.to_dense(), whole.inverse(0.1).to_dense(), "inverse")
-    dist.barrier(processes.group)
-    if processes.rank == 0:
-        part = f"1-of-{processes.world}.safetensors"
-        Path(f"{folder}/inverse-{part}").replace(f"{folder}/parts-{part}")
-        with pytest.raises(ValueError, match=rf"its part parts-{part} were not saved together"):
-            load(f"{folder}/parts.safetensors")
 
 
 def test_what_is_said(processes: Processes) -> None:
@@ -171,13 +163,12 @@ def test_what_is_said(processes: Processes) -> None:
         lambda: K @ (v if rank else -v): "The processes differ in what they multiply: the vector .* in process 0, and",
         lambda: singular.inverse(): rf"{failed} an inverse of .*SingularMatrixError: block \"2\"",
         lambda: K @ v.clone().requires_grad_(): rf"{failed} a product.*no derivatives, .* gather\(rank=None\)",
-        lambda: save(K, "nowhere/at/all", sharded=True): rf"{failed} saving.* in a folder that does not exist",
+        lambda: save(K, "nowhere/at/all"): rf"{failed} saving.* in a folder that does not exist",
         lambda: K @ v if rank else K.trace: r"The processes are in different places",
         lambda: K.offload(dtype=torch.bfloat16): r"dtype=torch.bfloat16 is for eigenvectors, and no block has some",
         lambda: mixed.offload("disk:nowhere/at/all" if rank == 0 else "cpu"): f"{failed} offloading blocks",
         lambda: curvature(risk, KFAC, owned=True, max_bytes=300): "layer '0': KFAC needs .* more than max_bytes=300",
         lambda: K.operator.gather(17): r"ValueError: rank=17: expected one from 0 to",
-        lambda: save(curvature(risk, KFAC), "K", sharded=True): r"ValueError: sharded=True writes .*owned=True",
     }
     if other is not None:
         words[lambda: other.trace] = r"a block \d+x\d+ of process \d has no `trace` here: only .* its entries.*gather"

@@ -198,7 +198,7 @@ def test_processes_that_call_other_layers(
 
     feed([0, 1], [0, 0], [2, 1], [None, 0], [1, 2], [1, None])
     if not settled and decay < 1:
-        words = r"(?s)layer 'heads.*by some of the processes only.*estimator.settle\(\)"
+        words = r"called other layers in them, so that batches weigh.*estimator\.settle\(\)"
         assert re.search(words, said(lambda: several.operator))
         return
     close(several.operator.to_dense(), one.operator.to_dense())

@@ -52,7 +52,7 @@ _READS = {
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 # What can't be avoided, as file.function. In an update of an estimator, once: with NaN nothing may have changed.
-_OF_UPDATES = {"running_sums.require_finite"}
+_OF_UPDATES = {"layer_sums.require_finite"}
 # Squares of an embedding's gradients: how many different tokens an example has.
 _OF_EMBEDDINGS = {"rows.of"}
 # Linearisations are kept in main memory alone, if the vector tells whether they are right.

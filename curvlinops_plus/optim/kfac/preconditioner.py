@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.blocks import KFAC, CurvatureEstimator
-from curvlinops_plus.blocks.estimator_processes import add_nothing, agree
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors, norm
@@ -356,12 +355,12 @@ class KFACPreconditioner(torch.optim.Optimizer):
         self._uncalled = set(self.curvature.uncalled)
         if processes.world == 1:
             return hearing.batches > 0, bool(hearing.kept), hearing.error
-        own = hearing.error, hearing.batches, bool(hearing.kept), self.curvature.step.untold, self._uncalled
-        errors, batches, kept, untold, uncalled = zip(*processes.gather("a step", own), strict=True)
+        own = hearing.error, hearing.batches, bool(hearing.kept), self.curvature.called_in_step, self._uncalled
+        errors, batches, kept, called, uncalled = zip(*processes.gather("a step", own), strict=True)
         self._uncalled = set.intersection(*uncalled)
         if any(batches) and not hearing.batches:  # else the moving averages of the processes would weigh differently
-            add_nothing(self.curvature)
-        agree(self.curvature, untold)
+            self.curvature.add_nothing()
+        self.curvature.enter(set[int]().union(*called))
         found = [
             hearing.error or type(error)(f"Process {rank} of {processes.world}: {error}")
             for rank, error in enumerate(errors)
