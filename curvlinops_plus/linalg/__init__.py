@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
 from curvlinops_plus.linalg.eigendecomposition import eigh
@@ -13,18 +12,24 @@ from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.least_squares import LSMRInverseLinearOperator, lsmr
-from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator, minres
-from curvlinops_plus.linalg.neumann_series import NeumannInverseLinearOperator, neumann
 from curvlinops_plus.linalg.numerics import cholesky_inverse, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.owned import Elsewhere, OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
-from curvlinops_plus.linalg.solve import SolveInfo
+from curvlinops_plus.linalg.solvers import (
+    CGInverseLinearOperator,
+    LSMRInverseLinearOperator,
+    MINRESInverseLinearOperator,
+    NeumannInverseLinearOperator,
+    SolveInfo,
+    cg,
+    lsmr,
+    minres,
+    neumann,
+)
 from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.spectral_division import divide_and_conquer
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.submatrices import (
@@ -74,7 +79,6 @@ __all__ = [
     "Sum",
     "cg",
     "cholesky_inverse",
-    "divide_and_conquer",
     "eigh",
     "from_scipy",
     "gram",

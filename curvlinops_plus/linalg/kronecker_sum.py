@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import Scalar, is_zero
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
@@ -20,7 +19,7 @@ from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import needs_gradient, remember
-from curvlinops_plus.linalg.solve import SolveInfo
+from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, SolveInfo, cg
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator, OneTensor

@@ -17,7 +17,6 @@ from curvlinops_plus.linalg import (
     Kronecker,
     Layout,
     Space,
-    divide_and_conquer,
     eigendecomposition,
 )
 from curvlinops_plus.linalg.eigendecomposition import _by_range, eigenbasis, eigh
@@ -206,27 +205,6 @@ def test_rounding_does_not_choose_eigenvectors(
 
 
 # By division, and on several threads ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.linspace(-1, 1, 90),
-        torch.logspace(0, -12, 90),
-        torch.cat([torch.zeros(81), torch.linspace(1, 2, 9)]),
-        torch.tensor([-3.0, 1, 1, 1, 2, 2, 5, 5, 5]).repeat(10),
-    ],
-    ids=["even", "decaying", "of low rank", "clusters"],
-)
-def test_divide_and_conquer(values: Tensor, dtype: torch.dtype) -> None:
-    Q = orthogonal(90)
-    M = (Q * values.double() @ Q.T).to(dtype)
-    found, V = divide_and_conquer(M, smallest=20)
-    bound = 1e-12 if dtype == F64 else 1e-5
-    assert (M @ V - V * found).norm() <= bound * M.norm()
-    torch.testing.assert_close(V.T @ V, torch.eye(90, dtype=dtype), rtol=0, atol=bound)
-    torch.testing.assert_close(found.double(), values.double().sort().values, rtol=0, atol=bound * float(M.norm()))
 
 
 def many_blocks() -> BlockDiagonal:

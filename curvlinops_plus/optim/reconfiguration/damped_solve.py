@@ -21,9 +21,8 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Product, Structure, eigh, psd_clip
-from curvlinops_plus.linalg.conjugate_gradients import cg
-from curvlinops_plus.linalg.least_squares import lsmr
 from curvlinops_plus.linalg.numerics import damped_cholesky, powers, standard_normal
+from curvlinops_plus.linalg.solvers import cg, lsmr
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.fisher import CenteredFisherLinearOperator
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
