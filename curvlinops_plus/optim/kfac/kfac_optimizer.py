@@ -82,6 +82,7 @@ class KFACOptimizer(KFACPreconditioner):
     Source: Martens and Grosse 2015, arXiv 1503.05671; kfac_jax, whose trajectories it reproduces.
 
     Example:
+        >>> import torch
         >>> _ = torch.manual_seed(0)
         >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
         >>> optimizer = KFACOptimizer(model, loss, lr=0.1)

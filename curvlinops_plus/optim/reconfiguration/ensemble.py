@@ -116,7 +116,7 @@ class Ensemble:
             alone = tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1])
             leaves = {name: v.detach().requires_grad_() for name, v in self.free.items()}
             try:
-                with torch.enable_grad(), Replaced():
+                with torch.enable_grad(), Replaced(set()):
                     last = self.psi(leaves, alone)
             except Exception as error:
                 raise UnsupportedError(
