@@ -16,7 +16,7 @@ from curvlinops_plus.exact import GGN
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.first_order import loss_pass
+from curvlinops_plus.risk.losses import loss_pass
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 

@@ -19,8 +19,7 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
-from curvlinops_plus.risk.first_order import loss_pass
-from curvlinops_plus.risk.losses import LossWeights, with_consistent_weights
+from curvlinops_plus.risk.losses import LossWeights, loss_pass, with_consistent_weights
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.risk import takes_risk

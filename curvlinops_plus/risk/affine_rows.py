@@ -136,16 +136,6 @@ class AffineRows:
         rows = len(call.grads) * self.num_examples
         return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
 
-    def split_inputs(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
-        """The rows behind `input_gram`, [M, *b, i], and its number of rows: for parts of it. Not of sparse rows."""
-        a = self._rooted(self.mean_inputs() if reduce else self.inputs)
-        assert isinstance(a, Tensor)
-        return a if reduce else a.flatten(0, 1), self.input_gram(reduce, diagonal=True)[1]
-
-    def split_grads(self, reduce: bool = False) -> Tensor:
-        """The rows behind `grad_gram`, [M, *b, o]: for parts of it."""
-        return self.summed_grads().flatten(0, 1) if reduce else self.grads.flatten(0, 2)
-
     def input_gram(self, reduce: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor | float]:
         """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
 

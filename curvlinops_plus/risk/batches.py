@@ -292,14 +292,16 @@ class _Picker:
         return self._pick_rows(tree) if isinstance(tree, Tensor) and tree.ndim else tree
 
     def _pick_rows(self, t: Tensor) -> Tensor:
-        N, index = self.num_examples, torch.tensor(self.examples, device=t.device)
+        N = self.num_examples
         if N in t.shape[:2]:
             self.found = True
-            return t.index_select(t.shape.index(N), index)
+            return self._select(t, t.shape.index(N))
         self.unclear |= len(t) != 1
-        if t.shape[0] % N == 0:
-            return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)
-        return t
+        return self._select(t.unflatten(0, (N, -1)), 0).flatten(0, 1) if t.shape[0] % N == 0 else t
+
+    def _select(self, t: Tensor, axis: int) -> Tensor:
+        first, *more = self.examples  # one is a view, which costs a tenth
+        return t.index_select(axis, torch.tensor(self.examples, device=t.device)) if more else t.narrow(axis, first, 1)
 
 
 def call_model(model: Callable[..., Any], batch: Batch) -> Any:

@@ -79,6 +79,9 @@ class LayerBatch:
     def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
 
+        if not isinstance(chosen, slice) and len(chosen) == 1:
+            chosen = slice(chosen[0], chosen[0] + 1)
+
         def pick(t: Tensor, axis: int = 0) -> Tensor:
             if isinstance(chosen, slice):
                 return t[:, chosen] if axis else t[chosen]

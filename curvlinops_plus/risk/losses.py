@@ -32,6 +32,8 @@ from curvlinops_plus.risk.batches import (
     scalar_loss,
     select_output,
 )
+from curvlinops_plus.risk.graph import raise_unreached
+from curvlinops_plus.risk.modules import refuse_outside_reads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.totals import Number, Totals
 
@@ -453,26 +455,18 @@ def _read_losses(given: Any, form: str, reduction: str | None) -> list[OutputLos
 T = TypeVar("T")
 
 
-class UnevenError(ValueError):
-    """One batch does not determine the relative weights of losses."""
-
-
 class LossWeights:
     """The relative weights of losses during a pass over data.
 
     Args:
         num_data: As in `EmpiricalRisk`.
         totals: Of the whole data set, if they are known; else each batch must have the weights of the first one.
-        single_batch: Whether the first batch is the whole data set.
     """
 
-    def __init__(
-        self, losses: Losses, num_data: int | None = None, totals: Totals | None = None, single_batch: bool = False
-    ) -> None:
-        self.losses, self.num_data, self.totals, self.single_batch = losses, num_data, totals, single_batch
+    def __init__(self, losses: Losses, num_data: int | None = None, totals: Totals | None = None) -> None:
+        self.losses, self.num_data, self.totals = losses, num_data, totals
         self._known = self._relative(totals) if totals is not None or losses.constant_weights else None
-        self._of_first_batch: tuple[float, ...] | None = None
-        self._first_counts: list[float] = []
+        self._first: list[float] | None = None  # terms of each loss in the first batch
 
     @classmethod
     def plain(cls, losses: Losses) -> LossWeights:
@@ -488,57 +482,54 @@ class LossWeights:
         scales = losses.scales(totals, self.num_data)
         return tuple(float(one.weight * c / scales[losses.reference]) for one, c in zip(losses, scales))
 
-    def of(self, batch_totals: Totals) -> tuple[float, ...]:
-        """The weights for a batch.
+    def of(self, batch: Totals) -> tuple[float, ...]:
+        """The weights for a batch with these totals.
 
         Raises:
-            UnevenError: If they depend on the whole data set, and it is not known.
+            ValueError: If they depend on the whole data set, and it is not known.
         """
-        if self._known is None and self.single_batch:
-            self._known = self._relative(batch_totals)
         if self._known is not None:
             return self._known
-        if len({one.reduction for one in self.losses}) > 1:
-            raise UnevenError(
-                f"Losses with reduction {[one.reduction for one in self.losses]} for the outputs {self.losses.keys} "
-                "weigh by the size of the whole data set, which is not known from batches that are seen once. Give all "
-                'losses the same reduction ("sum" is "mean" with the divisor in the weight), or use curvature(risk, '
-                "...) over data that can be read twice."
-            )
-        counts = [float(count) for count in batch_totals.counts]
-        if all(count > 0 for count in counts):
-            found = self._relative(batch_totals)
-            self._of_first_batch, self._first_counts = self._of_first_batch or found, self._first_counts or counts
-            if _equal(found, self._of_first_batch):
-                return self._of_first_batch
-        before = f", and {_ratio(self._first_counts)} before" if self._first_counts else ""
-        raise UnevenError(
-            f"The means of the losses for {self.losses.keys} are over {_ratio(counts)} terms in this batch{before}. "
-            "Their weights belong to the whole data set, which can't be known from batches that are seen once: use "
-            "curvature(risk, ...) over data that can be read twice, batches with the same proportion, or "
-            'reduction="sum" for all losses with the divisors in the weights. (For another stream make a new '
-            "EmpiricalRisk.)"
+        counts = [float(count) for count in batch.counts]
+        self._first = self._first or counts
+        alike = all(math.isclose(a * self._first[0], b * counts[0], rel_tol=1e-9) for a, b in zip(counts, self._first))
+        if len({one.reduction for one in self.losses}) == 1 and all(count > 0 for count in counts) and alike:
+            return self._relative(batch)
+        raise ValueError(
+            f"The losses for {self.losses.keys} weigh by their numbers of terms in the whole data set, which can't be "
+            f"known from batches that are seen once: here {_ratio(counts)}, and {_ratio(self._first)} in the first "
+            f"one, with the reductions {[one.reduction for one in self.losses]}. Use curvature(risk, ...) over data "
+            'that can be read twice, batches with the same proportion, or reduction="sum" for all losses with the '
+            "divisors in their weights. (For another stream make a new EmpiricalRisk.)"
         )
 
-    def objective(self, batch_totals: Totals) -> Tensor:
+    def objective(self, batch: Totals) -> Tensor:
         """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a graph."""
-        weighted = [s * loss if s != 1 else loss for s, loss in zip(self.of(batch_totals), batch_totals.losses)]
+        weighted = [s * loss if s != 1 else loss for s, loss in zip(self.of(batch), batch.losses)]
         total = weighted[0] if len(weighted) == 1 else sum(weighted)
         assert isinstance(total, Tensor)
         return total
 
-    def agree(self, totals: Totals) -> bool:
-        """Whether the weights that were used are those of a whole pass over the data."""
-        return self.totals is None or self._known is None or _equal(self._relative(totals), self._known)
+    def require(self, totals: Totals) -> None:
+        """Refuse a whole pass over the data to which other weights belong than those that were used.
 
-    def changing(self) -> str:
-        """The error message if passes over the data don't agree."""
-        return (
-            f"The numbers of terms that count for the losses of {self.losses.keys} differ from pass to pass, so the "
-            "data change: is there random masking or augmentation? Give data that are the same each time."
-        )
+        Raises:
+            ValueError: If the data have changed meanwhile.
+        """
+        if self.totals is None or self._known is None:
+            return
+        if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self._relative(totals), self._known)):
+            raise ValueError(
+                f"The numbers of terms that count for the losses of {self.losses.keys} differ from pass to pass, so "
+                "the data change: is there random masking or augmentation? Give data that are the same each time."
+            )
 
 
+def _ratio(counts: Sequence[float]) -> str:
+    return " : ".join(f"{count:g}" for count in counts)
+
+
+# ------------------------------------------------------------------------------------------------ passes over all data
 class Evaluated(Protocol):
     """What a pass over the data needs of a risk."""
 
@@ -546,37 +537,44 @@ class Evaluated(Protocol):
     data: Any
     device: torch.device
     processes: Alone
+    params: dict[str, Tensor]
 
     @property
     def options(self) -> Any: ...
     def batches(self, desc: str) -> Iterator[Batch]: ...
-    def run(self, batch: Batch) -> tuple[Any, Any, Any]: ...
+    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]: ...
     def terms(self, outputs: Any, targets: Any, batch: Batch, class_axes: Any) -> Terms: ...
+    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T: ...
 
 
-def count_loss_terms(risk: Evaluated) -> Totals:
+def loss_pass(risk: Evaluated, desc: str = "loss") -> Totals:
     """Totals of all data. Cost: one forward pass. Random state is not restored."""
     totals = Totals()
-    with torch.inference_mode(False), torch.no_grad():
-        for batch in risk.batches("counting loss terms"):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+        for batch in risk.batches(desc):
             with eager():
                 outputs, targets, class_axes = risk.run(batch)
-            with torch.autocast(risk.device.type, enabled=False):
                 totals.add(risk.terms(outputs, targets, batch, class_axes).totals)
     return totals.over(risk.processes)
 
 
-def loss_weights(risk: Evaluated) -> LossWeights:
-    """The weights for sweeps over the data of a risk, which can't begin again when a batch shows them to be wrong.
+def loss_weights(risk: Evaluated, known: Totals | None = None) -> LossWeights:
+    """The weights for passes over the data of a risk.
 
-    Cost: one forward pass over the data if they depend on it, which is never so for one loss or one batch. For an
-    iterator each batch has to determine them.
+    Args:
+        known: Totals of a pass before, if there was one.
+
+    Raises:
+        ValueError: If they depend on the data, and these are spread over processes and can be read only once.
+
+    Cost: one forward pass over the data if they depend on it, which is never so for one loss. For an iterator each
+    batch has to determine them.
     """
-    constant = risk.losses.constant_weights
-    single = not constant and _is_single(risk)
-    if constant or single or _reads_once(risk):
-        return LossWeights(risk.losses, risk.options.num_data, single_batch=single)
-    return LossWeights(risk.losses, risk.options.num_data, count_loss_terms(risk))
+    if not risk.losses.constant_weights and risk.processes.world > 1:
+        require_rereadable(risk.data, "the loss terms of all processes are counted first")
+    if not risk.losses.constant_weights and not is_iterator(risk.data):
+        known = loss_pass(risk, "counting loss terms") if known is None else known
+    return LossWeights(risk.losses, risk.options.num_data, known)
 
 
 def with_consistent_weights(
@@ -591,37 +589,44 @@ def with_consistent_weights(
     Raises:
         ValueError: If passes don't agree.
     """
-    if before is not None and not risk.losses.constant_weights and not is_iterator(risk.data):
-        weights = LossWeights(risk.losses, risk.options.num_data, before)
-        result, totals = attempt(weights)
-        if weights.agree(totals.detached()):  # else the data have been exchanged since
-            return result, totals
-    weights = loss_weights(risk)
+    weights = loss_weights(risk, before)
     result, totals = attempt(weights)
-    if not weights.agree(totals.detached()):
-        raise ValueError(weights.changing())
+    weights.require(totals.detached())
     return result, totals
 
 
-def _is_single(risk: Evaluated) -> bool:
-    """Whether one batch is the whole data set."""
-    return isinstance(risk.data, Sequence) and len(risk.data) == 1 and risk.processes.world == 1
+def gradient_pass(risk: Evaluated, weights: LossWeights) -> tuple[dict[str, Tensor], Totals]:
+    """Gradient of the sum of all loss terms, each loss times its relative weight, and totals.
 
-
-def _reads_once(risk: Evaluated) -> bool:
-    """Whether the data can't be read again, so that each batch has to determine the weights.
-
-    Raises:
-        ValueError: If they are spread over processes, whose batches could determine other ones.
+    Random state is not restored.
     """
-    if risk.processes.world > 1:
-        require_rereadable(risk.data, "the loss terms of all processes are counted first")
-    return is_iterator(risk.data)
+    with torch.inference_mode(False):
+        free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
+        totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
 
+    def add_batches(model: nn.Module) -> None:
+        looked_at = risk.losses.known  # a loss that we know reads nothing but output and target
+        reached = False
+        for batch in risk.batches("gradient"):
+            with eager():
+                outputs, targets, class_axes = risk.run(batch, model)
+                batch_totals = risk.terms(outputs, targets, batch, class_axes).totals
+            objective = weights.objective(batch_totals)
+            totals.add(batch_totals.detached())
+            if not objective.requires_grad:
+                continue
+            reached = True
+            if not looked_at:
+                refuse_outside_reads("loss", [objective], risk.params)
+                looked_at = True
+            found = torch.autograd.grad(objective, list(free.values()), allow_unused=True)
+            for total, g in zip(grads.values(), found):
+                if g is not None:
+                    total += g
+        if not reached and totals.examples:
+            raise_unreached()
 
-def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(one, other))
-
-
-def _ratio(counts: Sequence[float]) -> str:
-    return " : ".join(f"{count:g}" for count in counts)
+    with torch.inference_mode(False), torch.enable_grad():
+        risk.at(free, add_batches)
+    risk.processes.sum_("adding gradients", list(grads.values()))
+    return grads, totals.over(risk.processes)

@@ -24,11 +24,10 @@ from curvlinops_plus.risk.batches import (
     read_batch,
     require_numbers,
 )
-from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.graph import prepare_graph
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms, with_consistent_weights
+from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms, gradient_pass, loss_pass, with_consistent_weights
 from curvlinops_plus.risk.modules import preserve_state, refuse_outside_reads
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
 from curvlinops_plus.risk.process_state import untraced

@@ -66,8 +66,8 @@ def sweep(
         except OutsideReads as error:
             outside = error
     totals = totals.over(risk.processes, outside)
-    if vectors.backward and not weights.agree(totals):
-        raise ValueError(weights.changing())
+    if vectors.backward:
+        weights.require(totals)
     return totals
 
 

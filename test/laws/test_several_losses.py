@@ -437,7 +437,6 @@ def test_terms_are_counted_once_and_only_if_needed() -> None:
     assert forward(KFAC, losses, data) == forward(EKFAC, losses, data) == 2 + 2
     assert forward(EKFAC, losses, data, max_kept_bytes=0) == 2 + 2 * 2
     assert forward(KFAC, sums, data) == forward(KFAC, losses, data, ForwardOnly()) == 2
-    assert forward(KFAC, losses, data[1:]) == 1
     K = KFACLinearOperator(model, losses, params, data)
     assert passes(K.compute) == 2 + 2 + 2 + 1  # the determinism check reads the data, too; an example by itself
     # Terms are counted, once.
@@ -455,11 +454,11 @@ def test_an_iterator_is_fine_where_proportions_are_even() -> None:
     risk, twin = of("two")
     close(dense(risk), twin.blocks(twin.ggn()))
     close(flat(of("two")[0].gradient()), jacrev(twin.value)(twin.values))
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] are over 4 : 10 terms in this batch, and 3 : 6 before"):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] weigh.* here 4 : 10, and 3 : 6 in the first"):
         _ = curvature(of("ignored")[0]).trace
     with pytest.raises(ValueError, match="seen once"):
         of("ignored")[0].gradient()
-    with pytest.raises(ValueError, match=r"reduction \['mean', 'sum', 'mean'\].*the same reduction"):
+    with pytest.raises(ValueError, match=r"reductions \['mean', 'sum', 'mean'\].*for all losses"):
         _ = curvature(of("mixed")[0]).trace
 
 
@@ -480,16 +479,13 @@ def test_data_that_change_are_noticed() -> None:
             run()
 
 
-def test_data_may_be_exchanged_between_products() -> None:
-    """What was remembered is compared with what is seen."""
+def test_other_data_between_products_are_noticed() -> None:
     losses, data, model = CASES["two"][0], batches((3, 5), "ab", ignored=1), net("a", "b")
-    params = list(model.trunk.parameters())
-    G = GGNLinearOperator(model, losses, params, data, check_deterministic=False)
-    before = G.to_dense()
+    G = GGNLinearOperator(model, losses, list(model.trunk.parameters()), data, check_deterministic=False)
+    G.to_dense()
     data[:] = batches((7,), "ab") + batches((3, 4), "ab", ignored=2)[1:]
-    after = G.to_dense()
-    close(after, GGNLinearOperator(model, losses, params, list(data)).to_dense())
-    assert float((before - after).norm()) > 1e-3 * float(after.norm())
+    with pytest.raises(ValueError, match=r"losses of \['a', 'b'\] differ from pass to pass"):
+        G.to_dense()
 
 
 @pytest.mark.parametrize("name", ["three", "sums", "positions"])
@@ -537,8 +533,8 @@ def test_a_stream_with_uneven_proportions_is_refused_and_unchanged() -> None:
     before = one.operator.to_dense()
     x, y = data[0]
     for run, words in (
-        (lambda: one.update(data[1]), r"over 4 : 10 terms in this batch, and 3 : 6 before.*new EmpiricalRisk"),
-        (lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})), "over 0 : 6 terms in this batch"),
+        (lambda: one.update(data[1]), r"here 4 : 10, and 3 : 6 in the first.*new EmpiricalRisk"),
+        (lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})), "here 0 : 6"),
         (lambda: one.merge(other), r"relative weights are 1.3 : 0.25 here and 1.3 : 0.2 there"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -549,7 +545,7 @@ def test_a_stream_with_uneven_proportions_is_refused_and_unchanged() -> None:
     for batch in data:
         sums.update(batch)
     model, losses, data, _ = case("mixed")
-    with pytest.raises(ValueError, match="the same reduction"):
+    with pytest.raises(ValueError, match="for all losses"):
         CurvatureEstimator(EmpiricalRisk(model, losses, ())).update(data[0])
 
 
