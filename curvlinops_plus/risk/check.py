@@ -291,11 +291,13 @@ class Look:
         sizes = [[math.hypot(*part) for part in zip(*[by_key[key] for key in layer.params])] for layer in layers]
         largest = max([size for _, _, size in sizes if math.isfinite(size)], default=0.0)
         coarsest = min([slot.dtype.itemsize for slot in self.recorder.slots], default=8)
+        # Where nothing is left of any gradient but rounding, as with one class.
+        floor = 10 * torch.finfo(widest).eps * math.hypot(*[float(v.norm()) for v in self.vectors])
         for layer, (away, own, size) in zip(layers, sizes, strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others; what is not finite is
             # refused with the statistic that it makes.
-            if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest):
+            if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest) + floor:
                 raise self._wrong_rule(layer, away, own, size)
         zero = {layer.name for layer, (*_, size) in zip(layers, sizes, strict=True) if not size > 0}
         self.zero = zero if self.zero is None else self.zero & zero

@@ -81,7 +81,8 @@ def of_updates(approximation: object, width: int, number: int, vectors: Vectors 
             running.update(batch)
         else:
             with running.listen(batch):
-                loss(risk.model(batch[0]), batch[1]).backward() if vectors else risk.model(batch[0])
+                value = loss(risk.model(batch[0]), batch[1])
+            value.backward()
         if step % 10 == 0:
             running.refresh()
     return running.operator
