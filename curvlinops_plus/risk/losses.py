@@ -444,7 +444,7 @@ def _read_losses(given: Any, form: str, reduction: str | None) -> list[OutputLos
                 "output give the loss alone; for several write the weight beside its loss: ((loss, weight), (loss, "
                 "weight))."
             )
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not (math.isfinite(weight) and weight > 0):
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < float(weight) < math.inf:
             raise ValueError(
                 f"The weight of the loss for the output {key!r} is {weight!r}; expected a positive finite number."
             )
