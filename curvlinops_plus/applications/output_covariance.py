@@ -62,7 +62,8 @@ class OutputCovariance:
         self.K, self.picked, self.max_bytes = K, picked, max_bytes
         self.risk = _without_targets(K.risk)
         self._blockwise = isinstance(K, BlockwiseLinearOperator)
-        self._held = max_bytes  # by an example of the last chunk: the first one is of one example
+        #: What an example of the last chunk held, of covariances and of variances: the first chunk is of one example.
+        self._held = {True: max_bytes, False: max_bytes}
 
     @untraced
     def __call__(self, root: BlockDiagonal, X: Any, full: bool, then: Then | None = None) -> Outputs:
@@ -93,7 +94,7 @@ class OutputCovariance:
         with preserve_state(risk.model, risk.data), torch.autocast(risk.device.type, enabled=False):
             start = 0
             while start < N:
-                step = max(1, self.max_bytes // self._held) if isinstance(X, (Tensor, Mapping)) else N
+                step = max(1, self.max_bytes // self._held[full]) if isinstance(X, (Tensor, Mapping)) else N
                 batch = part(start, min(start + step, N))
                 outputs = self._plain(batch)
                 spread = self._of_batch(root, batch, outputs.mean.shape, full)
@@ -152,7 +153,7 @@ class OutputCovariance:
             show(self.risk, _Units(), weights, batch, found.begin)
             J = self.risk.space.flatten_rows(found.pop())  # [V, N, P]
             take("all", 0, _of_gradients(root, J if self.picked is None else J[..., self.picked]))
-        self._held = held // N + 1
+        self._held[full] = held // N + 1
         if not full:
             return variances.view(R, C, N).permute(2, 0, 1)
         phis = [torch.cat(part).view(R, C, N, -1).permute(2, 0, 1, 3) for part in parts.values()]
