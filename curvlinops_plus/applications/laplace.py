@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.applications.networks import parameters_of, require_present
 from curvlinops_plus.applications.output_covariance import OutputCovariance
 from curvlinops_plus.applications.predictive import Normal, needs_covariance, predictive
-from curvlinops_plus.applications.sum_over_data import SumOverData, sum_over_data
+from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.exact import GGN
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select
+from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.losses import loss_pass
+from curvlinops_plus.risk.modules import preserve_state
+from curvlinops_plus.risk.process_state import untraced
 
 Precision = float | Tensor | Mapping[str, Any]
 
@@ -82,13 +89,29 @@ class Laplace:
         subnetwork: Any = None,
         max_bytes: int = 2**28,
     ) -> None:
-        self.data: SumOverData = sum_over_data(K)
-        self.K, self.risk, self._noise_is_known = K, K.risk, noise is not None
+        self.K, self.risk, self._parameters = K, _risk_of(K), parameters_of(K)
+        totals, (one,) = _totals(self.risk), self.risk.losses
+        if getattr(K, "examples", totals.examples) != totals.examples:
+            raise ValueError(
+                f"K was computed from {K.examples} examples, and the data of its risk now have {totals.examples}. "
+                "Laplace needs the curvature of all data: compute K from them, at the final parameters."
+            )
+        require_present(self.risk, self._parameters, "K")
+        self.likelihood = one.likelihood
+        #: What K is multiplied by for a sum over the data, the sum of the loss, and how many numbers MSELoss observes.
+        self._count, self._loss, self._numbers = 1 / float(self.risk.scale(totals)), float(totals.losses[0]), 0.0
+        self._noise_is_known = noise is not None
+        if isinstance(one.likelihood, MSE):
+            self._numbers = float(totals.counts[0])
+            noise = math.sqrt(self._loss / self._numbers) if noise is None else noise
+            _positive(noise, "noise", K.device)
+        elif noise is not None:
+            raise ValueError(f"noise={noise!r} is about observations around outputs, and {one.title} has none.")
         self._blocks, picked = _picked_blocks(K, subnetwork)
         mode = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()}).to(K.device, K.dtype)
         self._mode = mode.clone() if picked is None else mode[picked]
         self._covariance = OutputCovariance(K, picked, max_bytes)
-        self.prior_precision, self.noise = prior_precision, self.data.starting_noise(noise)
+        self.prior_precision, self.noise = prior_precision, noise
         self._known: tuple[dict[str, Any], BlockDiagonal] | None = None
         self._read_prior(prior_precision)  # refuses now
 
@@ -96,7 +119,7 @@ class Laplace:
     @property
     def posterior(self) -> BlockDiagonal:
         """The covariance `Σ` of the parameters, an operator with `diagonal()`, `logdet`, `trace`, `sample`, ..."""
-        c, prior = float(self.data.factor(self.noise).detach()), self._read_prior(self.prior_precision)
+        c, prior = float(self._factor(self.noise).detach()), self._read_prior(self.prior_precision)
         with outside_autocast(self.K.device):
             blocks = self._blocks.blocks.items()
             return self._blocks._with({name: self._covariance_block(b, c, prior[name].detach()) for name, b in blocks})
@@ -137,7 +160,11 @@ class Laplace:
         """
         prior = self._read_prior(self.prior_precision if prior_precision is None else prior_precision)
         noise = self.noise if noise is None else noise
-        c, positions, value = self.data.factor(noise), self._blocks.positions(), self.data.log_likelihood(noise)
+        c, positions = self._factor(noise), self._blocks.positions()
+        value = torch.tensor(-self._loss, dtype=torch.float64)
+        if noise is not None:  # normal densities
+            variance = torch.as_tensor(noise, dtype=torch.float64) ** 2
+            value = (value / variance - self._numbers * (2 * math.pi * variance).log()) / 2
         for name, block in self._blocks.blocks.items():
             delta, theta = prior[name], self._mode[positions[name]].double()
             value = value - (delta * theta.square()).sum() / 2 - _log_volume(block, c, delta) / 2
@@ -153,12 +180,11 @@ class Laplace:
             The approximation itself.
 
         Raises:
-            NumericsError: If there is no maximum: of parameters that are all zero the best precision is infinite, of
-                those that have no curvature it is zero. If none is found.
+            NumericsError: If no maximum is found. Of parameters that are all zero the best precision is infinite, of
+                those without curvature it is zero: a very large or small number comes out.
         """
         given = self.prior_precision
         names = list(given) if isinstance(given, Mapping) else [""]
-        self._require_maximum(names)
         start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
         fits_noise = self.noise is not None and not self._noise_is_known
         start += [self.noise] if fits_noise else []
@@ -200,7 +226,8 @@ class Laplace:
         Raises:
             ValueError: If the model's parameters have changed.
         """
-        found = self._covariance(self._root, self._checked(X), full=True)
+        require_present(self.risk, self._parameters, "K")
+        found = self._covariance(self._root, X, full=True)
         return (found.mean[:, 0], found.spread[:, 0]) if found.mean.shape[1] == 1 else (found.mean, found.spread)
 
     def predict(
@@ -229,15 +256,16 @@ class Laplace:
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples={samples!r}; expected the number of draws, an integer of at least 1.")
-        likelihood = self.data.likelihood
+        likelihood = self.likelihood
         noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
 
         def average(mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
             result = predictive(likelihood, link, mean, spread, noise, samples, generator)
             return result if isinstance(result, Normal) else (result, result)
 
+        require_present(self.risk, self._parameters, "K")
         full = needs_covariance(likelihood, link)
-        found = self._covariance(self._root, self._checked(X), full, average)
+        found = self._covariance(self._root, X, full, average)
 
         def restored(v: Tensor) -> Tensor:
             shape, axis = list(found.f_shape), found.class_axis
@@ -259,28 +287,16 @@ class Laplace:
             self._known = key, self.posterior.power(0.5)
         return self._known[1]
 
-    def _checked(self, X: Any) -> Any:
-        self.data.require_unchanged(self.risk)
-        return X
+    def _factor(self, noise: Any) -> Tensor:
+        """What the curvature is multiplied by: that of `MSELoss` is of the squared error, twice `noise²` too large."""
+        count = torch.tensor(self._count, dtype=torch.float64)
+        return count if noise is None else count / (2 * torch.as_tensor(noise, dtype=torch.float64) ** 2)
 
     @cached_property
     def _joint(self) -> dict[str, Tensor]:
         """Name of each parameter to its positions among those of the approximation."""
         space = self._blocks.in_space
         return dict(space.unflatten(torch.arange(space.dim, device=self.K.device)))
-
-    def _require_maximum(self, names: list[str]) -> None:
-        """Refuse precisions of which the log marginal likelihood has no maximum."""
-        places, diagonal = {**self._joint, **self._blocks.positions()}, self._blocks.diagonal()
-        for name in names:
-            at = places.get(name, slice(None))  # "" is the one precision for all
-            at = at.flatten() if isinstance(at, Tensor) else at
-            if not bool(self._mode[at].any()) or not bool(diagonal[at].any()):
-                why = "no curvature" if bool(self._mode[at].any()) else "the value zero"
-                raise NumericsError(
-                    f"The prior precision{f' of {name!r}' if name else ''} with the largest evidence does not exist, "
-                    f"because all of its parameters have {why}. Give the precision, or leave them out of `params`."
-                )
 
     def _read_prior(self, given: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
@@ -308,6 +324,37 @@ class Laplace:
                     "separate_weight_and_bias=True."
                 )
         return found
+
+
+def _risk_of(K: Any) -> EmpiricalRisk:
+    """The risk of a curvature of which the multiple is known that belongs to a sum over the data."""
+    if not isinstance(K, (BlockwiseLinearOperator, GGN)):
+        raise TypeError(
+            f"Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a {type(K).__name__}, "
+            "which doesn't tell model, loss and data. For a part K[i, i] say Laplace(K, subnetwork=i)."
+        )
+    if isinstance(K, BlockwiseLinearOperator) and float(K.scale) != 1:
+        raise ValueError(
+            f"K is {float(K.scale):g} times a curvature. Laplace makes the sum over the data itself: give it K as "
+            "curvature(risk, ...) returns it."
+        )
+    if not K.vectors.backward:
+        raise UnsupportedError(f"K was made with {K.vectors!r}, which is not a curvature of the loss.")
+    losses = K.risk.losses
+    if len(losses) > 1 or not losses.known or losses[0].weight != 1:
+        raise UnsupportedError(
+            f"Laplace needs the negative log-likelihood of the data as a sum. It is known of one loss with a "
+            f"likelihood and the weight 1, and not of {', '.join(one.title for one in losses)}. "
+            "@register_likelihood registers one for a loss of yours."
+        )
+    return K.risk
+
+
+@untraced
+def _totals(risk: EmpiricalRisk) -> Totals:
+    """Loss and counts over all data."""
+    with preserve_state(risk.model, risk.data):
+        return risk.together("the loss over all data", lambda: loss_pass(risk)).plain()
 
 
 def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:

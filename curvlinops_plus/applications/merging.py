@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.applications.networks import require_own_values, risks_of
+from curvlinops_plus.applications.networks import require_own_values, risk_of
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Diagonal, LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.risk.parameters import inner_model
@@ -115,8 +115,7 @@ def _check(models: Sequence[nn.Module], curvatures: Sequence[LinearOperator]) ->
             )
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
-        risks = risks_of(K)
-        if risks and all(risk.model is not model for risk in risks):
+        if (risk := risk_of(K)) and risk.model is not model:
             raise ValueError(
                 f"curvatures[{k}] was computed from another network than models[{k}]; bring them in one order."
             )
@@ -127,7 +126,7 @@ def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:
     """The network's names of the parameters that a curvature is over, in the order of its vectors."""
     of_model = dict(model.named_parameters())
     names = {id(p): name for name, p in of_model.items()}
-    risk = next((risk for risk in risks_of(K) if risk.model is model), None)
+    risk = risk_of(K)
     found = K.in_space.names if risk is None else [names[id(p)] for p in risk.own_params.values()]
     if [of_model[name].shape for name in found if name in of_model] != list(K.in_space.shapes.values()):
         raise ValueError(f"{what} is over {K.in_space}, and the network has no parameters of these names and shapes.")

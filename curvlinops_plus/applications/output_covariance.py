@@ -8,7 +8,7 @@ what it receives: variances are added up, and only one layer's derivatives are h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.example_gradients import Add, Gradients, show
+from curvlinops_plus.applications.example_gradients import Gradients, show
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.losses import Losses, LossWeights
 from curvlinops_plus.risk.modules import preserve_state
@@ -60,8 +60,10 @@ class OutputCovariance:
 
     def __init__(self, K: Any, picked: Tensor | None, max_bytes: int) -> None:
         self.K, self.picked, self.max_bytes = K, picked, max_bytes
-        self.likelihood: Likelihood = K.risk.losses[0].likelihood
         self.risk = _without_targets(K.risk)
+        self._blockwise = isinstance(K, BlockwiseLinearOperator)
+        #: What an example of the last chunk held, of covariances and of variances: the first chunk is of one example.
+        self._held = {True: max_bytes, False: max_bytes}
 
     @untraced
     def __call__(self, root: BlockDiagonal, X: Any, full: bool, then: Then | None = None) -> Outputs:
@@ -90,33 +92,18 @@ class OutputCovariance:
             return Batch(_examples(X, N, start, stop), no_targets, stop - start, unpack, start)
 
         with preserve_state(risk.model, risk.data), torch.autocast(risk.device.type, enabled=False):
-            step = N
-            if isinstance(X, (Tensor, Mapping)) and self._chunk(part(0, 1), full) < N:
-                step = 1  # tells how much is held: less than one number for each parameter, in many layers
             start = 0
             while start < N:
+                step = max(1, self.max_bytes // self._held[full]) if isinstance(X, (Tensor, Mapping)) else N
                 batch = part(start, min(start + step, N))
                 outputs = self._plain(batch)
-                mean, (spread, held) = outputs.mean, self._of_batch(root, batch, outputs.mean.shape, full)
-                start, step = start + step, max(1, self.max_bytes * batch.num_examples // held)
-                mean, spread = (mean, spread) if then is None else then(mean, spread)
+                spread = self._of_batch(root, batch, outputs.mean.shape, full)
+                mean, spread = (outputs.mean, spread) if then is None else then(outputs.mean, spread)
                 found.append(replace(outputs, mean=mean, spread=spread))
+                start += step
         mean, spread = (torch.cat([getattr(one, name) for one in found]) for name in ("mean", "spread"))
         shape = torch.Size([found[0].f_shape[0] * N // len(found[0].mean), *found[0].f_shape[1:]])
         return replace(found[0], mean=mean, spread=spread, f_shape=shape)
-
-    def _chunk(self, one: Batch, full: bool) -> int:
-        """Of how many examples derivatives fit: of all parameters, or for variances alone of one block."""
-        blockwise = isinstance(self.K, BlockwiseLinearOperator)
-        held = max(b.shape[0] for b in self.K.blocks.values()) if blockwise and not full else self.risk.space.dim
-        size = 2 * self._plain(one).mean.numel() * held * self.risk.dtype.itemsize
-        if full and size > self.max_bytes:
-            raise NumericsError(
-                f"Covariances between the outputs of a single example need derivatives of more than "
-                f"max_bytes={self.max_bytes}. Take link='probit', which needs variances alone, the parameters of the "
-                "last layer alone, or a larger max_bytes."
-            )
-        return max(1, self.max_bytes // size)
 
     def _plain(self, batch: Batch) -> Outputs:
         """The outputs alone."""
@@ -125,49 +112,56 @@ class OutputCovariance:
         F = self.risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]
         return Outputs(F, F, f.shape, axis)
 
-    def _of_batch(self, root: BlockDiagonal, batch: Batch, shape: torch.Size, full: bool) -> tuple[Tensor, int]:
-        """Variances `[N, R, C]`, or covariances `[N, R, C, C]`, of outputs of this shape; and bytes that were held."""
+    def _of_batch(self, root: BlockDiagonal, batch: Batch, shape: torch.Size, full: bool) -> Tensor:
+        """Variances `[N, R, C]`, or covariances `[N, R, C, C]`, of outputs of this shape."""
         N, R, C = shape
         parts: dict[str, list[Tensor]] = defaultdict(list)  # [V, N, k] of each block, for covariances
-        held, sizes = [1], {}
+        held, inside, sizes = 1, _positions_inside(self.K.operator, self.picked) if self._blockwise else {}, {}
         variances = torch.zeros(R * C, N, dtype=self.risk.dtype, device=self.risk.device)
 
-        def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
-            inside = _positions_inside(self.K.operator, self.picked)
+        def take(name: str, vector: int, phi: Tensor) -> None:  # [V, N, k]
+            nonlocal held
+            size = 2 * phi.numel() * phi.element_size()
+            held = held + size if full else max(held, size)
+            if full and N == 1 and held > self.max_bytes:
+                raise NumericsError(
+                    "Covariances between the outputs of a single example need derivatives of more than "
+                    f"max_bytes={self.max_bytes}. Take link='probit', which needs variances alone, the parameters of "
+                    "the last layer alone, or a larger max_bytes."
+                )
+            if full:
+                parts[name].append(phi)
+            else:
+                variances[vector : vector + len(phi)] += phi.square().sum(-1)
 
-            def add(seen: LayerBatch, vector: int) -> None:
-                for group in seen.layer.groups:
-                    if group.name in root.blocks:
-                        at = inside[group.name]
-                        phi = _of_rows(root.blocks[group.name], seen.restrict(group), sizes) if at is None else None
-                        if phi is None:
-                            J = seen.restrict(group).per_example_grads.flatten(2)  # [V, N, k]
-                            J = J if at is None else J.index_select(2, at)
-                            held.append(2 * J.numel() * J.element_size())
-                            phi = (root.blocks[group.name].T @ J.flatten(0, 1).T).T.reshape(J.shape)
-                        held.append(2 * phi.numel() * phi.element_size())
-                        if full:
-                            parts[group.name].append(phi)
-                        else:
-                            variances[vector : vector + len(phi)] += phi.square().sum(-1)
-
-            return add
+        def add(seen: LayerBatch, vector: int) -> None:
+            for group in seen.layer.groups:
+                if group.name in root.blocks:
+                    own, at, L = seen.restrict(group), inside[group.name], root.blocks[group.name]
+                    phi = _of_rows(L, own, sizes) if at is None else None
+                    if phi is None:
+                        J = own.per_example_grads.flatten(2)  # [V, N, k]
+                        phi = _of_gradients(L, J if at is None else J.index_select(2, at))
+                    take(group.name, vector, phi)
 
         weights = LossWeights(self.risk.losses)
-        if isinstance(self.K, BlockwiseLinearOperator):
-            show(self.risk, _Units(), weights, batch, begin, [entry.layer for entry in self.K.plan])
+        if self._blockwise:
+            layers = [entry.layer for entry in self.K.plan]
+            show(self.risk, _Units(), weights, batch, lambda batch, layers: add, layers)
         else:  # one dense matrix
             found = Gradients(self.risk)
             show(self.risk, _Units(), weights, batch, found.begin)
             J = self.risk.space.flatten_rows(found.pop())  # [V, N, P]
-            J = J if self.picked is None else J[..., self.picked]
-            parts["all"].append((root.T @ J.flatten(0, 1).T).T.reshape(J.shape))
-            variances = parts["all"][0].square().sum(-1)
-            held.append(2 * J.numel() * J.element_size())
+            take("all", 0, _of_gradients(root, J if self.picked is None else J[..., self.picked]))
+        self._held[full] = held // N + 1
         if not full:
-            return variances.view(R, C, N).permute(2, 0, 1), max(held)
-        phis = [torch.cat(parts[name]).view(R, C, N, -1).permute(2, 0, 1, 3) for name in parts]
-        return torch.stack([phi @ phi.mT for phi in phis]).sum(0), sum(held)
+            return variances.view(R, C, N).permute(2, 0, 1)
+        phis = [torch.cat(part).view(R, C, N, -1).permute(2, 0, 1, 3) for part in parts.values()]
+        return torch.stack([phi @ phi.mT for phi in phis]).sum(0)
+
+
+def _of_gradients(root: LinearOperator, J: Tensor) -> Tensor:  # [V, N, k]
+    return (root.T @ J.flatten(0, 1).T).T.reshape(J.shape)
 
 
 def _of_rows(root: LinearOperator, batch: LayerBatch, sizes: dict[Any, Tensor]) -> Tensor | None:  # [V, N, o]

@@ -16,13 +16,20 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
-from curvlinops_plus.likelihood.cross_entropy import CrossEntropy
+from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.numerics import standard_normal
 
-LINKS = ("probit", "mc", "bridge")
+#: What has a predictive distribution here, and by which links from outputs to class probabilities.
+LINKS: dict[type[Likelihood], tuple[str, ...]] = {
+    CrossEntropy: ("probit", "mc", "bridge"),
+    NLL: ("probit", "mc", "bridge"),
+    BCEWithLogits: ("probit", "mc"),
+    MSE: ("probit",),
+    GaussianNLL: ("probit",),
+}
 
 
 class Normal(NamedTuple):
@@ -41,30 +48,19 @@ def needs_covariance(likelihood: Likelihood, link: str) -> bool:
     """Whether covariances between the numbers of a loss term are needed, or variances alone.
 
     Raises:
-        ValueError: If `link` is none of these, or regression is to have one.
-        UnsupportedError: If the likelihood has no predictive distribution here, or not with this link.
+        ValueError: If the loss does not have this link.
+        UnsupportedError: If it has no predictive distribution here.
     """
-    if link not in LINKS:
-        raise ValueError(f"link={link!r}; expected one of {', '.join(map(repr, LINKS))}.")
-    if isinstance(likelihood, (MSE, GaussianNLL)):
-        if link != "probit":
-            raise ValueError(
-                f"link={link!r} is about class probabilities, and {likelihood.name} is a loss of regression, whose "
-                "predictive distribution is normal: leave it out."
-            )
-        return False
-    if isinstance(likelihood, BCEWithLogits) and type(likelihood) is BCEWithLogits:
-        if link == "bridge":
-            raise UnsupportedError(
-                f"link='bridge' is about the classes of CrossEntropyLoss; for {likelihood.name} take 'probit' or 'mc'."
-            )
-        return False
-    if isinstance(likelihood, CrossEntropy):
-        return link != "probit"
-    raise UnsupportedError(
-        f"{likelihood.name} has no predictive distribution here: there are those of CrossEntropyLoss, "
-        "BCEWithLogitsLoss, MSELoss and GaussianNLLLoss. `outputs(X)` gives mean and covariance of the model's outputs."
-    )
+    links = LINKS.get(type(likelihood))
+    if links is None:
+        raise UnsupportedError(
+            f"{likelihood.name} has no predictive distribution here: there are those of CrossEntropyLoss, "
+            "BCEWithLogitsLoss, MSELoss and GaussianNLLLoss. `outputs(X)` gives mean and covariance of the model's "
+            "outputs."
+        )
+    if link not in links:
+        raise ValueError(f"link={link!r}; {likelihood.name} has {', '.join(map(repr, links))}.")
+    return isinstance(likelihood, CrossEntropy) and link != "probit"
 
 
 def predictive(

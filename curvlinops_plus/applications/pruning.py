@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
@@ -55,7 +53,6 @@ def prune(
         The mask of each candidate, True where an entry is left.
 
     Raises:
-        TypeError: If `model` is no module, or `K` no operator.
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
             model doesn't have, `K` was computed at other values than the model's, or a module is pruned already.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
@@ -84,10 +81,11 @@ def prune(
     """
     places = _places(model, K)
     chosen = set(places if candidates is None else candidates)
-    _check(model, places, chosen, sparsity, rounds)
+    _check(places, chosen, sparsity, rounds)
     space = K.in_space
     theta = space.flatten({key: model.get_parameter(key) for key in places}).to(K.dtype)
-    may_go = space.flatten({key: torch.full_like(p, key in chosen) for key, p in _parameters(model, places)}).bool()
+    may_go = space.flatten({key: torch.full(shape, float(key in chosen)) for key, shape in space.shapes.items()})
+    may_go = may_go.to(theta.device).bool()
     H = K.shift(damping)
     Hx = H @ theta
     left = torch.arange(len(theta), device=theta.device)
@@ -109,14 +107,9 @@ def prune(
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
             torch_prune.custom_from_mask(module, name, masks[key])
-    if masks:
-        _watch(model)
-    return masks
-
-
-def _watch(model: nn.Module) -> None:
-    if _apply_masks not in model._forward_pre_hooks.values():
+    if masks and _apply_masks not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_apply_masks, prepend=True)
+    return masks
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:
@@ -127,18 +120,8 @@ def _apply_masks(model: nn.Module, inputs: Any) -> None:
                 hook(module, inputs)
 
 
-def _parameters(model: nn.Module, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    return ((key, model.get_parameter(key)) for key in keys)
-
-
 def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Module, str]]]:
     """For each parameter that `K` knows the modules that hold it, and its names there."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` is a {type(model).__name__}; expected a torch.nn.Module.")
-    if not isinstance(K, LinearOperator):
-        raise TypeError(
-            f"`K` is a {type(K).__name__}; expected the curvature of the model, such as curvature(risk, KFAC)."
-        )
     require_own_values(K, model, "K")
     own = dict(model.named_parameters(remove_duplicate=False))
     for key, shape in K.in_space.shapes.items():
@@ -152,37 +135,23 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
     return {key: [(m, name) for m, name, p in holders if p is own[key]] for key in K.in_space.names}
 
 
-def _check(
-    model: nn.Module,
-    places: dict[str, list[tuple[nn.Module, str]]],
-    chosen: set[str],
-    sparsity: float,
-    rounds: int,
-) -> None:
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity={sparsity} must be in [0, 1): the fraction of parameters that will be zero.")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds} must be at least 1.")
+def _check(places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], sparsity: float, rounds: int) -> None:
+    if not 0 <= sparsity < 1 or rounds < 1:
+        raise ValueError(
+            f"sparsity={sparsity}, rounds={rounds}; expected the fraction of parameters that will be zero, in [0, 1), "
+            "and at least one round."
+        )
     if unknown := chosen - places.keys():
         raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
-    for key in places:
-        if key not in chosen:
-            continue
-        for module, name in places[key]:
-            if torch_prune.is_pruned(module):
-                raise ValueError(
-                    f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
-                    "first, torch.nn.utils.prune.remove(module, name), and compute K again."
-                )
-            if isinstance(module, ParametrizationList) or _computes_weight(module, name):
-                raise UnsupportedError(
-                    f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out "
-                    "of `candidates`, or make the weight plain before K is computed: "
-                    "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm."
-                )
-
-
-def _computes_weight(module: nn.Module, name: str) -> bool:
-    """Whether a hook of the old weight norm or spectral norm computes a weight from a parameter."""
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
-    return any(name in (f"{hook.name}_g", f"{hook.name}_v", f"{hook.name}_orig") for hook in hooks)
+    for key, module in [(name, module) for name in places if name in chosen for module, _ in places[name]]:
+        if torch_prune.is_pruned(module):
+            raise ValueError(
+                f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
+                "first, torch.nn.utils.prune.remove(module, name), and compute K again."
+            )
+        if isinstance(module, ParametrizationList):
+            raise UnsupportedError(
+                f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out "
+                "of `candidates`, or make the weight plain before K is computed: "
+                "torch.nn.utils.parametrize.remove_parametrizations."
+            )

@@ -8,6 +8,7 @@ from curvlinops_plus.estimate.matrix import (
     MatrixLike,
     Mean,
     estimator,
+    mean_of_draws,
     multiplying,
     number_of_draws,
     random_vectors,
@@ -23,8 +24,6 @@ def hutchinson_diag(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, as the mean of `v * (A v)` over random vectors (Bekas, Kokiopoulou, Saad 2007).
 
@@ -41,12 +40,9 @@ def hutchinson_diag(
         >>> hutchinson_diag(torch.diag(torch.arange(4.0)), num_matvecs=1)  # signs are exact for a diagonal matrix
         tensor([0., 1., 2., 3.])
     """
-    with multiplying(A, "Hutchinson diagonal", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         number_of_draws(num_matvecs, M, return_error)
-        diagonal = Mean()
-        for size in M.blocks(num_matvecs):
-            V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
-            diagonal.update(V * M.matmat(V))
+        diagonal = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: V * M.matmat(V))
     return (diagonal.value, diagonal.error) if return_error else diagonal.value
 
 
@@ -57,8 +53,6 @@ def xdiag(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
 
@@ -83,7 +77,7 @@ def xdiag(
         >>> xdiag(torch.outer(u, u), num_matvecs=4)[:5].round()  # rank 1: exact
         tensor([16., 17., 18., 19., 20.])
     """
-    with multiplying(A, "XDiag", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
         V = random_vectors(draws, M.shape[0], "rademacher", generator, M.zero)
         AV = M.matmat(V)

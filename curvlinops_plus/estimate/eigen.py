@@ -38,8 +38,6 @@ def top_eigenpairs(
     tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Eigenpairs:
     """The `k` largest eigenvalues of a symmetric matrix, in descending order, and their eigenvectors.
 
@@ -55,8 +53,6 @@ def top_eigenpairs(
             residual's square divided by the distance to the next eigenvalue.
         max_iter: Largest number of products, roughly.
         generator: As for `hutchinson_trace`; for the starting vectors.
-        progressbar: Show a bar that counts products.
-        chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB.
 
     Returns:
         A named tuple `(eigenvalues [k], eigenvectors [n, k], residuals [k])`.
@@ -74,7 +70,7 @@ def top_eigenpairs(
         >>> values.round(decimals=3)
         tensor([49., 48.])
     """
-    with multiplying(A, "eigenvalues", chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         check_at_least(1, k=k)
         if k > M.shape[0]:
             raise ValueError(f"k ({k}) must be at most A's size ({M.shape[0]}).")
@@ -90,8 +86,6 @@ def spectral_norm(
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value of a matrix `[m, n]`, 0-d; of a symmetric one, the largest absolute eigenvalue.
 
@@ -114,7 +108,7 @@ def spectral_norm(
         >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, -4.0, 0.0]])).round(decimals=3)
         tensor(4.)
     """
-    with multiplying(A, "spectral norm", chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
+    with multiplying(A, square=False) as M:
         symmetric = M.asymmetry() <= 100 * M.eps
         product = M.matmat if symmetric else M.gram
         values, _, residuals = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
@@ -132,8 +126,6 @@ def condition_number(
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value over the smallest, 0-d; inf for a singular matrix.
 
@@ -164,7 +156,7 @@ def condition_number(
         >>> condition_number(torch.diag(torch.tensor([1.0, -2.0, 10.0]))).round(decimals=3)
         tensor(10.)
     """
-    with multiplying(A, "condition number", chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
+    with multiplying(A, square=False) as M:
         check_at_least(1, max_iter=max_iter)
         symmetric = M.asymmetry() <= 100 * M.eps
         n, product = min(M.shape), M.matmat if symmetric else M.gram
@@ -196,7 +188,6 @@ def approximate_boundaries(
     boundaries: Boundaries = None,
     *,
     generator: Generator | None = None,
-    progressbar: bool = False,
 ) -> tuple[float, float]:
     """The smallest and the largest eigenvalue of a symmetric matrix, approximately.
 
@@ -205,7 +196,6 @@ def approximate_boundaries(
         tol: Accuracy, relative to the largest absolute eigenvalue; 0 means machine precision.
         boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is and costs nothing.
         generator: As for `hutchinson_trace`; for the starting vectors.
-        progressbar: Show a bar that counts products.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
@@ -219,7 +209,7 @@ def approximate_boundaries(
         (-1.0, 5.0)
     """
     low, high = _given(boundaries)
-    with multiplying(A, "boundaries", chunk_size=None, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         if low is None or high is None:
             M.require_symmetric()
         if low is None:
@@ -235,12 +225,11 @@ def approximate_boundaries_abs(
     boundaries: Boundaries = None,
     *,
     generator: Generator | None = None,
-    progressbar: bool = False,
 ) -> tuple[float, float]:
     """The smallest and the largest absolute eigenvalue of a symmetric matrix, as `approximate_boundaries`.
 
     The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix it can be
-    smaller still. `A`, `tol`, `boundaries`, `generator`, `progressbar`, and errors as there.
+    smaller still. `A`, `tol`, `boundaries`, `generator`, and errors as there.
 
     Example:
         >>> low, high = approximate_boundaries_abs(torch.diag(torch.tensor([-2.0, -1.0, 3.0, 5.0])))
@@ -248,7 +237,7 @@ def approximate_boundaries_abs(
         (1.0, 5.0)
     """
     low, high = _given(boundaries)
-    with multiplying(A, "boundaries", chunk_size=None, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         if low is None or high is None:
             M.require_symmetric()
         if high is None:

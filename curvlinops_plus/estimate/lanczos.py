@@ -19,7 +19,6 @@ from curvlinops_plus.estimate.matrix import (
     Matrix,
     MatrixLike,
     check_at_least,
-    check_distribution,
     check_draws,
     estimator,
     multiplying,
@@ -99,8 +98,6 @@ def logdet(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The logarithm of the determinant, 0-d, of a positive definite matrix (Ubaru, Chen, Saad 2017).
 
@@ -120,9 +117,6 @@ def logdet(
         distribution: "rademacher" (random signs), "normal", or "sphere"; see `hutchinson_trace`.
         generator: As for `hutchinson_trace`.
         return_error: Return `(estimate, standard error)` instead of the estimate; the error of -inf is NaN.
-        progressbar: Show a bar that counts products.
-        chunk_size: Random vectors to treat at once; by default as many as fit, with their `num_steps` products each,
-            into 128 MiB.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, has a negative eigenvalue, or a number is too small.
@@ -141,10 +135,9 @@ def logdet(
         tensor(4.1589)
     """
     check_at_least(1, num_probes=num_probes, num_steps=num_steps)
-    check_distribution(distribution)
     check_draws(num_probes, return_error)
     values, rough = [], []
-    with multiplying(A, "log-determinant", chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         M.require_symmetric()
         n = M.shape[0]
         steps = min(num_steps, n)

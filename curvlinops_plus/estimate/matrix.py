@@ -11,13 +11,12 @@ import numpy as np
 import scipy  # its modules are imported where they are first used
 import torch
 from torch import Generator, Tensor
-from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import Structure, from_scipy
 from curvlinops_plus.linalg.numerics import standard_normal, whole
 
-BLOCK_BYTES = 2**27  # of the columns that are multiplied at once, unless the caller says how many
+BLOCK_BYTES = 2**27  # of the columns that are multiplied at once
 P = ParamSpec("P")
 
 
@@ -56,7 +55,7 @@ class Matrix:
     rounding error of products.
     """
 
-    def __init__(self, A: Any, chunk_size: int | None = None, bar: Any = None) -> None:
+    def __init__(self, A: Any) -> None:
         if isinstance(A, np.ndarray):
             A = from_scipy(np.ascontiguousarray(A))
         elif scipy.sparse.issparse(A) or isinstance(A, scipy.sparse.linalg.LinearOperator):
@@ -70,13 +69,9 @@ class Matrix:
             raise TypeError(f"Expected a matrix of real floating-point numbers, got {A.dtype}.")
         self.shape, self.device = tuple(A.shape), torch.device(A.device)
         self.dtype, self.eps = torch.promote_types(A.dtype, torch.float32), torch.finfo(A.dtype).eps
+        #: A 0-d tensor of the dtype and device in which to compute.
+        self.zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._A = A.to(self.dtype) if isinstance(A, Tensor) else A
-        self._columns, self._bar = chunk_size, bar
-
-    @property
-    def zero(self) -> Tensor:
-        """A 0-d tensor of the dtype and device in which to compute."""
-        return torch.zeros((), dtype=self.dtype, device=self.device)
 
     def rounding(self, terms: int) -> float:
         """Relative rounding error of sums of so many terms in `dtype`, or of a product where that is larger."""
@@ -84,7 +79,7 @@ class Matrix:
 
     def blocks(self, total: int, copies: int = 1) -> Iterator[int]:
         """Sizes of the blocks in which `total` columns go through, when `copies` vectors are kept per column."""
-        size = self._columns or max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies))
+        size = max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies))
         return (min(size, total - start) for start in range(0, total, size))
 
     def matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
@@ -101,20 +96,13 @@ class Matrix:
 
     def _in_blocks(self, A: Any, X: Tensor, rows: int) -> Tensor:
         results = [X.new_zeros((rows, 0))]
-        for block in X.split(list(self.blocks(X.shape[1])), dim=1):
-            results.append((A @ block.to(A.dtype)).to(self.dtype))
-            if not bool(torch.isfinite(results[-1]).all()):
-                raise NumericsError(
-                    "A product with A has NaN or infinite entries; look for them in the matrix, or in the model and "
-                    "the data that it comes from."
-                )
-            if self._bar is not None:
-                self._bar.update(block.shape[1])
+        results += [(A @ block.to(A.dtype)).to(self.dtype) for block in X.split(list(self.blocks(X.shape[1])), dim=1)]
+        if not all(bool(torch.isfinite(result).all()) for result in results):
+            raise NumericsError(
+                "A product with A has NaN or infinite entries; look for them in the matrix, or in the model and the "
+                "data that it comes from."
+            )
         return torch.cat(results, dim=1)
-
-    def is_psd(self) -> bool:
-        """Whether the matrix says that it is positive semi-definite."""
-        return getattr(self._A, "structure", Structure.GENERAL) >= Structure.PSD
 
     def asymmetry(self) -> float:
         """`|uᵀAv - vᵀAu|` for two random vectors, relative to `|Av|`; 0 if the matrix says that it is symmetric."""
@@ -137,35 +125,24 @@ class Matrix:
 
 
 @contextmanager
-def multiplying(
-    A: Any, what: str, total: int | None = None, *, chunk_size: int | None, progressbar: bool, square: bool = True
-) -> Iterator[Matrix]:
-    """The matrix with a progress bar, outside of autocast.
-
-    Args:
-        A: A `MatrixLike`.
-        what: Name of the estimate, for the bar.
-        total: How many products there will be, if known.
-        chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB.
+def multiplying(A: Any, square: bool = True) -> Iterator[Matrix]:
+    """The matrix, outside of autocast.
 
     Raises:
         NumericsError: Inside, if a product is NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers.
         ValueError: If it has not two axes, no entries, or, where that is needed, not as many rows as columns.
     """
-    if chunk_size is not None:
-        check_at_least(1, chunk_size=chunk_size)
-    with tqdm(total=total, desc=what, disable=not progressbar) as bar:
-        matrix = Matrix(A, chunk_size, bar)
-        if len(matrix.shape) != 2 or 0 in matrix.shape:
-            raise ValueError(f"A must be a matrix with entries. Got shape {matrix.shape}.")
-        if square and matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(
-                f"Operator must be square. Got shape {matrix.shape}. Of a rectangular matrix there are "
-                "`hutchinson_squared_fro`, `spectral_norm` and `condition_number`."
-            )
-        with torch.autocast(matrix.device.type, enabled=False):
-            yield matrix
+    matrix = Matrix(A)
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
+        raise ValueError(f"A must be a matrix with entries. Got shape {matrix.shape}.")
+    if square and matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"Operator must be square. Got shape {matrix.shape}. Of a rectangular matrix there are "
+            "`hutchinson_squared_fro`, `spectral_norm` and `condition_number`."
+        )
+    with torch.autocast(matrix.device.type, enabled=False):
+        yield matrix
 
 
 def random_vector(
@@ -197,7 +174,8 @@ def random_vector(
 
 def random_vectors(num: int, dim: int, distribution: str, generator: Generator | None, like: Tensor) -> Tensor:
     """Columns drawn one after another as by `random_vector`, `[dim, num]`: two draws of one are one draw of two."""
-    check_distribution(distribution)
+    if distribution not in ("rademacher", "normal", "sphere"):
+        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
     if generator is not None and not isinstance(generator, Generator):
         raise TypeError(f"Expected a torch.Generator, got {generator!r}; take torch.Generator().manual_seed(seed).")
     signs = distribution == "rademacher"
@@ -246,6 +224,16 @@ class Mean:
         return (self.squares / (self.count - 1)).sqrt() / sqrt(self.count)
 
 
+def mean_of_draws(
+    M: Matrix, num: int, distribution: str, generator: Generator | None, sample: Callable[[Tensor], Tensor]
+) -> Mean:
+    """The mean of what `sample` makes of blocks of random vectors, `[min(m, n), k] -> [..., k]`."""
+    mean = Mean()
+    for size in M.blocks(num):
+        mean.update(sample(random_vectors(size, min(M.shape), distribution, generator, M.zero)))
+    return mean
+
+
 def check_at_least(smallest: int, **numbers: int) -> None:
     """Refuse counts that are too small or no integers, by name."""
     for name, number in numbers.items():
@@ -253,12 +241,6 @@ def check_at_least(smallest: int, **numbers: int) -> None:
             raise TypeError(f"{name} ({number!r}) must be an integer.")
         if number < smallest:
             raise ValueError(f"{name} ({number}) must be at least {smallest}.")
-
-
-def check_distribution(distribution: str) -> None:
-    """Refuse an unknown distribution."""
-    if distribution not in ("rademacher", "normal", "sphere"):
-        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
 
 
 def number_of_draws(num_matvecs: int, M: Matrix, return_error: bool, divisor: int = 1) -> int:

@@ -30,8 +30,6 @@ def lanczos_approximate_spectrum(
     boundaries_tol: float = 1e-2,
     *,
     generator: Generator | None = None,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The density of the eigenvalues of a symmetric matrix, smoothed (Papyan 2020, algorithm 2).
 
@@ -47,8 +45,6 @@ def lanczos_approximate_spectrum(
         boundaries_tol: Accuracy to which boundaries that are not given are computed, relative to the largest absolute
             eigenvalue; 0 means machine precision.
         generator: Where the random vectors come from, by default PyTorch's global generator. See `hutchinson_trace`.
-        progressbar: Show a bar that counts products.
-        chunk_size: Random vectors to treat at once; by default as many as fit into 128 MiB.
 
     Returns:
         The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`. The density has
@@ -70,9 +66,7 @@ def lanczos_approximate_spectrum(
         >>> round(mass.item(), 1), round(above.item(), 1)
         (1.0, 0.1)
     """
-    cached = LanczosApproximateSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar, chunk_size=chunk_size
-    )
+    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, generator=generator)
     return cached.approximate_spectrum(num_repeats, num_points, kappa, margin)
 
 
@@ -88,8 +82,6 @@ def lanczos_approximate_log_spectrum(
     epsilon: float = 1e-5,
     *,
     generator: Generator | None = None,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section C.7).
 
@@ -117,9 +109,7 @@ def lanczos_approximate_log_spectrum(
         >>> bool(grid[0] < 1.1e-3), bool(grid[-1] > 1), round(torch.trapezoid(density, grid).item(), 1)
         (True, True, 1.0)
     """
-    cached = LanczosApproximateLogSpectrumCached(
-        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar, chunk_size=chunk_size
-    )
+    cached = LanczosApproximateLogSpectrumCached(A, ncv, boundaries, boundaries_tol, generator=generator)
     return cached.approximate_log_spectrum(num_repeats, num_points, kappa, margin, epsilon)
 
 
@@ -136,14 +126,11 @@ class _Cached:
         boundaries_tol: float = 1e-2,
         *,
         generator: Generator | None = None,
-        progressbar: bool = False,
-        chunk_size: int | None = None,
     ) -> None:
         check_at_least(2, ncv=ncv)
-        self.A, self.ncv = A, ncv
-        self._generator, self._progressbar, self._chunk_size = generator, progressbar, chunk_size
-        self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator, progressbar=progressbar)
-        with multiplying(A, "", chunk_size=None, progressbar=False) as M:
+        self.A, self.ncv, self._generator = A, ncv, generator
+        self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator)
+        with multiplying(A) as M:
             self._like, self._eps, n = M.zero, M.eps, M.shape[0]
         self._nodes = self._weights = torch.empty((0, min(ncv, n)), dtype=torch.float64)
 
@@ -152,7 +139,7 @@ class _Cached:
         check_at_least(1, num_repeats=num_repeats)
         missing = num_repeats - len(self._nodes)
         if missing > 0:
-            with multiplying(self.A, "Lanczos runs", chunk_size=self._chunk_size, progressbar=self._progressbar) as M:
+            with multiplying(self.A) as M:
                 if not len(self._nodes):
                     M.require_symmetric()
                 for size in M.blocks(missing, copies=5):

@@ -9,6 +9,7 @@ from curvlinops_plus.estimate.matrix import (
     MatrixLike,
     Mean,
     estimator,
+    mean_of_draws,
     multiplying,
     number_of_draws,
     random_vectors,
@@ -23,8 +24,6 @@ def hutchinson_trace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, as the mean of `vᵀ A v` over random vectors (Girard 1989; Hutchinson 1989).
 
@@ -39,9 +38,6 @@ def hutchinson_trace(
         generator: Where the random numbers come from. By default PyTorch's global generator, as in `torch.randn`; with
             a generator the global one stays untouched, and draws depend on neither dtype nor device.
         return_error: Return `(estimate, standard error)` instead of the estimate.
-        progressbar: Show a bar that counts products.
-        chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB. It does not change the result
-            (up to rounding).
 
     Raises:
         ValueError: If `A` is not square, `num_matvecs` is below 1 (below 2 for a standard error) or not below `n`, or
@@ -49,7 +45,7 @@ def hutchinson_trace(
         TypeError: If `A` is no matrix of real floating-point numbers, a count no integer, or the generator none of
             PyTorch's.
 
-    Cost: `num_matvecs` products; memory of the columns multiplied at once.
+    Cost: `num_matvecs` products; memory of the columns multiplied at once, at most 128 MiB.
 
     Example:
         >>> A = torch.diag(torch.arange(1.0, 101.0))
@@ -60,12 +56,9 @@ def hutchinson_trace(
         >>> bool((estimate - 5050).abs() < 3 * error)
         True
     """
-    with multiplying(A, "Hutchinson trace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         number_of_draws(num_matvecs, M, return_error)
-        trace = Mean()
-        for size in M.blocks(num_matvecs):
-            V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
-            trace.update((V * M.matmat(V)).sum(0))
+        trace = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: (V * M.matmat(V)).sum(0))
     return (trace.value, trace.error) if return_error else trace.value
 
 
@@ -77,8 +70,6 @@ def hutchpp_trace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by Hutch++: exact on a subspace, by random vectors on the rest.
 
@@ -101,7 +92,7 @@ def hutchpp_trace(
         >>> hutchpp_trace(torch.outer(u, u), num_matvecs=3).round()  # rank 1: exact
         tensor(5050.)
     """
-    with multiplying(A, "Hutch++", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         draws = number_of_draws(num_matvecs, M, return_error, divisor=3)
         V = random_vectors(2 * draws, M.shape[0], distribution, generator, M.zero)
         sketch, probes = V[:, :draws], V[:, draws:]
@@ -123,8 +114,6 @@ def xtrace(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by XTrace: Hutch++ in which every vector plays both parts.
 
@@ -148,7 +137,7 @@ def xtrace(
         >>> xtrace(torch.outer(u, u), num_matvecs=4).round()  # rank 1: exact
         tensor(5050.)
     """
-    with multiplying(A, "XTrace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+    with multiplying(A) as M:
         draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
         V = random_vectors(draws, M.shape[0], distribution, generator, M.zero)
         AV = M.matmat(V)
@@ -176,8 +165,6 @@ def hutchinson_squared_fro(
     *,
     generator: Generator | None = None,
     return_error: bool = False,
-    progressbar: bool = False,
-    chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The sum of the squared entries of `A [m, n]`, 0-d, as the mean of `|A v|²` over random vectors.
 
@@ -192,22 +179,16 @@ def hutchinson_squared_fro(
         ValueError: As for `hutchinson_trace`, but `A` need not be square.
         NotImplementedError: If `A` is wide and can't multiply with its transpose.
 
-    Cost: `num_matvecs` products; memory of the columns multiplied at once.
+    Cost: `num_matvecs` products; memory of the columns multiplied at once, at most 128 MiB.
 
     Example:
         >>> hutchinson_squared_fro(torch.eye(3, 5), num_matvecs=1)
         tensor(3.)
     """
-    with multiplying(
-        A, "squared Frobenius norm", num_matvecs, chunk_size=chunk_size, progressbar=progressbar, square=False
-    ) as M:
+    with multiplying(A, square=False) as M:
         number_of_draws(num_matvecs, M, return_error)
-        m, n = M.shape
-        multiply = M.rmatmat if m < n else M.matmat
-        square = Mean()
-        for size in M.blocks(num_matvecs):
-            V = random_vectors(size, min(m, n), distribution, generator, M.zero)
-            square.update(multiply(V).square().sum(0))
+        multiply = M.rmatmat if M.shape[0] < M.shape[1] else M.matmat
+        square = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: multiply(V).square().sum(0))
     return (square.value, square.error) if return_error else square.value
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
-from curvlinops_plus.errors import CurvatureWarning, level_of_user
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
@@ -79,40 +78,32 @@ class _Backend:
     def kron(self, x: Any, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
         """Loss and factors of every parameter: those of a batch of M examples are sums and means times M / N.
 
-        A parameter without Kronecker factors of its own shape (embeddings, recurrent and transposed layers) gets
-        diagonal factors, the nearest Kronecker product to its exact diagonal; a warning names it, once.
-
         Args:
             x: Inputs.
             y: Targets.
             N: Number of all examples.
             options: Those of `KFAC`, such as `kfac_approx`.
+
+        Raises:
+            UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed layers).
         """
         risk = self._risk_of(x, y)
         approximation = KFAC(**options) if options else KFAC
         K = curvature(risk, approximation, vectors=self._vectors(), separate_weight_and_bias=True)
         share = K.examples / N if K.examples else 1.0
-        factors, positions, nearest = [], K.operator.positions(), []
+        factors, positions = [], K.operator.positions()
         owners = {parameter: block for block, layout in K.operator.layouts.items() for parameter in layout.names}
         for key, p in risk.params.items():
             block, at = K.blocks[owners[key]], positions[owners[key]]
             if p.ndim < 2:
                 order = at.argsort()
                 factors.append([block.to_dense()[order][:, order]])
-                continue
-            pair = _pair(block, at, p.shape[0])
-            if pair is None:
-                nearest.append(key)
-                pair = _nearest_to_diagonal(block.diagonal()[at.argsort()].view(p.shape[0], -1))
-            factors.append([pair[0], share * pair[1]])
-        if nearest and "nearest" not in risk.checked.said:
-            risk.checked.said.add("nearest")
-            warn(
-                f"{nearest} have no Kronecker factors of their shape; they get the Kronecker product that is nearest "
-                "to their exact diagonal. hessian_structure='diag' and 'full' are exact.",
-                CurvatureWarning,
-                stacklevel=level_of_user(),
-            )
+            elif pair := _pair(block, at, p.shape[0]):
+                factors.append([pair[0], share * pair[1]])
+            else:
+                raise UnsupportedError(
+                    f"{key!r} has no Kronecker factors of its shape. hessian_structure='diag' and 'full' are exact."
+                )
         return self.factor * risk.loss(), Kron(factors) * self.factor
 
 
@@ -179,11 +170,3 @@ def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
     if not factor.batch:
         return factor.to_dense().expand(b, -1, -1)
     return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)
-
-
-def _nearest_to_diagonal(D: Tensor) -> tuple[Tensor, Tensor]:  # [o, i] -> [o, o], [i, i]
-    """Diagonal factors of the nearest Kronecker product; the second has trace 1, so that batches add up."""
-    U, S, Vt = torch.linalg.svd(D, full_matrices=False)
-    u, v = U[:, 0].abs() * S[0], Vt[0].abs()
-    size = v.sum().clamp(min=1e-30)
-    return torch.diag(u * size), torch.diag(v / size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from curvlinops_plus.estimate import (
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
     logdet,
+    matrix,
     spectral_norm,
     top_eigenpairs,
     xdiag,
@@ -120,12 +120,12 @@ def test_the_user_s_modes_and_tensors(call: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = CALLS[call](single)
     assert all(torch.equal(left, right) for left, right in zip(CALLS[call](single), found))
-    matrix, before = MATRIX.clone().requires_grad_(), torch.get_rng_state()
-    CALLS[call](matrix)
+    own, before = MATRIX.clone().requires_grad_(), torch.get_rng_state()
+    CALLS[call](own)
     with torch.inference_mode():
         CALLS[call](MATRIX)
-    assert torch.equal(matrix, MATRIX)
-    assert matrix.grad is None
+    assert torch.equal(own, MATRIX)
+    assert own.grad is None
     assert torch.equal(before, torch.get_rng_state())
     for bad in (float("nan"), float("inf")):
         broken = MATRIX.clone()
@@ -147,25 +147,19 @@ def test_other_matrices() -> None:
             torch.testing.assert_close(condition_number(make(M), tol=1e-6), torch.linalg.cond(M), rtol=1e-6, atol=0)
 
 
-def test_products_come_in_blocks_and_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as promised, and a progress bar says so where one is wanted."""
-    for estimate, num, most in (
-        (hutchinson_trace, 8, 8),
-        (hutchpp_trace, 9, 3),
-        (xtrace, 8, 4),
-        (hutchinson_diag, 8, 8),
-    ):
-        for chunk_size, widest in ((None, most), (2, 2)):
-            estimate(M := Foreign(MATRIX), num, chunk_size=chunk_size, progressbar=True)
-            assert (sum(M.seen), max(M.seen)) == (num, widest)
-            assert f"{num}/{num}" in capsys.readouterr().err
-    logdet(M := Foreign(MATRIX), num_probes=5, num_steps=12, chunk_size=3)
+def test_products_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as promised."""
+    estimates = (hutchinson_trace, 8, 8), (hutchpp_trace, 9, 3), (xtrace, 8, 4), (hutchinson_diag, 8, 8)
+    for columns in (100, 2):
+        monkeypatch.setattr(matrix, "BLOCK_BYTES", columns * MATRIX[0].nbytes)
+        for estimate, num, most in estimates:
+            estimate(M := Foreign(MATRIX), num)
+            assert (sum(M.seen), max(M.seen)) == (num, min(most, columns))
+    monkeypatch.setattr(matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes)  # each vector with those of its steps
+    logdet(M := Foreign(MATRIX), num_probes=5, num_steps=12)
     assert M.seen == [2] + [3] * 12 + [2] * 12  # two look for symmetry
-    lanczos_approximate_spectrum(M := Foreign(MATRIX), 6, num_repeats=5, boundaries=(0, 20), chunk_size=4)
-    assert M.seen == [2] + [4] * 6 + [1] * 6
-    assert capsys.readouterr().err == ""
-    top_eigenpairs(MATRIX, progressbar=True)
-    assert re.search(r"\d+it", capsys.readouterr().err)
+    lanczos_approximate_spectrum(M := Foreign(MATRIX), 6, num_repeats=10, boundaries=(0, 20))
+    assert M.seen == [2] + [9] * 6 + [1] * 6
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -176,28 +170,20 @@ ONE_WAY = SciPyLinearOperator((4, 9), matvec=lambda x: WIDE.numpy() @ x, dtype=n
 WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda: hutchpp_trace(I12, 7), ValueError, r"num_matvecs \(7\) must be divisible by 3"),
     (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
-    (lambda: hutchinson_squared_fro(torch.zeros(5, 9), 5), ValueError, r"\(5\) must be less than A's size \(5, 9\)"),
     (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"must be a matrix .* Got shape \(2, 3, 3\)"),
     (lambda: logdet(torch.zeros(0, 0)), ValueError, r"must be a matrix with entries. Got shape \(0, 0\)"),
-    (lambda: spectral_norm(torch.zeros(3)), ValueError, r"must be a matrix with entries. Got shape \(3,\)"),
     (lambda: xtrace([[1.0]], 2), TypeError, "Expected a LinearOperator, a tensor, a NumPy array, or a SciPy.*got list"),
     (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64"),
     (lambda: xtrace(aslinearoperator(1j * np.eye(5)), 2), TypeError, "real numbers, got dtype complex128"),
     (lambda: xtrace(I12, 6.0), TypeError, r"num_matvecs \(6.0\) must be an integer"),
-    (lambda: xtrace(I12, 6, chunk_size=0), ValueError, r"chunk_size \(0\) must be at least 1"),
-    (lambda: top_eigenpairs(I12, k=2.0), TypeError, r"k \(2.0\) must be an integer"),
     (lambda: hutchinson_trace(I12, 3, generator=0), TypeError, "Expected a torch.Generator, got 0; take"),
     (lambda: logdet(I12, num_probes=1, return_error=True), ValueError, "at least two draws, got 1; take twice"),
-    (lambda: logdet(I12, num_probes=0), ValueError, r"num_probes \(0\) must be at least 1"),
     (lambda: logdet(I12, distribution="gauss"), ValueError, "Unknown distribution 'gauss'"),
     (lambda: top_eigenpairs(I12, 0), ValueError, r"k \(0\) must be at least 1"),
     (lambda: top_eigenpairs(I12, 13), ValueError, r"k \(13\) must be at most A's size \(12\)"),
-    (lambda: top_eigenpairs(I12, max_iter=0), ValueError, r"max_iter \(0\) must be at least 1"),
     (lambda: spectral_norm(ONE_WAY), NotImplementedError, "cannot multiply from the left; give it `rmatvec`"),
     (lambda: lanczos_approximate_spectrum(I12, 1), ValueError, r"ncv \(1\) must be at least 2"),
     (lambda: lanczos_approximate_spectrum(I12, 5, kappa=1.0), ValueError, r"kappa \(1.0\) must be more than 1"),
-    (lambda: lanczos_approximate_spectrum(I12, 5, num_repeats=0), ValueError, r"num_repeats \(0\) must be at least 1"),
-    (lambda: lanczos_approximate_spectrum(I12, 5, num_points=0), ValueError, r"num_points \(0\) must be at least 1"),
     (lambda: lanczos_approximate_spectrum(I12, 5, margin=-1.0), ValueError, r"margin \(-1.0\) must not be negative"),
     (lambda: lanczos_approximate_spectrum(I12, 5, boundaries=(2, 1)), ValueError, r"boundaries \(2, 1\) must be the"),
     (lambda: lanczos_approximate_log_spectrum(I12, 5, epsilon=0.0), ValueError, r"epsilon \(0.0\) must be positive"),

@@ -17,6 +17,7 @@ from curvlinops_plus.estimate import (
     hutchinson_squared_fro,
     hutchinson_trace,
     hutchpp_trace,
+    matrix,
     xdiag,
     xtrace,
 )
@@ -41,7 +42,7 @@ def squared_fro(A: Tensor) -> Tensor:
     return A.square().sum()
 
 
-MATRICES = {"general": normal(30, 30), "decaying": decaying(), "low rank": low_rank(4)}
+MATRICES = {"general": normal(30, 30), "decaying": decaying()}
 DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
 EACH = [{"distribution": name} for name in DISTRIBUTIONS]
 ESTIMATORS = [(f, o, torch.trace) for f in (hutchinson_trace, hutchpp_trace, xtrace) for o in EACH]
@@ -83,31 +84,6 @@ def test_own_standard_error(estimate: Callable, options: dict, truth: Callable) 
         assert 0.8 < ratio < 1.25  # independent draws
     else:
         assert 0.3 < ratio < 1.6  # nearly so
-
-
-@pytest.mark.slow
-@every_estimator
-@pytest.mark.parametrize("matrix", ["decaying", "low rank"])
-def test_unbiased_for_other_matrices(estimate: Callable, options: dict, truth: Callable, matrix: str) -> None:
-    values, _ = over_seeds(estimate, MATRICES[matrix], 6, **options)
-    error = values.std(0) / SEEDS**0.5
-    assert bool(((values.mean(0) - truth(MATRICES[matrix])).abs() <= 4 * error + 1e-12).all())
-
-
-@pytest.mark.slow
-def test_variances() -> None:
-    """Less where eigenvalues decay; where they don't, XTrace's own error is too small by no more than a half."""
-    for distribution in DISTRIBUTIONS:
-        plain, better, best = (
-            over_seeds(f, decaying(60), 24, 100, distribution=distribution)[0].std()
-            for f in (hutchinson_trace, hutchpp_trace, xtrace)
-        )
-        assert plain > 10 * better > 10 * best
-    plain, better = (over_seeds(f, decaying(60), 24, 100)[0].std(0).sum() for f in (hutchinson_diag, xdiag))
-    assert plain > 10 * better
-    Q = torch.linalg.qr(normal(60, 60))[0]
-    values, errors = over_seeds(xtrace, Q * (1 + torch.linspace(0, 1, 60, dtype=F64)) @ Q.T, 24)
-    assert 0.5 < errors.square().mean().sqrt() / values.std() < 0.9
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
@@ -196,13 +172,13 @@ def test_equal_vectors() -> None:
 
 
 @every_estimator
-def test_draws(estimate: Callable, options: dict, truth: Callable) -> None:
+def test_draws(estimate: Callable, options: dict, truth: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """They depend on the generator alone, not on blocks or dtype; without one they are PyTorch's own."""
     A, expected = decaying(), estimate(decaying(), 12, generator=seeded(), return_error=True, **options)
     before = torch.get_rng_state()
-    for chunk_size in (1, 5):
-        found = estimate(A, 12, generator=seeded(), return_error=True, chunk_size=chunk_size, **options)
-        torch.testing.assert_close(found, expected)
+    for columns in (1, 5):
+        monkeypatch.setattr(matrix, "BLOCK_BYTES", columns * A[0].nbytes)
+        torch.testing.assert_close(estimate(A, 12, generator=seeded(), return_error=True, **options), expected)
     single = estimate(A.float(), 12, generator=seeded(), return_error=True, **options)
     assert {t.dtype for t in single} == {torch.float32}
     torch.testing.assert_close([t.double() for t in single], list(expected), rtol=1e-3, atol=1e-5)
@@ -211,11 +187,7 @@ def test_draws(estimate: Callable, options: dict, truth: Callable) -> None:
     first, second = (estimate(A, 6, generator=generator, **options) for _ in range(2))
     assert not torch.equal(first, second)
     with torch.random.fork_rng():
-        torch.manual_seed(3)
-        first, second = estimate(A, 6, **options), estimate(A, 6, **options)
-        assert not torch.equal(first, second)
-        torch.manual_seed(3)
-        torch.testing.assert_close(first, estimate(A, 6, chunk_size=4, **options))
+        assert not torch.equal(estimate(A, 6, **options), estimate(A, 6, **options))
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
