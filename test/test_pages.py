@@ -9,8 +9,6 @@ from __future__ import annotations
 import doctest
 import math
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -24,7 +22,6 @@ from curvlinops_plus import CurvatureWarning
 from curvlinops_plus.layer import RULES
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = {line.strip() for line in (ROOT / "examples" / "laplace_digits.py").read_text(encoding="utf-8").splitlines()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import what the package does not need.
 NEEDS = {
@@ -46,11 +43,6 @@ def blocks(page: str) -> list[tuple[str, str | None]]:
     return found
 
 
-def is_of_the_script(code: str) -> bool:
-    """Whether a block of README is a part of its example, which .ci/run runs as a whole."""
-    return {line.strip() for line in code.splitlines()} <= SCRIPT
-
-
 def agrees(expected: str, printed: str) -> bool:
     """Whether it was printed. Decimals may differ by a tenth, as processors round differently, and training goes on."""
     if doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS):
@@ -64,8 +56,6 @@ def agrees(expected: str, printed: str) -> bool:
 def run(page: str, name: str = "page") -> None:
     namespace: dict[str, object] = {"__name__": name}
     for number, (code, expected) in enumerate(blocks(page)):
-        if is_of_the_script(code):
-            continue
         printed = StringIO()
         with redirect_stdout(printed):
             exec(compile(code, f"{name}, block {number}", "exec"), namespace)
@@ -102,21 +92,6 @@ def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for module in NEEDS.get(path.stem, ()):
         pytest.importorskip(module)
     run(path.read_text(encoding="utf-8"), path.stem)
-
-
-def test_the_main_example_is_the_script() -> None:
-    shown = [code for code, _ in blocks(PAGES[0].read_text(encoding="utf-8")) if is_of_the_script(code)]
-    assert max(len(code.splitlines()) for code in shown) >= 15
-
-
-@pytest.mark.slow
-def test_the_main_example_prints_what_readme_says() -> None:
-    pytest.importorskip("sklearn")
-    readme = PAGES[0].read_text(encoding="utf-8")
-    expected = re.findall(r"^```text\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)[0]
-    command = [sys.executable, str(ROOT / "examples" / "laplace_digits.py")]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert shown.stdout == expected
 
 
 def test_the_two_commands_are_there() -> None:

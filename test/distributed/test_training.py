@@ -312,9 +312,7 @@ def test_gradients_are_untouched(processes: Processes) -> None:
         with estimator.listen(mine):
             value = loss(wrapped(mine[0]), mine[1])
         value.backward()
-        for p, g in zip(
-            model.parameters(), expected, strict=True
-        ):  # other buckets round differently
+        for p, g in zip(model.parameters(), expected, strict=True):  # other buckets round differently
             close(p.grad, g)
         close(estimator.operator.to_dense(), one.operator.to_dense())
         assert sorted(estimator.operator.mapping) == ["0", "2"]
