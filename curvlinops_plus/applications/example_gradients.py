@@ -121,10 +121,10 @@ def show_batches(
     risk = copy(risk)
     risk.options = replace(risk.options, mask=None)
     with preserve_state(risk.model, risk.data):
-        weights = loss_weights(risk)
+        weights, layers = loss_weights(risk), layers_of(risk)
         for batch in risk.batches(desc):
             batch = replace(batch, weight=None)  # a weight is about the mean over examples, as the mask is
-            totals = show(risk, Empirical(per_term=per_term), weights, batch, begin)
+            totals = show(risk, Empirical(per_term=per_term), weights, batch, begin, layers)
             of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
             yield batch, totals.terms // totals.examples if per_term else 1, of_loss**0.5
 
@@ -135,15 +135,15 @@ def show(
     weights: LossWeights,
     batch: Batch,
     begin: Callable[[Batch, Sequence[Layer]], Add],
-    layers: Sequence[Layer] | None = None,
+    layers: list[Layer],
 ) -> Totals:
-    """Send vectors back through the model for one batch; again if functions turn out to read parameters."""
+    """Send vectors back through the model for one batch; again, and with other layers, if functions read parameters."""
     while True:
-        own = layers_of(risk) if layers is None else layers
         try:
-            return _shown(risk, own, vectors, weights, batch, begin(batch, own))
+            return _shown(risk, layers, vectors, weights, batch, begin(batch, layers))
         except OutsideReads as error:
             look_for_functions(risk, batch, error)
+            layers[:] = layers_of(risk)
 
 
 @untraced

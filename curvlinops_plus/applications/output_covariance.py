@@ -24,6 +24,7 @@ from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
+from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager, untraced
@@ -150,7 +151,7 @@ class OutputCovariance:
             show(self.risk, _Units(), weights, batch, lambda batch, layers: add, layers)
         else:  # one dense matrix
             found = Gradients(self.risk)
-            show(self.risk, _Units(), weights, batch, found.begin)
+            show(self.risk, _Units(), weights, batch, found.begin, layers_of(self.risk))
             J = self.risk.space.flatten_rows(found.pop())  # [V, N, P]
             take("all", 0, _of_gradients(root, J if self.picked is None else J[..., self.picked]))
         self._held[full] = held // N + 1

@@ -286,13 +286,15 @@ class Look:
             [_wide(found.get(key), p, widest) for key, p in params.items()] for found in (self.ours, self.theirs)
         )
         apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch._foreach_norm([*apart, *mine, *theirs])  # pyright: ignore[reportPrivateImportUsage]
-        by_key = dict(zip(params, torch.stack(norms).view(3, -1).T.tolist(), strict=True))
+        # With one class, say, rounding is all that is left of every gradient: of the vectors' size.
+        vectors = torch.cat([v.detach().flatten() for v in self.vectors]).to(widest)
+        norms = torch._foreach_norm([*apart, *mine, *theirs, vectors])  # pyright: ignore[reportPrivateImportUsage]
+        *norms, scale = torch.stack(norms).tolist()
+        by_key = {key: norms[k :: len(params)] for k, key in enumerate(params)}
         sizes = [[math.hypot(*part) for part in zip(*[by_key[key] for key in layer.params])] for layer in layers]
         largest = max([size for _, _, size in sizes if math.isfinite(size)], default=0.0)
         coarsest = min([slot.dtype.itemsize for slot in self.recorder.slots], default=8)
-        # Where nothing is left of any gradient but rounding, as with one class.
-        floor = 10 * torch.finfo(widest).eps * math.hypot(*[float(v.norm()) for v in self.vectors])
+        floor = 10 * torch.finfo(widest).eps * scale if math.isfinite(scale) else 0.0
         for layer, (away, own, size) in zip(layers, sizes, strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others; what is not finite is
