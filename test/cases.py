@@ -4,7 +4,7 @@
     LOSSES           losses with targets that fit any output
     PROBLEMS         pairs of both that every law is run on
     APPROXIMATIONS   what a block may be
-    VECTORS          what may be sent back
+    VECTORS          what may be backpropagated
 
 `problem(name)` makes a problem, once, in float64; `Problem.exact` is its slow exact twin. `close` compares, and
 `unchanged` checks that nothing of the user's was touched.

@@ -73,7 +73,7 @@ class Seen:
 
 
 Vectors = tuple[tuple[Seen, Tensor], ...]
-"""For every batch what is sent back through it, [V, F]."""
+"""For every batch what is backpropagated through it, [V, F]."""
 
 
 class Projection(nn.Module):
@@ -601,7 +601,7 @@ class Reference:
 
         Args:
             name: The layer.
-            vectors: What is sent back through each batch.
+            vectors: What is backpropagated through each batch.
             reduce: Average inputs and sum gradients over positions first.
             ones: Append a column of ones to the inputs.
             max_bytes: Larger factors of each role are replaced by their diagonals.

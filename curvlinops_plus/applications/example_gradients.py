@@ -78,7 +78,7 @@ def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor
 
 
 class Gradients:
-    """What layers give for each vector that was sent back, together."""
+    """What layers give for each vector that was backpropagated, together."""
 
     def __init__(self, risk: EmpiricalRisk) -> None:
         self.risk, self._parts = risk, {}

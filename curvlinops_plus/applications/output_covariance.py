@@ -1,8 +1,8 @@
 """Covariances `J Σ Jᵀ` of a model's outputs, for a covariance `Σ` of its parameters that has structure.
 
 For each example `n` and number `c` of its output, `φ_{n,c} = Lᵀ J_{n,c}` with `Σ = L Lᵀ`, and covariances are products
-of these vectors. Unit vectors are sent back through a recorded forward pass, and each layer forms its part of `φ` from
-what it receives: variances are added up, and only one layer's derivatives are held at a time.
+of these vectors. Unit vectors are backpropagated through a recorded forward pass, and each layer forms its part of `φ`
+from what it receives: variances are added up, and only one layer's derivatives are held at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 4: block-diagonal curvature, a block or a few for each layer, from sums over the data."""
+"""Block-diagonal curvature, a block or a few for each layer, from sums over the data."""
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Needs
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature

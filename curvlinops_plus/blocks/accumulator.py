@@ -91,7 +91,7 @@ class Accumulator(metaclass=AccumulatorType):
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
-    #: Whether gradients must be sent back: not with `ForwardOnly()`.
+    #: Whether gradients must be backpropagated: not with `ForwardOnly()`.
     needs_gradients: ClassVar[bool] = False
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False

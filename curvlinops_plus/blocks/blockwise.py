@@ -64,7 +64,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         risk: Model, loss and data.
         approximation: An approximation for all layers, or a mapping from layer names, globs or module types to one.
         default: The approximation of layers that the mapping does not name.
-        vectors: What is sent back through the network, or its name (`as_vectors`).
+        vectors: What is backpropagated through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
             two evaluations of a few examples have to agree. False: not even these.
@@ -416,7 +416,7 @@ def curvature(
             ScaledIdentity, your own `Accumulator`), or a mapping from layer names, globs or module types to one. Exact
             names come before globs, globs before types.
         default: The approximation of layers that the mapping does not name.
-        vectors: What is sent back: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
+        vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data. None: two evaluations of a few

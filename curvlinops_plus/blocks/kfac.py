@@ -157,7 +157,7 @@ class KFAC(Accumulator):
         return kfac_blocks(self.layer, A, G)
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
-        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
+        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was backpropagated).
 
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """

@@ -1,9 +1,9 @@
 """The Kronecker product that is nearest to the exact block of a layer, in the Frobenius norm.
 
-The block is `F = c Σ vec(J) vec(J)ᵀ`, with `J [o, i]` the gradient of one example for one vector sent back. Rearranged,
-with pairs of rows against pairs of columns, `G ⊗ A` has rank one, and the best one is the leading singular pair of
-`R(F)` (Van Loan and Pitsianis 1993). `R(F)` has `o² i²` entries, but its products need none of them: `R(F) vec(A)` is
-`c Σ J A Jᵀ`, and `R(F)ᵀ vec(G)` is `c Σ Jᵀ G J`.
+The block is `F = c Σ vec(J) vec(J)ᵀ`, with `J [o, i]` the gradient of one example for one vector backpropagated.
+Rearranged, with pairs of rows against pairs of columns, `G ⊗ A` has rank one, and the best one is the leading singular
+pair of `R(F)` (Van Loan and Pitsianis 1993). `R(F)` has `o² i²` entries, but its products need none of them: `R(F)
+vec(A)` is `c Σ J A Jᵀ`, and `R(F)ᵀ vec(G)` is `c Σ Jᵀ G J`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NearestKronecker(KroneckerBlock):
 
     Raises:
         ValueError: If `power_iterations` is less than one.
-        UnsupportedError: If a factor would be larger than `max_factor_bytes`, or nothing is sent back.
+        UnsupportedError: If a factor would be larger than `max_factor_bytes`, or nothing is backpropagated.
 
     Cost: one sweep and `o² i²` numbers, or `1 + power_iterations` sweeps and no more memory than KFAC. Of an
     embedding's `A` only the diagonal is kept; the product is then the nearest one of this form.

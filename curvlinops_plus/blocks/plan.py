@@ -71,7 +71,7 @@ def _how_to_name(key: Any, layers: list[Layer]) -> str:
 
 
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
-    """Refuse approximations that are made of gradients, where none are sent back."""
+    """Refuse approximations that are made of gradients, where none are backpropagated."""
     refused = [entry for entry in plan if entry.approximation.kind.needs_gradients]
     if not refused:
         return

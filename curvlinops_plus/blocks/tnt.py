@@ -1,8 +1,8 @@
 """Kronecker blocks made of per-example gradients: what they have in common, and the one that keeps the trace.
 
-With `J [o, i]` the gradient of one example for one vector sent back, as a matrix, the exact block of an affine layer is
-`F = c Σ vec(J) vec(J)ᵀ`. Everything here is made of its two contractions, `c Σ J A Jᵀ` and `c Σ Jᵀ G J`; `[*b]` stands
-for the matrices of a layer that has several (groups of a convolution).
+With `J [o, i]` the gradient of one example for one vector backpropagated, as a matrix, the exact block of an affine
+layer is `F = c Σ vec(J) vec(J)ᵀ`. Everything here is made of its two contractions, `c Σ J A Jᵀ` and `c Σ Jᵀ G J`;
+`[*b]` stands for the matrices of a layer that has several (groups of a convolution).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TNT(KroneckerBlock):
         max_bytes: The largest factor that is built, 2 GiB by default.
 
     Raises:
-        UnsupportedError: If a factor would be larger than `max_bytes`, or nothing is sent back.
+        UnsupportedError: If a factor would be larger than `max_bytes`, or nothing is backpropagated.
 
     Cost: one sweep; for layers with many positions per-example gradients in pieces of a few megabytes.
 

@@ -1,4 +1,4 @@
-"""Floor 4: the classic door, classes with the names, arguments and defaults of curvlinops 3.0.1."""
+"""Classes with the names, arguments and defaults of curvlinops 3.0.1."""
 
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.classic.ggn_diagonal import GGNDiagonalLinearOperator

@@ -1,4 +1,4 @@
-"""The classic door to the exact matrix-free operators: names, arguments and defaults of curvlinops 3.0.1."""
+"""Exact matrix-free operators with the names, arguments and defaults of curvlinops 3.0.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: several processes; knows tensors and processes only."""
+"""Several processes; knows tensors and processes only."""
 
 from curvlinops_plus.distributed.processes import Alone, Processes
 

@@ -1,4 +1,4 @@
-"""Floor 4: exact matrix-free operators of a risk."""
+"""Exact matrix-free operators of a risk."""
 
 from curvlinops_plus.exact.activation import ActivationHessian
 from curvlinops_plus.exact.data_rows import GGNFactor, Jacobian

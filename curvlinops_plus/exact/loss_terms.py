@@ -153,7 +153,7 @@ def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bo
     """
     if not vectors.backward:
         raise ValueError(
-            f"{name} needs vectors that are sent back through the network; {vectors!r} sends none. Take Exact(), "
+            f"{name} needs vectors that are backpropagated through the network; {vectors!r} sends none. Take Exact(), "
             "MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or Empirical()."
         )
     _ = risk.losses.reduction  # refuses "none"

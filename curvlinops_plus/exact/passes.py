@@ -40,7 +40,7 @@ Linear = Callable[[list[Tensor]], Sequence[Tensor]]
 
 # Columns that are computed together: their results stay below so many bytes, and they are at most so many.
 _CHUNK_BYTES, _COLUMNS = 2**28, 64
-# On a CPU columns are sent back together only while results have fewer numbers: larger ones gain nothing by it.
+# On a CPU columns are backpropagated together only while results have fewer numbers: larger ones gain nothing by it.
 _CPU_NUMBERS = 2**17
 # By bytes of the coarsest numbers, how far the two sides of the identity may be apart.
 _TOLERANCE = {2: 5e-2, 4: 5e-3, 8: 1e-6}
@@ -358,7 +358,7 @@ class Passes:
         return total
 
     def sent_together(self, K: int, F: Outputs) -> int:
-        """How many of K columns are sent back together."""
+        """How many of K columns are backpropagated together."""
         if "group norm" in self._met:  # several at once are wrong in its second derivative
             return 1
         numbers = max((t.numel() for t in (*F, *self.params)), default=1)

@@ -7,7 +7,7 @@ which have Kronecker factors: a subclass defines three methods and inherits the 
 Shapes of all layer rules:
 
     x   [B, *in]        the layer's input, B examples in dimension 0
-    g   [V, B, *out]    gradients of the layer's output for V vectors sent back
+    g   [V, B, *out]    gradients of the layer's output for V vectors backpropagated
     a   [B, S, i]       rows that W multiplies, at S positions that share W; without a column of ones for the bias
     J   [V, B, *shape]  per-example gradients of one parameter
 

@@ -1,4 +1,4 @@
-"""Floor 3: a risk is model, losses and data; its mini-batches are read, run and recorded here."""
+"""A risk is model, losses and data; its mini-batches are read, run and recorded here."""
 
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.layer_batch import LayerBatch

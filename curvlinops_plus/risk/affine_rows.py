@@ -1,8 +1,8 @@
 """The rows of an affine layer in one mini-batch: what its weight is multiplied by, and the gradients of the products.
 
 Shapes: N examples, S positions at which the layer's weight is used (all calls of a shared module included), V vectors
-sent back, i and o the columns and rows of the layer's parameters as one matrix. A layer of several matrices (groups of
-a convolution) has one more axis `b`; `[*b]` stands for none or this one.
+backpropagated, i and o the columns and rows of the layer's parameters as one matrix. A layer of several matrices
+(groups of a convolution) has one more axis `b`; `[*b]` stands for none or this one.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Consumer = Callable[[LayerBatch], None]
 
 @dataclass(eq=False)
 class VectorGroup:
-    """Vectors that are sent back one after the other, through the same outputs.
+    """Vectors that are backpropagated one after the other, through the same outputs.
 
     Attributes:
         number: Of vectors.
@@ -50,7 +50,7 @@ def vector_groups(
     draws: Draws,
     weights: Sequence[float],
 ) -> list[VectorGroup]:
-    """What is sent back together in one batch; outputs without a graph are left out.
+    """What is backpropagated together in one batch; outputs without a graph are left out.
 
     Args:
         outputs: What the losses read, attached to the graph.
@@ -155,7 +155,7 @@ class BackwardPasses:
                 self._stream(VectorGroup(group.outputs, len(chunk), iter(chunk)), keep_graph=True)
 
     def _in_range(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Vectors that are sent back from outputs: in float16, times a power of two that leaves room on both sides."""
+        """Vectors from outputs on: in float16, times a power of two that leaves room on both sides."""
         if torch.float16 not in {place.dtype for place in (*outputs, *self.recorder.slots)}:
             return vectors
         largest = max(float(v.detach().abs().amax()) for v in vectors)

@@ -108,11 +108,11 @@ def _report(risk: EmpiricalRisk, norms: list[str], repeatable: bool) -> None:
 class Look:
     """A recorded batch, and three of its examples by themselves; arguments as for `look_at`.
 
-    Of the first vector that is sent back through the batch, the gradients of the three by the layers' rules are added
-    up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum comes
-    from a plain backward pass through the three, run one by one. If the model can't run one by itself (graphs, bags of
-    tokens), the whole batch is run again instead; in training loops, if that is random, the graph of the recorded pass
-    stands in.
+    Of the first vector that is backpropagated through the batch, the gradients of the three by the layers' rules are
+    added up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum
+    comes from a plain backward pass through the three, run one by one. If the model can't run one by itself (graphs,
+    bags of tokens), the whole batch is run again instead; in training loops, if that is random, the graph of the
+    recorded pass stands in.
 
     Cost: a forward and a backward pass of three examples, with gradients of the parameters.
     """

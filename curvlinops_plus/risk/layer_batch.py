@@ -1,6 +1,6 @@
 """The calls of one layer in one mini-batch, and gradients of each example: all that an approximation reads.
 
-Shapes, here and in every accumulator: N examples, V vectors sent back, i and o the columns and rows of the layer's
+Shapes, here and in every accumulator: N examples, V vectors backpropagated, i and o the columns and rows of the layer's
 parameters as one matrix; see `AffineRows` for more.
 """
 

@@ -72,7 +72,7 @@ def sweep(
 
 
 class RecordedPasses:
-    """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
+    """Forward passes of a risk's model under hooks on its layers, and the vectors that are backpropagated through them.
 
     Use them inside `hooked`.
 

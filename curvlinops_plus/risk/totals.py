@@ -26,7 +26,7 @@ class Totals:
         reached: Indices of the layers that a gradient reached.
         counts: For each loss, what its mean divides by.
         losses: For each loss, its un-reduced sum.
-        weights: For each loss, the relative weight in what was sent back (see `LossWeights`); empty if nothing was.
+        weights: For each loss, its relative weight in the vectors (see `LossWeights`); empty if there were none.
         steps: Of a stream, the sum of the weights of its steps: what totals that are added are parts of, too.
     """
 

@@ -1,4 +1,4 @@
-"""Estimation modes: which vectors are sent back through the network, and the matrix that they stand for.
+"""Estimation modes: which vectors are backpropagated through the network, and the matrix that they stand for.
 
 A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` of the shape of the network's output.
 Layer-wise approximations send the vectors back one after the other; matrix-free operators multiply with

@@ -195,7 +195,7 @@ def test_a_loss_without_likelihood_beside_one_that_has_one() -> None:
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.HuberLoss()], ids=["likelihood", "none"])
 def test_columns_of_large_results(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are sent back one by one, into the sum over batches, also where several pieces go forward."""
+    """They are backpropagated one by one, into the sum over batches, also where several pieces go forward."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     targets = (lambda n: torch.arange(n) % 3) if isinstance(loss, nn.CrossEntropyLoss) else (lambda n: normal(n, 3))
     risk = EmpiricalRisk(model, loss, [(normal(n, 4), targets(n)) for n in (6, 4, 5)])

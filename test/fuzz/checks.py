@@ -20,7 +20,7 @@ from .truth import Truth
 
 __all__ = ["CHECKS", "VECTORS", "Check", "Subject", "check", "draw_checks"]
 
-#: What is sent back where the matrix is known exactly.
+#: What is backpropagated where the matrix is known exactly.
 VECTORS: dict[str, Any] = {"exact": Exact(), "empirical": Empirical(), "terms": Empirical(per_term=True)}
 
 

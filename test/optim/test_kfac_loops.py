@@ -220,7 +220,7 @@ def test_a_model_that_was_compiled_and_called_before() -> None:
     compiled = torch.compile(model, backend="eager")
     compiled(batch()[0])
     optimizer = KFACOptimizer(model, CE)
-    with pytest.raises(RuntimeError, match="No batch was heard"):
+    with pytest.raises(RuntimeError, match="No batch was recorded"):
         plain(optimizer, compiled, CE, *batch())
     plain(KFACOptimizer(compiled, CE), compiled, CE, *batch())
 

@@ -146,7 +146,7 @@ def test_steps_that_have_heard_no_batch(call: Callable[..., Tensor]) -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer, (X, y) = KFACOptimizer(model, loss, **EXACT), batch()
     call(model, loss, X, y).backward()
-    with pytest.raises(RuntimeError, match=r"No batch was heard(?s:.*)listen(?s:.*)strict=False"):
+    with pytest.raises(RuntimeError, match=r"No batch was recorded(?s:.*)listen(?s:.*)strict=False"):
         optimizer.step()
     model.train()
     plain(optimizer, model, loss, X, y)
@@ -160,7 +160,7 @@ def test_several_losses_of_which_some_were_called(called: str) -> None:
     one, two = model(X)
     terms = [two.sum(), losses["one"](one, y) if called == "one" else losses["two"](two, X[:, :2])]
     sum(terms[: 2 if called else 1]).backward()
-    with pytest.raises(RuntimeError, match="No batch was heard"):
+    with pytest.raises(RuntimeError, match="No batch was recorded"):
         optimizer.step()
 
 
@@ -168,7 +168,7 @@ def test_a_loss_that_is_a_function() -> None:
     model, (X, y) = net(), batch()
     optimizer = KFACOptimizer(model, F.cross_entropy, **EXACT)
     F.cross_entropy(model(X), y).backward()
-    with pytest.raises(RuntimeError, match=r"No batch was heard(?s:.*)optimizer\.listen\(\(X, y\)\)"):
+    with pytest.raises(RuntimeError, match=r"No batch was recorded(?s:.*)optimizer\.listen\(\(X, y\)\)"):
         optimizer.step()
 
 
@@ -176,7 +176,7 @@ def test_steps_without_a_batch() -> None:
     """They take the old statistics if they are not strict; without gradients they do nothing."""
     model, (X, y) = net(), batch()
     optimizer = KFACOptimizer(model, CE, strict=False, **EXACT)
-    with pytest.raises(RuntimeError, match="No batch was heard"):  # there are no old statistics
+    with pytest.raises(RuntimeError, match="No batch was recorded"):  # there are no old statistics
         optimizer.step()
     plain(optimizer, model, CE, X, y)
     before = flat(model)
@@ -240,7 +240,7 @@ def empty(X: Tensor, y: Tensor) -> None:
 
 
 PLACES: list[tuple[Callable[..., None], type[Exception], str]] = [
-    (inside, RuntimeError, r"No batch was heard(?s:.*)listen"),
+    (inside, RuntimeError, r"No batch was recorded(?s:.*)listen"),
     (assigned, ValueError, r"other tensors in place of its parameters.*assign=True.*a new optimizer"),
     (partly_frozen, ValueError, r"which are one block of the curvature, only \['0.weight'\] have a gradient"),
     (last_axis, ValueError, r"\[6, 5, 3\] with classes along axis 1 .*`output=lambda out: out\.movedim\(-1, 1\)`"),

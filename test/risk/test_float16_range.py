@@ -127,7 +127,7 @@ EXACT: dict[str, Any] = {
 @pytest.mark.parametrize("length", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("factor", [1.0, 30.0])
 def test_exact_operators_are_finite_where_they_are(name: str, length: float, factor: float) -> None:
-    """Vectors, and what is sent back, are multiplied by powers of two; a Hessian of large gradients is refused."""
+    """Vectors, and what is backpropagated, are multiplied by powers of two; a Hessian of large gradients is refused."""
     model, loss = net(factor, factor), nn.MSELoss(reduction="sum")
     twin, y = copy.deepcopy(model).double(), torch.ones(32, 3)
     v = length * torch.cos(torch.arange(sum(p.numel() for p in model.parameters())))

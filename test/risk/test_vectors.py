@@ -1,4 +1,4 @@
-"""What is sent back: each kind by itself, the words that stand for them, and what is refused."""
+"""What is backpropagated: each kind by itself, the words that stand for them, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the batches of training loops are heard: by hooks on a model and on its losses, or in `listen`."""
+"""How the batches of training loops are recorded: by hooks on a model and on its losses, or in `listen`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Call:
 class Hearing:
     """Hears the batches of a step: by hooks on the model and on its losses, or in `listen`.
 
-    A call of the model is heard in training mode with gradients enabled, if its step updates the statistics or looks at
+    A call of the model in training mode with gradients is recorded if its step updates the statistics or looks at
     its batches once more. Calls that no loss is applied to are dropped, and so are outputs that were written to.
 
     Losses that are functions take no hooks.
@@ -101,7 +101,7 @@ class Hearing:
         self._remove()
 
     def forget(self) -> None:
-        """What was heard until now belongs to no step any more."""
+        """What was recorded until now belongs to no step any more."""
         for call in self._waiting:
             call.close()
         self._waiting, self.batches, self.error, self._before = [], 0, None, self._estimator.examples

@@ -51,7 +51,7 @@ class KFACOptimizer(KFACPreconditioner):
         damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
         params: Parameters, or groups of them with options of their own; default: all that require a gradient.
         approximation, default: As for `curvature`.
-        vectors: What is sent back for the statistics; default: `MonteCarlo()`.
+        vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms. Below 1 if
             losses are sums.
         statistics_every: Steps between two updates of the statistics.

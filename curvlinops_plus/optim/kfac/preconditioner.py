@@ -46,7 +46,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
 
     `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
-    rewrites `.grad` and leaves parameters alone. Training loops are heard as by `KFACOptimizer`. Gradients of
+    rewrites `.grad` and leaves parameters alone. Training loops are recorded as by `KFACOptimizer`. Gradients of
     parameters without curvature stay as they are.
 
     Args:
@@ -56,7 +56,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         params: Parameters, or groups of them with options of their own (`damping`, `norm_constraint`); default: all
             that require a gradient. Parameters of one block belong in one group.
         approximation, default: As for `curvature`.
-        vectors: What is sent back for the statistics; default: `MonteCarlo()`.
+        vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update.
         statistics_every: Steps between two updates of the statistics.
         inverse_every: Steps between two refreshes of the inverse.
@@ -371,7 +371,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
     def _no_batch(self, again: bool) -> RuntimeError:
         names = ", ".join(one.title for one in self.curvature.risk.losses)
         return RuntimeError(
-            "No batch was heard since the last step. Heard are calls of the model itself, in training mode and with "
+            "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "
             f"gradients, and then of {names}, as the optimizer was given it, on what the model returned:\n"
             "    loss(model(X), y).backward()\n"
             "    optimizer.step()\n"
