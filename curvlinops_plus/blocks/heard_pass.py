@@ -218,8 +218,8 @@ class HeardPass:
             if (doubt := self._passes.recorder.doubt) is not None:
                 raise doubt
             raise ValueError(
-                "The output of the model has no graph, so nothing can be backpropagated from it. Is there a `.detach()` "
-                "in the model?"
+                "The output of the model has no graph, so nothing can be backpropagated from it. Is there a "
+                "`.detach()` in the model?"
             )
         return read
 
