@@ -182,7 +182,10 @@ class ClosedForms(Products):
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
         products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
-        return rows @ (products.mT if rows.ndim > 1 else products)
+        form = rows @ (products.mT if rows.ndim > 1 else products)
+        if rows.requires_grad and not products.requires_grad:  # products of operators that carry no graph
+            form = form + (form.mT if form.ndim else form) - form.detach()
+        return form
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Sign of the determinant and logarithm of its absolute value."""

@@ -19,7 +19,7 @@ from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import needs_gradient, remember
-from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, SolveInfo, cg
+from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator, OneTensor
@@ -281,9 +281,9 @@ class DampedSumInverse(CGInverseLinearOperator):
         super().__init__(A, tolerance=tolerance, preconditioner=preconditioner)
         self.dtype = dtype
 
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        x, info = cg(self.A, X.double(), **self.options)
-        return x.to(X.dtype), info
+    def _matmat(self, X: Tensor) -> Tensor:
+        x, self.info = cg(self.A, X.double(), **self.options)
+        return x.to(X.dtype)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> DampedSumInverse:
         preconditioner = self.options["preconditioner"].to(device, dtype)

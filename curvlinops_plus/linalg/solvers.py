@@ -2,18 +2,17 @@
 
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow. What
 `SolveInfo` reports is the true residual `b - A x`, from a product with `A` at the end; a missed tolerance warns with a
-`CurvatureWarning`. The operators, such as `CGInverseLinearOperator`, solve in every product and are differentiable in
-the vector, not in what `A` is made of.
+`CurvatureWarning`. The operators, such as `CGInverseLinearOperator`, solve in every product; their results carry no
+graph.
 """
 
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy
@@ -21,23 +20,14 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg.implicit import linear_in
-from curvlinops_plus.linalg.numerics import whole, wide
 from curvlinops_plus.linalg.operator import LinearOperator, Wrapper
 from curvlinops_plus.linalg.products import derived, outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
-Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
-Inverse = TypeVar("Inverse", bound="IterativeInverse")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-CONVERGED = "converged"
-LIMIT = "iteration limit {limit} reached; raise it, precondition, or add a damping to A"
-STAGNATED = "no more progress in {dtype}; loosen the tolerance, compute in float64, or add a damping to A"
-LEAST_SQUARES = "no more progress in {dtype}; if A is singular and b not in its range, x minimizes the residual; damp A"
-NOT_FINITE = "the right-hand side or a product with A has NaN or infinite entries"
-NOT_POSITIVE = "zero or negative curvature, A is not positive definite; add a damping, or use MINRES"
-BAD_PRECONDITIONER = "the preconditioner is not symmetric positive definite, or gave NaN"
-ILL_CONDITIONED = "condition number above conlim; raise it or damp"
+Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class SolveInfo:
         iterations: How many it took, the largest number over columns.
         relative_residual: `‖b - A x‖ / ‖b‖` of each column, [K], from a product with `A` at the end; 0 for `b = 0`.
         converged: Whether each column met its tolerance, [K].
-        reason: Why the columns ended, in words.
+        reason: "converged", or why other columns ended.
 
     Example:
         >>> from curvlinops_plus.linalg import Diagonal, cg
@@ -64,7 +54,7 @@ class SolveInfo:
 
 
 class System:
-    """`A X = B` with columns scaled to a largest entry of 1, and everything converted to flat tensors.
+    """`A X = B` with columns scaled to a largest entry of 1, as flat tensors in float32 at least.
 
     Args:
         b: Right-hand sides, anything that `A.out_space` reads.
@@ -72,65 +62,27 @@ class System:
         preconditioner: Operator or function `[n, k] -> [n, k]`.
     """
 
-    def __init__(
-        self, A: LinearOperator, b: Any, x0: Any = None, preconditioner: Preconditioner = None, *, square: bool = True
-    ) -> None:
-        if not isinstance(A, LinearOperator):
-            raise TypeError(
-                f"Expected A to be a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A)."
-            )
-        if square and A.shape[0] != A.shape[1]:
-            raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
-        self.operator = A
+    def __init__(self, A: LinearOperator, b: Any, x0: Any = None, preconditioner: Preconditioner = None) -> None:
+        self.A, self.dtype = A, torch.promote_types(A.dtype, torch.float32)
         B, self.container = A.out_space.read(b, A.dtype, A.device)
-        self.dtype = torch.promote_types(A.dtype, torch.float32)
         B = B.detach().to(self.dtype)
-        size = B.abs().amax(0) if B.numel() else B.new_zeros(B.shape[1])  # [K]
-        self.finite, self.zero = torch.isfinite(size), size == 0
-        self.scale = torch.where(self.finite & ~self.zero, size, torch.ones_like(size))
-        self.B = torch.where(self.finite, B / self.scale, torch.zeros_like(B))  # [m, K]
-        self.norm_b = norm(self.B)  # [K]
-        self.X = torch.zeros(A.shape[1], B.shape[1], dtype=self.dtype, device=A.device)
+        size = B.abs().amax(0)
+        self.scale = torch.where((size > 0) & size.isfinite(), size, 1.0)
+        self.B = B / self.scale  # [m, K]
+        self.norm_b = norm(self.B)
+        self.X = B.new_zeros(A.shape[1], B.shape[1])
         if x0 is not None:
-            guess, _ = A.in_space.read(x0, A.dtype, A.device)
-            if guess.shape[1] not in (1, B.shape[1]):
-                raise ValueError(
-                    f"Expected a first guess with 1 or {B.shape[1]} columns, as the right-hand side, got "
-                    f"{guess.shape[1]}."
-                )
-            self.X = torch.where(self.zero, self.X, guess.detach().to(self.dtype) / self.scale)
-        self.M = self._preconditioner(preconditioner)
-        #: Columns with something to solve.
-        self.columns = (self.finite & ~self.zero).nonzero()[:, 0]
-        #: Why each column ended.
-        self.reasons = [CONVERGED if finite else NOT_FINITE for finite in self.finite.tolist()]
+            guess = A.in_space.read(x0, A.dtype, A.device)[0].detach().to(self.dtype)
+            self.X = torch.where(size == 0, self.X, guess / self.scale)
+        if isinstance(preconditioner, LinearOperator):
+            M = preconditioner  # a cheaper precision is fine
+            self.M: Callable[[Tensor], Tensor] = lambda R: M._matmat(R.to(M.dtype)).to(self.dtype)
+        else:
+            self.M = (lambda R: R) if preconditioner is None else preconditioner
 
     def product(self, X: Tensor) -> Tensor:  # [n, k] -> [m, k]
         """`A X`."""
-        return self.operator._matmat(X.to(self.operator.dtype)).to(self.dtype)
-
-    def adjoint_product(self, Y: Tensor) -> Tensor:  # [m, k] -> [n, k]
-        """`Aᵀ Y`."""
-        return self.operator._rmatmat(Y.to(self.operator.dtype)).to(self.dtype)
-
-    def size(self) -> float:
-        """About the norm of `A`; SciPy's methods compare numbers with others that don't depend on it."""
-        ratio = norm(self.adjoint_product(self.B)) / self.norm_b
-        largest = float(torch.where(torch.isfinite(ratio), ratio, 0.0).max()) if ratio.numel() else 0.0
-        return largest or 1.0
-
-    def on_host(
-        self, c: float, product: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor] | None = None
-    ) -> Any:
-        """`c` times products with single columns for SciPy, in float64 arrays."""
-
-        def of(multiply: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
-            return lambda x: c * to_host(multiply(torch.as_tensor(x).reshape(-1, 1).to(self.X))[:, 0])
-
-        make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
-        return make(
-            self.operator.shape, matvec=of(product), rmatvec=None if adjoint is None else of(adjoint), dtype=np.float64
-        )
+        return self.A._matmat(X.to(self.A.dtype)).to(self.dtype)
 
     def residual(self) -> Tensor:  # -> [m, K]
         """`B - A X`."""
@@ -138,36 +90,22 @@ class System:
 
     def goal(self, tol: float, atol: float) -> Tensor:  # -> [K]
         """The residual of scaled columns that is enough."""
-        return (tol * self.norm_b).clamp(min=atol / self.scale.to(self.norm_b))
+        return (tol * self.norm_b).clamp(min=atol / self.scale)
 
-    def _preconditioner(self, M: Preconditioner) -> Callable[[Tensor], Tensor]:
-        if M is None:
-            return lambda R: R
-        n = self.operator.shape[0]
-        if isinstance(M, LinearOperator):
-            if not (M.in_space.matches(self.operator.out_space) and M.out_space.matches(self.operator.in_space)):
-                raise ValueError(f"Expected a preconditioner of the shape of {self.operator.label}, got {M.label}.")
-            if M.device != self.operator.device:
-                raise TypeError(f"Expected a preconditioner on {self.operator.device}, where A is, got {M.label}.")
-            own = M.dtype  # a cheaper precision is fine for a preconditioner
-            return lambda R: M._matmat(R.to(own)).to(self.dtype)
-        if not callable(M):
-            raise TypeError(f"Expected a preconditioner that is an operator or a function, got {type(M).__name__}.")
+    def for_scipy(self) -> tuple[Any, float, list[tuple[int, np.ndarray, np.ndarray]]]:
+        """`A / size`, about of norm 1, `size`, and number, right-hand side and first guess times `size` of each column.
 
-        def call(R: Tensor) -> Tensor:
-            Z = M(R)
-            if not isinstance(Z, Tensor) or Z.shape != R.shape:
-                given = list(Z.shape) if isinstance(Z, Tensor) else type(Z).__name__
-                raise ValueError(
-                    f"Expected the preconditioner to take and return [{n}, k], for any k: gave it {list(R.shape)}, "
-                    f"got {given}."
-                )
-            return Z.to(self.dtype)
-
-        return call
+        SciPy's methods compare numbers with others that don't depend on the norm of `A`.
+        """
+        ratio = norm(self.A._rmatmat(self.B.to(self.A.dtype)).to(self.dtype)) / self.norm_b
+        size = float(ratio.nan_to_num(0.0, 0.0).amax()) if len(ratio) else 0.0
+        size = size or 1.0
+        B, X = (t.cpu().double().numpy() for t in (self.B, self.X))
+        todo = ((self.norm_b > 0) & self.norm_b.isfinite()).nonzero()[:, 0].tolist()
+        return self.A.to_scipy() * (1 / size), size, [(k, B[:, k], size * X[:, k]) for k in todo]
 
     def report(
-        self, name: str, tolerance: str, iterations: int, limit: int, met: Callable[[Tensor], Tensor] | None = None
+        self, name: str, tolerance: str, iterations: int, limit: int, met: Callable[[Tensor], Tensor], advice: str
     ) -> tuple[Any, SolveInfo]:
         """The solution in the container type of the right-hand side, and a `SolveInfo`; warns of what was not met.
 
@@ -176,92 +114,40 @@ class System:
             tolerance: In words.
             iterations: How many were made.
             limit: How many were allowed.
-            met: From relative residuals, [K], whether they meet the tolerance. None: where the reason says so.
+            met: From residuals of scaled columns, [K], whether they are small enough.
+            advice: Why columns end that are neither converged nor at the limit.
         """
-        residual = torch.where(self.zero, 0.0, norm(self.residual()) / self.norm_b)
-        residual = torch.where(self.finite, residual, torch.nan)
-        said = torch.tensor([reason == CONVERGED for reason in self.reasons], dtype=torch.bool, device=residual.device)
-        converged = said if met is None else met(residual) | self.zero
-        for column in (said & ~converged).nonzero()[:, 0].tolist():
-            self.reasons[column] = STAGNATED
-        for column in (converged & ~said).nonzero()[:, 0].tolist():
-            self.reasons[column] = CONVERGED
-        reason = explain(self.reasons).format(limit=limit, dtype=self.dtype)
-        info = SolveInfo(iterations, residual, converged, reason)
-        warn_of_miss(name, tolerance, info)
-        return self.operator.in_space.write((self.X * self.scale).to(self.operator.dtype), self.container), info
-
-
-def to_host(x: Tensor) -> np.ndarray:
-    """As a float64 array."""
-    return x.detach().cpu().double().numpy()
-
-
-def explain(reasons: list[str]) -> str:
-    """Why columns ended, with their numbers if there are several reasons."""
-    kinds = list(dict.fromkeys(sorted(reasons, key=lambda reason: reason != CONVERGED)))
-    said = []
-    for kind in kinds:
-        which = [str(column) for column, reason in enumerate(reasons) if reason == kind]
-        where = f" (columns {', '.join(which[:10])}{', …' if len(which) > 10 else ''})" if len(kinds) > 1 else ""
-        said.append(kind + where)
-    return "; ".join(said) or CONVERGED
-
-
-def warn_of_miss(name: str, tolerance: str, info: SolveInfo) -> None:
-    """Warn if a column did not converge, with the residual reached."""
-    missed = (~info.converged).tolist()
-    if any(missed):
-        worst = max(info.relative_residual[~info.converged].tolist(), key=lambda r: (r != r, r))
-        warnings.warn(
-            f"{name} missed {tolerance} for {sum(missed)} of {len(missed)} columns; the largest relative residual "
-            f"after {info.iterations} iterations is {worst:.1e}: {info.reason}.",
-            CurvatureWarning,
-            stacklevel=4,
-        )
-
-
-def count(name: str, number: Any, size: int) -> int:
-    """An iteration limit; 10 per unknown, at most 1000, if none is given.
-
-    Raises:
-        ValueError: If it is not an integer of at least 0, naming the argument.
-    """
-    if number is None:
-        return min(10 * size, 1000)
-    found = whole(number)
-    if found is None or found < 0:
-        raise ValueError(f"Expected {name} to be an integer of at least 0, got {number!r}.")
-    return found
-
-
-def check_at_least_zero(**numbers: float) -> None:
-    """Refuse negative tolerances, and NaN."""
-    for name, value in numbers.items():
-        if not value >= 0:
-            raise ValueError(f"Expected {name} to be at least 0, got {value}.")
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:  # [n, k], [n, k] -> [k]
-    """Dot product of each pair of columns, in float64 where the device has it.
-
-    PyTorch sums by halves, so that the error is that of a few roundings in the vectors' own dtype.
-    """
-    return (a * b).sum(0).to(wide(a))
+        residual = norm(self.residual())
+        relative = torch.where(self.norm_b == 0, 0.0, residual / self.norm_b)
+        converged, reason = met(residual) | (self.norm_b == 0), "converged"
+        if missed := int((~converged).sum()):
+            worst = float(relative[~converged].nan_to_num(torch.inf).max())
+            if worst == torch.inf:
+                reason = "the right-hand side, or a product with A or the preconditioner, has NaN or infinite entries"
+            elif iterations >= limit:
+                reason = f"iteration limit {limit} reached; raise it, precondition, or add a damping to A"
+            else:
+                reason = advice
+            warnings.warn(
+                f"{name} missed {tolerance} for {missed} of {len(converged)} columns; the largest relative residual "
+                f"after {iterations} iterations is {worst:.1e}: {reason}.",
+                CurvatureWarning,
+                stacklevel=3,
+            )
+        x = self.A.in_space.write((self.X * self.scale).to(self.A.dtype), self.container)
+        return x, SolveInfo(iterations, relative, converged, reason)
 
 
 def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
-    """2-norm of each column, as `dot`, also where squares of its entries under- or overflow."""
-    if a.device.type == "cpu":  # where float64 sums of float32 numbers are slow
-        squares, limits = (a * a).sum(0), torch.finfo(a.dtype)
-        if bool(((squares > limits.tiny / limits.eps) & (squares <= limits.max)).all()):
-            return squares.to(torch.float64).sqrt()
-    return torch.linalg.vector_norm(a, dim=0, dtype=wide(a))
+    """2-norm of each column."""
+    return torch.linalg.vector_norm(a, dim=0)
 
 
-def tolerance_text(tol: float, atol: float) -> str:
-    """The tolerance in words, for warnings."""
-    return f"tol={tol:g}" + (f", atol={atol:g}" if atol else "")
+def _check(A: LinearOperator, square: bool = True) -> None:
+    if not isinstance(A, LinearOperator):
+        raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
+    if square and A.shape[0] != A.shape[1]:
+        raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
 
 
 def cg(
@@ -277,8 +163,8 @@ def cg(
     """Conjugate gradients for a symmetric positive definite `A`, all columns of `b` together.
 
     A positive semi-definite `A` is fine if `b` is in its range. A direction of zero or negative curvature ends a column
-    with a warning; its `x` is that of the step before. True residuals are computed at the end; columns whose recurrence
-    drifted from them go on once more, and a warning says where rounding kept them above the tolerance.
+    with a warning; its `x` is that of the step before. True residuals are computed at the end; a warning says where
+    rounding kept them above the tolerance.
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.
@@ -295,10 +181,10 @@ def cg(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
+        ValueError: If `A` is not square or shapes do not fit.
 
-    Cost: one product with `A` and the preconditioner per iteration, with as many columns as are not done yet, and one
-    product with `A` at the end. Memory: seven tensors [n, K].
+    Cost: one product with `A` and the preconditioner per iteration, with all columns until the last one is done, and
+    one product with `A` at the end. Memory: seven tensors [n, K].
 
     Example:
         >>> from curvlinops_plus.linalg import Dense, Structure
@@ -307,54 +193,32 @@ def cg(
         >>> x, info.iterations
         (tensor([0.0909, 0.6364]), 2)
     """
-    tol, enough = (1e-10, 1e-5) if tol is None else (tol, 0.0)
-    check_at_least_zero(tol=tol, atol=atol)
+    tol, accepted = (1e-10, 1e-5) if tol is None else (tol, tol)
+    _check(A)
     system = System(A, b, x0, preconditioner)
-    limit = count("max_iter", max_iter, A.shape[1])
-    goal, accepted = 0.9 * system.goal(tol, atol), system.goal(max(tol, enough), atol)
+    limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
+    goal, enough = 0.9 * system.goal(tol, atol), system.goal(accepted, atol)
     with torch.no_grad(), outside_autocast(A.device):
-        iterations = _conjugate_gradients(system, goal, limit)
-        if bool((norm(system.residual()) > accepted)[system.columns].any()):  # the recurrence drifted
-            iterations += _conjugate_gradients(system, goal, limit - iterations)
-        return system.report(
-            "CG", tolerance_text(max(tol, enough), atol), iterations, limit, lambda r: r * system.norm_b <= accepted
-        )
-
-
-def _conjugate_gradients(system: System, goal: Tensor, limit: int) -> int:
-    """Iterate on the columns of `system.X` until their recurrences say that they are done."""
-    columns, iteration = system.columns, 0
-    X, R = system.X[:, columns], system.residual()[:, columns].clone()
-    P = system.M(R).clone()
-    rz, r = dot(R, P), norm(R)
-    ended = torch.where((rz > 0) & torch.isfinite(rz), 0, 4).where(torch.isfinite(r), 2).where(r > goal[columns], 1)
-    while len(columns):
-        if iteration >= limit or bool(ended.any()):  # the one question to the device
-            ended = ended.where((ended > 0) | (iteration < limit), 5)
-            system.X[:, columns] = X
-            for column, code in zip(columns.tolist(), ended.tolist(), strict=True):
-                system.reasons[column] = _ENDS[code]
-            stays = (ended == 0).nonzero()[:, 0]
-            columns, X, R, P, rz, r = columns[stays], X[:, stays], R[:, stays], P[:, stays], rz[stays], r[stays]
-            if not len(columns):
-                break
-        Q = system.product(P)
-        curvature = dot(P, Q)
-        fine = (curvature > 0) & torch.isfinite(curvature)
-        alpha = torch.where(fine, rz / curvature, 0.0).to(X.dtype)
-        X.addcmul_(alpha, P)
-        R.addcmul_(-alpha, Q)
-        Z = system.M(R)
-        r, rz_old = norm(R), rz
-        rz = dot(R, Z)
-        P = P.mul_((rz / rz_old).to(P.dtype)).add_(Z)
-        ended = torch.where((rz > 0) & torch.isfinite(rz), 0, 4).where(r > goal[columns], 1)
-        ended = ended.where(fine, 3).where(torch.isfinite(curvature), 2)
-        iteration += 1
-    return iteration
-
-
-_ENDS = ("", CONVERGED, NOT_FINITE, NOT_POSITIVE, BAD_PRECONDITIONER, LIMIT)
+        X, R = system.X, system.residual()
+        P = Z = system.M(R)
+        rz, iterations = (R * Z).sum(0), 0
+        active = (norm(R) > goal) & (rz > 0)
+        while iterations < limit and bool(active.any()):  # the one question to the device
+            Q = system.product(P)
+            curvature = (P * Q).sum(0)
+            active = active & (curvature > 0)
+            alpha = torch.where(active, rz / curvature, 0.0)
+            X, R = X + alpha * P, R - alpha * Q
+            Z, before = system.M(R), rz
+            rz = (R * Z).sum(0)
+            P = torch.where(active, rz / before, 0.0) * P + Z
+            active = active & (norm(R) > goal) & (rz > 0)
+            iterations += 1
+        system.X = X
+        advice = f"no more progress in {system.dtype}; loosen the tolerance, compute in float64, or add a damping to A"
+        if bool((~active & (norm(R) > goal)).any()):
+            advice = "zero or negative curvature: A or the preconditioner is not positive definite; damp, or use MINRES"
+        return system.report("CG", f"tol={accepted:g}, atol={atol:g}", iterations, limit, lambda r: r <= enough, advice)
 
 
 def minres(
@@ -386,7 +250,7 @@ def minres(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
+        ValueError: If `A` is not square, shapes do not fit, or the preconditioner is indefinite.
 
     Cost: one product with `A` and the preconditioner per iteration and column, and a tenth more for true residuals.
 
@@ -396,63 +260,47 @@ def minres(
         >>> x, bool(info.converged)
         (tensor([ 1.0000, -0.5000]), True)
     """
-    check_at_least_zero(tol=tol, atol=atol)
+    _check(A)
     system = System(A, b, x0, preconditioner)
-    limit = count("max_iter", max_iter, A.shape[1])
-    goal = system.goal(tol, atol)
+    limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
+    goal, iterations = system.goal(tol, atol), 0
     with torch.no_grad(), outside_autocast(A.device):
-        given = preconditioner is not None
-        size, columns = system.size(), system.columns.tolist()
-        made = [_minres(system, size, column, float(goal[column]), limit, given) for column in columns]
-        return system.report(
-            "MINRES", tolerance_text(tol, atol), max(made, default=0), limit, lambda r: r * system.norm_b <= goal
-        )
+        (op, size, columns), M = system.for_scipy(), None
+        if preconditioner is not None:
+            make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
+            M = make(
+                A.shape, lambda r: system.M(size * torch.as_tensor(r[:, None]).to(system.X)).cpu().double().numpy()
+            )
+        for column, right, x in columns:
+            x, made = _minres(op, right, x, float(goal[column]), limit, M, torch.finfo(system.dtype).eps)
+            system.X[:, column], iterations = torch.as_tensor(x / size), max(iterations, made)
+        advice = "no more progress; if A is singular and b not in its range, x minimizes the residual; damp A"
+        return system.report("MINRES", f"tol={tol:g}, atol={atol:g}", iterations, limit, lambda r: r <= goal, advice)
 
 
 class _Met(Exception):
-    """Ends SciPy's iteration: the tolerance is met, or numbers are not finite."""
+    """Ends SciPy's iteration: the tolerance is met."""
 
 
-def _minres(system: System, size: float, column: int, goal: float, limit: int, preconditioned: bool) -> int:
-    """Solve for one column of `system.X`; returns the number of iterations."""
-    A = system.on_host(1 / size, system.product)
-    b, guess = to_host(system.B[:, column]), size * to_host(system.X[:, column])
-    made, least = 0, float("inf")
+def _minres(
+    op: Any, b: np.ndarray, x: np.ndarray, goal: float, limit: int, M: Any, eps: float
+) -> tuple[np.ndarray, int]:
+    """The `x` of the least true residual that was seen, and the number of iterations."""
+    best, least, made = x, float(np.linalg.norm(b - op @ x)), 0
 
     def look(x: np.ndarray) -> None:
-        nonlocal least
-        residual = float(np.linalg.norm(b - A @ x))
-        if (
-            residual < (1.0 if made >= limit else 0.98) * least or residual <= goal
-        ):  # steps along a null space gain less, and are long
-            least = residual
-            system.X[:, column] = torch.as_tensor(x / size).to(system.X)
-            system.reasons[column] = CONVERGED if residual <= goal else LIMIT if made >= limit else LEAST_SQUARES
-        if residual <= goal:
-            raise _Met
-
-    def count_and_look(x: np.ndarray) -> None:
-        nonlocal made
+        nonlocal best, least, made
         made += 1
-        if not np.isfinite(x).all():
-            system.reasons[column] = BAD_PRECONDITIONER if preconditioned else NOT_FINITE
+        if made % 10 == 0 and (residual := float(np.linalg.norm(b - op @ x))) < least:
+            best, least = x.copy(), residual
+        if least <= goal:
             raise _Met
-        if made % 10 == 0 or made & (made - 1) == 0:
-            look(x)
 
-    try:
-        look(guess)
-        eps = 0.1 * torch.finfo(system.dtype).eps  # SciPy's tolerance is relative to ‖A‖ ‖x‖
-        M = system.on_host(size, system.M) if preconditioned else None
-        x, _ = scipy.sparse.linalg.minres(A, b, x0=guess, rtol=eps, maxiter=limit, M=M, callback=count_and_look)
-        look(x)
-        if system.reasons[column] == LEAST_SQUARES and made >= limit:
-            system.reasons[column] = LIMIT
+    try:  # SciPy's tolerance is relative to ‖A‖ ‖x‖
+        x, _ = scipy.sparse.linalg.minres(op, b, x0=x, rtol=eps, maxiter=limit, M=M, callback=look)
     except _Met:
-        pass
-    except ValueError:  # of an indefinite preconditioner
-        system.reasons[column] = BAD_PRECONDITIONER
-    return made
+        return best, made
+    return best if least < float(np.linalg.norm(b - op @ x)) else x, made
 
 
 def lsmr(
@@ -489,7 +337,7 @@ def lsmr(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If shapes do not fit, or a number is negative.
+        ValueError: If shapes do not fit.
 
     Cost: one product with `A` and one with `Aᵀ` per iteration and column.
 
@@ -500,35 +348,20 @@ def lsmr(
         >>> round(float(x), 4), round(float(info.relative_residual), 2)
         (3.0, 0.58)
     """
-    check_at_least_zero(damp=damp, atol=atol, btol=btol, conlim=conlim)
-    system = System(A, b, x0, square=False)
-    limit = count("max_iter", max_iter, min(A.shape))
-    eps = torch.finfo(system.dtype).eps
-    iterations = 0
+    _check(A, square=False)
+    system = System(A, b, x0)
+    limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
+    iterations, eps = 0, torch.finfo(system.dtype).eps
+    ended = system.norm_b.isfinite()
     with torch.no_grad(), outside_autocast(A.device):
-        size = system.size()
-        op = system.on_host(1 / size, system.product, system.adjoint_product)
-        for column in system.columns.tolist():
-            x, end, made, *_ = scipy.sparse.linalg.lsmr(
-                op,
-                to_host(system.B[:, column]),
-                damp=damp / size,
-                atol=max(atol, eps),
-                btol=max(btol, eps),
-                conlim=conlim,
-                maxiter=limit,
-                show=show,
-                x0=size * to_host(system.X[:, column]),
-            )
-            iterations = max(iterations, made)
-            if not np.isfinite(x).all():
-                system.reasons[column] = NOT_FINITE
-                continue
-            system.X[:, column] = torch.as_tensor(x / size).to(system.X)
-            system.reasons[column] = (
-                LIMIT if end == 7 or limit == 0 else ILL_CONDITIONED if end in (3, 6) else CONVERGED
-            )
-        return system.report("LSMR", f"atol={atol:g}, btol={btol:g}", iterations, limit)
+        op, size, columns = system.for_scipy()
+        stop = {"atol": max(atol, eps), "btol": max(btol, eps), "conlim": conlim, "maxiter": limit}
+        for column, right, x in columns:
+            x, end, made, *_ = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, show=show, **stop)
+            system.X[:, column], iterations = torch.as_tensor(x / size), max(iterations, made)
+            ended[column] = end not in (3, 6, 7) and limit > 0 and bool(np.isfinite(x).all())
+        wanted, advice = f"atol={atol:g}, btol={btol:g}", "condition number above conlim; raise it or damp"
+        return system.report("LSMR", wanted, iterations, limit, lambda r: ended, advice)
 
 
 def neumann(
@@ -570,106 +403,73 @@ def neumann(
         >>> x.round(decimals=4)
         tensor([2., 2.])
     """
-    check_at_least_zero(tol=0.0 if tol is None else tol)
+    _check(A)
     system = System(A, b, None, preconditioner)
-    num_terms = count("num_terms", num_terms, A.shape[1])
+    goal = system.goal(1.0 if tol is None else tol, 0.0)
+    wanted = "a residual below that of x = 0" if tol is None else f"tol={tol:g}"
     with torch.no_grad(), outside_autocast(A.device):
-        # The terms are residuals: V_k is b - A x of the sum of the terms before it.
-        V, X, terms = system.B, torch.zeros_like(system.X), 0
-        size = norm(V)
+        V, terms = system.B, 0  # the terms are residuals: V is b - A x of the sum of the terms before it
         for terms in range(1, num_terms + 2):
             Z = system.M(V)
-            X, V = X + scale * Z, V - scale * system.product(Z)
+            system.X, V = system.X + scale * Z, V - scale * system.product(Z)
             size = norm(V)
-            if check_nan and not bool(torch.isfinite(size[system.finite]).all()):
+            if check_nan and not bool((size.isfinite() | ~system.norm_b.isfinite()).all()):
                 raise ValueError(
                     f"The Neumann series overflowed at term {terms} of {num_terms + 1}: it diverges. Decrease scale="
                     f"{scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg."
                 )
-            if tol is not None and bool((size <= tol * system.norm_b).all()):
+            if tol is not None and bool((size <= goal).all()):
                 break
-        system.X = X
-        limit = f"{num_terms + 1} terms are not enough: add terms, change scale={scale:g}, precondition, or use cg"
-        diverges = f"the series diverges: decrease scale={scale:g}, precondition, or use cg"
-        enough = 1.0 if tol is None else tol
-        for column in system.columns.tolist():
-            ratio = float(size[column] / system.norm_b[column])
-            system.reasons[column] = CONVERGED if ratio <= enough else limit if ratio < 1 else diverges
-        wanted = "a residual below that of x = 0" if tol is None else f"tol={tol:g}"
-        return system.report("The Neumann series", wanted, terms, num_terms)
+        advice = f"add terms, decrease scale={scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg"
+        return system.report("The Neumann series", wanted, terms, num_terms + 2, lambda r: r <= goal, advice)
 
 
 class IterativeInverse(Wrapper):
-    """`A⁻¹`, whose products solve with `A`."""
+    """`A⁻¹`, whose products solve with `A`: `solver` is called with the matrix, right-hand sides and `options`."""
 
     in_space = derived("A.out_space")
     out_space = derived("A.in_space")
+    solver: Callable[..., tuple[Any, SolveInfo]]
+    symmetric = True  # whether the method takes the matrix for symmetric, whatever it declares
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
-        if not isinstance(A, LinearOperator):
-            raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
+        _check(A, square=self.symmetric)
         super().__init__(A)
         #: Keywords of the solver.
         self.options = options
         #: How well the last product was solved; None before the first.
         self.info: SolveInfo | None = None
 
-    def _like(self: Inverse, A: LinearOperator, **options: Any) -> Inverse:
+    @property
+    def structure(self) -> Structure:
+        return max(self.A.structure, Structure.SYMMETRIC) if self.symmetric else self.A.structure
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        x, self.info = type(self).solver(self.A, X, **self.options)
+        return x
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        adjoint = self.adjoint()
+        x = adjoint._matmat(X)
+        self.info = adjoint.info
+        return x
+
+    def adjoint(self) -> Self:
+        return self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)
+
+    def _like(self, A: LinearOperator, **options: Any) -> Self:
         """The same kind of inverse of another matrix, with some options changed."""
         other = copy(self)
         other.A, other.info, other.options = A, None, self.options | options
         return other
 
-    solver: Callable[..., tuple[Any, SolveInfo]]  # called with the matrix, the right-hand sides and the options
-
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        return type(self).solver(self.A, X, **self.options)
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._product, self._adjoint_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._adjoint_product, self._product)
-
-    def _product(self, X: Tensor) -> Tensor:
-        x, self.info = self._solve(X)
-        return x
-
-    def _adjoint_product(self, X: Tensor) -> Tensor:
-        x, self.info = self.adjoint()._solve(X)
-        return x
-
-    @abstractmethod
-    def adjoint(self) -> IterativeInverse: ...
-
-    def _to(self: Inverse, device: torch.device | None, dtype: torch.dtype | None) -> Inverse:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
         movable = {name: x for name, x in self.options.items() if isinstance(x, (Tensor, LinearOperator))}
         moved = {name: x.to(device=device, dtype=dtype) for name, x in movable.items()}
         return self._like(self.A.to(device, dtype), **moved)
 
 
-class SymmetricInverse(IterativeInverse):
-    """The inverse of a matrix that the method takes for symmetric, whatever it declares."""
-
-    def __init__(self, A: LinearOperator, **options: Any) -> None:
-        super().__init__(A, **options)
-        need_square(A)
-
-    @property
-    def structure(self) -> Structure:
-        return max(self.A.structure, Structure.SYMMETRIC)
-
-    def adjoint(self) -> SymmetricInverse:
-        return self
-
-
-def need_square(A: LinearOperator) -> None:
-    """Refuse a rectangular matrix."""
-    if A.shape[0] != A.shape[1]:
-        raise ValueError(f"Expected a square matrix, got {A.label}; use LSMRInverseLinearOperator.")
-
-
-class CGInverseLinearOperator(SymmetricInverse):
+class CGInverseLinearOperator(IterativeInverse):
     """`A⁻¹` of a symmetric positive definite `A`, by conjugate gradients; see `cg`.
 
     Args:
@@ -711,7 +511,7 @@ class CGInverseLinearOperator(SymmetricInverse):
         super().__init__(A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
 
 
-class MINRESInverseLinearOperator(SymmetricInverse):
+class MINRESInverseLinearOperator(IterativeInverse):
     """`A⁻¹` of a symmetric `A` that may be indefinite, such as a Hessian, by MINRES; see `minres`.
 
     Args:
@@ -763,6 +563,7 @@ class LSMRInverseLinearOperator(IterativeInverse):
     """
 
     solver = staticmethod(lsmr)
+    symmetric = False
 
     def __init__(
         self,
@@ -777,9 +578,6 @@ class LSMRInverseLinearOperator(IterativeInverse):
         x0: Any = None,
     ) -> None:
         super().__init__(A, damp=damp, atol=atol, btol=btol, conlim=conlim, max_iter=maxiter, show=show, x0=x0)
-
-    def adjoint(self) -> LSMRInverseLinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)
 
 
 class NeumannInverseLinearOperator(IterativeInverse):
@@ -801,6 +599,7 @@ class NeumannInverseLinearOperator(IterativeInverse):
     """
 
     solver = staticmethod(neumann)
+    symmetric = False
 
     def __init__(
         self,
@@ -815,7 +614,7 @@ class NeumannInverseLinearOperator(IterativeInverse):
         super().__init__(
             A, num_terms=num_terms, scale=scale, preconditioner=preconditioner, tol=tol, check_nan=check_nan
         )
-        need_square(A)
+        _check(A)
 
     @property
     def structure(self) -> Structure:
@@ -823,13 +622,8 @@ class NeumannInverseLinearOperator(IterativeInverse):
         known = P is None or (isinstance(P, LinearOperator) and P.structure >= Structure.SYMMETRIC)
         return min(self.A.structure, Structure.SYMMETRIC) if known else Structure.GENERAL
 
-    def adjoint(self) -> NeumannInverseLinearOperator:
+    def adjoint(self) -> Self:
         if self.structure >= Structure.SYMMETRIC:
             return self
-        P = self.options["preconditioner"]
-        if P is not None and not isinstance(P, LinearOperator):
-            raise NotImplementedError(
-                "The adjoint of a preconditioned Neumann series needs the adjoint of the preconditioner, which a "
-                "function does not have; pass a LinearOperator."
-            )
+        P = self.options["preconditioner"]  # of which a function has no adjoint
         return self._like(self.A.adjoint(), preconditioner=None if P is None else P.adjoint())
