@@ -181,10 +181,14 @@ class ClosedForms(Products):
     # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
-        products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
+        def times(A: Any) -> Tensor:
+            return (A @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
+
+        products = times(self)
         form = rows @ (products.mT if rows.ndim > 1 else products)
-        if rows.requires_grad and not products.requires_grad:  # products of operators that carry no graph
-            form = form + (form.mT if form.ndim else form) - form.detach()
+        if rows.requires_grad and not products.requires_grad:  # of an operator whose products carry no graph
+            left = products if self.structure >= Structure.SYMMETRIC else times(self.adjoint())
+            form = form + left @ (rows.mT if rows.ndim > 1 else rows) - form.detach()
         return form
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
