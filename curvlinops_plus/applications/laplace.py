@@ -354,7 +354,7 @@ def _risk_of(K: Any) -> EmpiricalRisk:
 def _totals(risk: EmpiricalRisk) -> Totals:
     """Loss and counts over all data."""
     with preserve_state(risk.model, risk.data):
-        return risk.together("the loss over all data", lambda: loss_pass(risk)).plain()
+        return risk.together(lambda: loss_pass(risk)).plain()
 
 
 def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:

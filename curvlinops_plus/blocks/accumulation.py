@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work
-from curvlinops_plus.blocks.memory import groups_within, warn_of_groups
+from curvlinops_plus.blocks.memory import groups_within
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
-from curvlinops_plus.blocks.ownership import Everyone
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.linalg.offload import Store
-from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
@@ -37,8 +36,8 @@ class Accumulation:
             must not change until then.
         max_bytes: Memory for the statistics of layers: they are taken in groups that fit, each with sweeps of its own.
             None: all at once.
-        store: Where the blocks of a group are put when they are finished; None leaves them where they are.
-        keepers: Which processes keep which blocks; default: each all of them.
+        offload: The device to which the blocks of a group are moved when they are finished; None leaves them.
+        owners: Accumulator name to the rank of the only process that needs its blocks; default: all do.
 
     Raises:
         UnsupportedError: If a layer alone needs more than `max_bytes`.
@@ -52,12 +51,12 @@ class Accumulation:
         title: str,
         max_kept_bytes: int = 0,
         max_bytes: int | None = None,
-        store: Store | None = None,
-        keepers: Everyone | None = None,
+        offload: str | torch.device | None = None,
+        owners: Mapping[str, int] | None = None,
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
         plan = list(plan)
-        self.keepers = Everyone((), risk) if keepers is None else keepers
+        self.owners = owners
         self.layers = [entry.layer for entry in plan]
         self._waiting, left = groups_within(plan, max_bytes)
         self._groups = len(self._waiting)
@@ -68,7 +67,7 @@ class Accumulation:
         self.totals: list[Totals] = []
         self.sweeps = 0
         self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
-        self._store = store
+        self._offload = offload
         self._cache: SweepCache | None = None  # what this sweep keeps, or the one before has kept
         self._weights: LossWeights | None = None
 
@@ -124,7 +123,7 @@ class Accumulation:
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._share_totals()
         kept, self._cache = self._cache, None
-        if kept is not None and self.risk.processes.every("kept", kept.can_replay(layers)):
+        if kept is not None and all(self.risk.processes.gather(kept.can_replay(layers))):
             kept.replay(self._add, self._count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             self._cache = kept
             return
@@ -177,23 +176,15 @@ class Accumulation:
                     found = {name: result} if isinstance(result, LinearOperator) else result
                     refuse_unread(self.risk, layer, found)
                     finished |= found
-        self.blocks |= finished if self._store is None else self._put_away(finished)
+        if self._offload is not None:
+            finished = {name: block.to(self._offload, self.risk.dtype) for name, block in finished.items()}
+        self.blocks |= finished
 
     def _add_over_processes(self) -> None:
         """Sums of all processes in place of those of this one, and their decompositions."""
-        named = [item for of_layer in self.pending.values() for item in of_layer.items()]
-        accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
-        sum_over_processes(accumulators, self.risk.processes, owners)
-        decompose_together(accumulators, self.risk.processes, owners)
-
-    def _put_away(self, blocks: Mapping[str, LinearOperator]) -> dict[str, LinearOperator]:
-        assert self._store is not None
-        here: dict[str, LinearOperator] = {}
-        for name, block in blocks.items():
-            # In the precision and on the device of the operator, which otherwise would fetch it for that.
-            with error_context(f'block "{name}"'):
-                here[name] = self._store.offload(block.to(self.risk.device, self.risk.dtype))
-        return here
+        accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
+        sum_over_processes(accumulators, self.risk.processes)
+        decompose_together(accumulators, self.risk.processes)
 
     def _finish_accumulators(self) -> dict[Layer, dict[str, Any]]:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
@@ -201,9 +192,11 @@ class Accumulation:
 
         def finish(layer: Layer) -> dict[str, Any]:
             return {
-                name: self.keepers.checked(accumulator, accumulator.finish_for_good())
+                name: accumulator.finish_for_good()
                 for name, accumulator in pending.pop(layer).items()
-                if self.keepers.finishes(name, accumulator)
+                if self.owners is None
+                or accumulator.needs_another_sweep
+                or self.owners[name] == self.risk.processes.rank
             }
 
         layers = list(pending)
@@ -251,7 +244,7 @@ class Planned(Protocol):
     plan: list[LayerPlan]
 
     @property
-    def keepers(self) -> Everyone: ...
+    def owners(self) -> Mapping[str, int] | None: ...
 
     def described(self) -> dict[str, Any]:
         """Its options, which have to be the same in all processes."""
@@ -271,7 +264,7 @@ def run_accumulation(
     K: Planned,
     max_kept_bytes: int = 0,
     max_bytes: int | None = None,
-    store: Store | None = None,
+    offload: str | torch.device | None = None,
     **options: Any,
 ) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`. Collective.
@@ -284,8 +277,7 @@ def run_accumulation(
     def work() -> Accumulation:
         while True:
             _agree_on_reads(K)
-            accumulation = Accumulation(K.risk, K.plan, K.vectors, title, max_kept_bytes, max_bytes, store, K.keepers)
-            warn_of_groups(K.plan, groups_within(K.plan, max_bytes)[0], max_bytes)
+            accumulation = Accumulation(K.risk, K.plan, K.vectors, title, max_kept_bytes, max_bytes, offload, K.owners)
             try:
                 accumulation.run(**options)
             except OutsideReads as error:
@@ -295,12 +287,12 @@ def run_accumulation(
                 K.confirm_plan()
                 return accumulation
 
-    return K.risk.together(title, work, same=K.described)
+    return K.risk.together(work, same=K.described)
 
 
 def _agree_on_reads(K: Planned) -> None:
     if K.risk.processes.world > 1:
-        take_reads(K, K.risk.processes.gather("what functions read", describe_reads(K.risk.reads)))
+        take_reads(K, K.risk.processes.gather(describe_reads(K.risk.reads)))
 
 
 def take_reads(K: Planned, told: Iterable[Any]) -> None:

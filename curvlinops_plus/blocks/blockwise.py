@@ -16,7 +16,7 @@ from curvlinops_plus.blocks.accumulation import run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.memory import Memory, checked_limit, memory_of
+from curvlinops_plus.blocks.memory import Memory, groups_within, memory_of, owners_of
 from curvlinops_plus.blocks.operator_state import (
     block_parts,
     check_state,
@@ -27,7 +27,6 @@ from curvlinops_plus.blocks.operator_state import (
     rebuild_arguments,
     write_blocks,
 )
-from curvlinops_plus.blocks.ownership import Everyone, keepers_of
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
     make_plan,
@@ -41,13 +40,11 @@ from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.compared import described
-from curvlinops_plus.linalg.offload import Store
+from curvlinops_plus.linalg import BlockDiagonal, LinearOperator, OwnedBlockDiagonal
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
-from curvlinops_plus.risk.risk import checked_bytes, made_together, takes_risk
+from curvlinops_plus.risk.risk import checked_bytes, takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +90,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
     adopts_vectors: bool = False
 
-    @made_together
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -119,8 +116,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
         self.owned = owned
-        self.max_bytes = checked_limit(max_bytes)
-        self._store = None if offload is None else Store(offload)
+        self.max_bytes, self._offload = max_bytes, offload
+        groups_within([], max_bytes)
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
@@ -135,7 +132,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
         accumulation = run_accumulation(
-            self, self.max_kept_bytes, self.max_bytes, self._store, check_deterministic=self.check_deterministic
+            self, self.max_kept_bytes, self.max_bytes, self._offload, check_deterministic=self.check_deterministic
         )
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
@@ -145,12 +142,17 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """The options, in plain Python: they have to be the same in all processes."""
         names = ("vectors", "separate_weight_and_bias", "owned", "max_bytes")
         options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
-        return {f"{name}=": described(option) for name, option in options.items()}
+        return {f"{name}=": option for name, option in options.items()}
 
     @property
-    def keepers(self) -> Everyone:
-        """Which processes keep which blocks of the present plan."""
-        return keepers_of(self.plan, self.risk, self.owned)
+    def owners(self) -> dict[str, int] | None:
+        """Accumulator and block name to the rank of the only process that keeps it; None if all do."""
+        world = self.risk.processes.world
+        return owners_of(self.plan, world) if self.owned and world > 1 else None
+
+    def _keeps(self, block: str) -> bool:
+        """Whether this process keeps the block of this name."""
+        return (owners := self.owners) is None or owners[block] == self.risk.processes.rank
 
     def renew_plan(self) -> None:
         """Assign approximations to the layers of the risk, as far as they are known."""
@@ -186,7 +188,15 @@ class BlockwiseLinearOperator(ScaledBlocks):
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
-        operator = self.keepers.arranged(blocks, self.dtype, self.device)
+        layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
+        kept = self.device if self._offload is None else torch.device(self._offload)
+        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if self._keeps(name)}
+        space, processes = self.risk.space, self.risk.processes
+        if self.owners is None:
+            operator = BlockDiagonal(mine, layouts, space, self.device)
+        else:
+            operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
+            operator._keeps_elsewhere = kept != self.device
         self.examples = examples
         self._set_operator(operator)
 
@@ -249,7 +259,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors). Collective
         if processes keep blocks apart: each gets all of them.
         """
-        whole = None if self._unscaled is None else self._unscaled.gather(None)
+        whole = None if self._unscaled is None else self._unscaled.gather()
         return self._described() | ({} if whole is None else write_blocks(self, whole))
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
@@ -257,11 +267,10 @@ class BlockwiseLinearOperator(ScaledBlocks):
 
         Parts of an operator without blocks are empty.
         """
-        keeps = self.keepers.keeps
-        mine = {group.name for entry in self.plan for group in entry.layer.groups if keeps(group.name)}
+        mine = {group.name for entry in self.plan for group in entry.layer.groups if self._keeps(group.name)}
         parts: dict[str, dict[str, Any]] = {part: {} for entry in self.plan for part in part_names(entry, mine)}
         if self._unscaled is not None:
-            parts |= block_parts(self, self._unscaled.here)
+            parts |= block_parts(self, self._unscaled.blocks)
         return {"state": self._described(), **parts}
 
     def _described(self) -> dict[str, Any]:
@@ -286,7 +295,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         state = read_state(given)
         fitting = _reading_as(self, state)
         check_state(fitting, state)
-        blocks = read_blocks(fitting, state, fitting.keepers.keeps)
+        blocks = read_blocks(fitting, state, fitting._keeps)
         if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
@@ -430,8 +439,7 @@ def curvature(
         max_bytes: Memory for what is summed and decomposed, of all layers that are computed together: they are taken in
             groups that fit, each with sweeps of its own. The numbers are those of one sweep. Default: no limit. (The
             `max_bytes` of an approximation is about one factor or block.)
-        offload: Where the blocks of a group are put as soon as they are finished: "cpu", another device, or
-            "disk:folder"; see `BlockDiagonal.offload`. By default they stay.
+        offload: The device on which finished blocks are kept, "cpu"; see `BlockDiagonal.offload`. By default they stay.
         compute: False computes at first use: `memory()` tells before what it will take.
 
     Returns:

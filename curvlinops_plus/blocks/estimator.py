@@ -24,14 +24,13 @@ from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.record import OutsideReads
-from curvlinops_plus.risk.risk import made_together
+from curvlinops_plus.risk.risk import takes_risk
 
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
-    @made_together
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -270,12 +269,12 @@ class CurvatureEstimator:
                 totals = show(batch.consume)
             except OutsideReads as error:
                 outside = error
-            if noticed := [each for each in processes.gather("adding a batch", outside) if each is not None]:
+            if noticed := [each for each in processes.gather(outside) if each is not None]:
                 return outside or noticed[0]
             batch.see_again(show, totals, processes)
             return batch, totals
 
-        found = self.risk.together("the first update", first, over_data=False, same=self._blank.described)
+        found = self.risk.together(first, over_data=False, same=self._blank.described)
         if isinstance(found, OutsideReads):  # no failure: all look for functions, and begin anew
             raise found
         return found
@@ -299,9 +298,9 @@ class CurvatureEstimator:
 
         All decay a layer that some have called, and count their examples for it. Reading does it as well.
         """
-        self._together("the end of a step", lambda: None)
+        self._together(lambda: None)
 
-    def _together(self, what: str, work: Callable[[], T]) -> T:
+    def _together(self, work: Callable[[], T]) -> T:
         """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.
 
         A process without any batch has nothing to weigh, as long as the others have not forgotten anything either.
@@ -315,8 +314,8 @@ class CurvatureEstimator:
             if processes.world == 1:
                 return work()
             self._agree_on_reads()
-            self.enter(set[int]().union(*processes.gather("the open step", self.called_in_step)))
-            told = processes.gather("comparing numbers of updates", (self.updates, self.begun, self._sums.steps))
+            self.enter(set[int]().union(*processes.gather(self.called_in_step)))
+            told = processes.gather((self.updates, self.begun, self._sums.steps))
             forgets = any(begun > 1 for _, begun, _ in told)
             weights = [(begun, steps) for _, begun, steps in told if begun or forgets]
             if any(one != weights[0] for one in weights):
@@ -329,7 +328,7 @@ class CurvatureEstimator:
                 )
             return work()
 
-        return self.risk.together(what, agreed, over_data=False, same=self._blank.described)
+        return self.risk.together(agreed, over_data=False, same=self._blank.described)
 
     def _agree_on_reads(self) -> None:
         """Let a process that has had no examples take over how functions read parameters. Collective.
@@ -338,7 +337,7 @@ class CurvatureEstimator:
             UnsupportedError: If others have summed statistics of other layers.
         """
         own, plan = describe_reads(self.risk.reads), self.plan
-        told = self.risk.processes.gather("what functions read", own)
+        told = self.risk.processes.gather(own)
         if len({repr((one["products"], one["enclosing"])) for one in told if one is not None}) > 1:
             raise UnsupportedError(
                 "Functions that read parameters were found in other places by other processes, whose batches call "
@@ -360,7 +359,7 @@ class CurvatureEstimator:
         Raises:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
-        return self._together("the estimator's operator", lambda: self._operator(self._sums.over(self.risk.processes)))
+        return self._together(lambda: self._operator(self._sums.over(self.risk.processes)))
 
     @property
     def uncalled(self) -> list[str]:
@@ -377,13 +376,13 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        renewed = self._together("a refresh", lambda: self._renewed(self.damping if damping is None else damping))
+        renewed = self._together(lambda: self._renewed(self.damping if damping is None else damping))
         self._sums, self._snapshot, self._inverse, self.damping = renewed
 
     def _renewed(self, damping: Any) -> tuple[Sums, BlockwiseLinearOperator, LinearOperator, Any]:
         """Sums in new bases, the curvature, its inverse, and the damping."""
         processes = self.risk.processes
-        processes.same("a refresh", lambda: {"the damping": described(damping)})
+        processes.same({"the damping": damping})
         sums, whole = self._sums.renewed(processes)
         snapshot = self._operator(whole)
         decompose_factors(snapshot.blocks, damping, processes)
@@ -391,7 +390,7 @@ class CurvatureEstimator:
 
     def _operator(self, sums: Sums) -> BlockwiseLinearOperator:
         """The curvature that these sums make."""
-        if not any(self.risk.processes.gather("counting updates", self.updates)):
+        if not any(self.risk.processes.gather(self.updates)):
             raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
         called = sums.called
         layer = next((layer for layer in self._layers if layer not in called), None)
@@ -405,7 +404,7 @@ class CurvatureEstimator:
         for layer in called:
             refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
-        K._set_blocks(blocks, sum(self.risk.processes.gather("counting examples", self.examples)))
+        K._set_blocks(blocks, sum(self.risk.processes.gather(self.examples)))
         return K
 
     @property
@@ -477,11 +476,11 @@ class CurvatureEstimator:
         Of several processes the same state in all, so that any number of them may go on from it. Collective.
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
-        return self._together("the estimator's state", self._state)
+        return self._together(self._state)
 
     def _state(self) -> dict[str, Any]:
         processes, (step, drawn) = self.risk.processes, self._drawn
-        told = processes.gather("counting updates and examples", (self.updates, self.examples, drawn))
+        told = processes.gather((self.updates, self.examples, drawn))
         updates, examples, drawn = zip(*told)
         return {
             "format": FORMAT,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, heuristic_damping
-from curvlinops_plus.linalg.offload import in_turn, resident
 
 
 def pair_damping(K: BlockDiagonal, pair: tuple[Any, Any], scale: float | Tensor) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def pair_damping(K: BlockDiagonal, pair: tuple[Any, Any], scale: float | Tensor)
     """
     of_A, of_G = pair
     of_G = of_G if callable(of_G) else of_G / scale
-    return {name: (of_A, of_G) if isinstance(block, Kronecker) else of_G for name, block in in_turn(K.blocks)}
+    return {name: (of_A, of_G) if isinstance(block, Kronecker) else of_G for name, block in K.blocks.items()}
 
 
 def heuristic_factor_damping(
@@ -38,7 +37,7 @@ def heuristic_factor_damping(
     for entry in plan:
         names = [group.name for group in entry.layer.groups]
         for name in names:
-            block = resident(K.blocks[name])
+            block = K.blocks.get(name)  # others may be kept by other processes
             if isinstance(block, Kronecker):
                 pair = heuristic_damping(block.A, block.G, damping[name], min_damping)
                 result |= {**dict.fromkeys(names, pair[1]), name: pair}

@@ -18,12 +18,10 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     Eigendecomposed,
-    Elsewhere,
     Kronecker,
     LinearOperator,
     Space,
 )
-from curvlinops_plus.linalg.offload import resident
 from curvlinops_plus.risk import Layer
 
 COVARIANCES = ("input_covariances", "gradient_covariances")
@@ -59,35 +57,26 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
     Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
 
     Raises:
-        KeyError: If the blocks have no such factor.
-        UnsupportedError: If another process keeps them.
+        KeyError: If the blocks have no such factor, or another process keeps them.
     """
     if name == VALUES:
         values: dict[int, Any] = {}
         for group in layer.groups:
             *rows, columns = group.layout.matrix_shape
             shape = (*rows, columns) if layer.weight in group.keys else rows
-            block: Any = _at_hand(blocks[group.name], name)
+            block: Any = blocks[group.name]
             values[space.names.index(group.keys[0])] = block.values.view(*shape)
         joint = len(layer.groups) == 1 and len(layer.params) > 1
         return next(iter(values.values())) if joint else values
     side = "A" if name.startswith("input") else "G"
     for group in sorted(layer.groups, key=lambda group: layer.weight not in group.keys):
-        block = _at_hand(blocks[group.name], name)
+        block = blocks[group.name]
         operator = block.basis if isinstance(block, Eigendecomposed) else block
         if isinstance(operator, Kronecker):
             return _tensor(getattr(operator, side))
         if side == "G" and isinstance(operator, (Dense, Diagonal)):
             return _tensor(operator)
     raise KeyError(layer.name)
-
-
-def _at_hand(block: LinearOperator, name: str) -> LinearOperator:
-    """A block with its tensors, of which the factor of that name is asked for."""
-    block = resident(block)
-    if isinstance(block, Elsewhere):
-        raise block.refused(name)
-    return block
 
 
 def _tensor(factor: Any) -> Tensor:

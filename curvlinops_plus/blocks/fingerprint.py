@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from curvlinops_plus.linalg.compared import sums_of
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.replicas import all_parameters
+from curvlinops_plus.risk.replicas import parameter_sums
 
 Fingerprint = Mapping[str, list[float]]
 
 
 def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
-    """For all parameters of the risk's model `Σ p` and `Σ p²`, whatever their device and dtype.
+    """For all parameters of the risk's model `Σ p` and `‖p‖`, whatever their device and dtype.
 
     Writing to `p.data` changes no version of a tensor, so that only values tell. Those of the risk have their own keys;
     others, which it depends on too, that of the model after "model.".
@@ -20,7 +19,7 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
     Cost: one pass over the memory of the parameters, 2 ms for a million of them on one core.
     """
     risk.whole.renew()
-    return sums_of(all_parameters(risk))
+    return parameter_sums(risk)
 
 
 def changed_parameters(
@@ -29,8 +28,7 @@ def changed_parameters(
     """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
 
     def same(key: str) -> bool:
-        size = before[key][1]
-        room = tolerance * (size + size**0.5)
+        room = tolerance * before[key][1]
         return key in now and all(abs(a - b) <= 2 * room for a, b in zip(before[key], now[key], strict=True))
 
     return [key for key in before if not same(key)]

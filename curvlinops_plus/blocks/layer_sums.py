@@ -304,7 +304,7 @@ class Sums:
             for k in range(len(whole.stages[layer])):
                 whole._of(layer, k)
         sum_over_processes(whole._accumulators(), processes)
-        whole.step = Totals.union(processes.gather("the open step", self.step.plain()))
+        whole.step = Totals.union(processes.gather(self.step.plain()))
         whole.totals = {layer: next(iter(stages[0].values())).totals for layer, stages in whole.stages.items()}
         return whole
 

@@ -1,14 +1,14 @@
-"""What the statistics and blocks of a plan take, before anything is computed, and layers in groups that fit."""
+"""What the statistics and blocks of a plan take, before anything is computed: groups that fit, and who keeps what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import LossScale, Needs
 from curvlinops_plus.blocks.plan import LayerPlan, table
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
+from curvlinops_plus.distributed.processes import schedule
+from curvlinops_plus.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,7 @@ class Memory:
 
 
 def memory_of(plan: Sequence[LayerPlan]) -> Memory:
-    """What the layers of a plan need.
-
-    Raises:
-        UnsupportedError: If an approximation does not say.
-    """
+    """What the layers of a plan need; an UnsupportedError if an approximation does not say."""
     return Memory({entry.layer.name: _needs(entry) for entry in plan})
 
 
@@ -79,6 +75,8 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[lis
     """
     if max_bytes is None:
         return [list(plan)], None
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit.")
     groups: list[list[LayerPlan]] = []
     left: list[int] = []
     for entry in plan:
@@ -86,46 +84,26 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[lis
         if needed > max_bytes:
             raise UnsupportedError(
                 f"{entry.layer.title}: {entry.approximation!r} needs {_gib(needed)} GiB while it is computed, more "
-                f"than max_bytes={max_bytes} ({_gib(max_bytes)} GiB). Use less for it, KFAC or DiagonalBlock, as in "
-                f"curvature(risk, {{{entry.layer.name!r}: ...}}, ...)."
+                f"than max_bytes={max_bytes} ({_gib(max_bytes)} GiB). Use KFAC or DiagonalBlock for it."
             )
         if not groups or needed > left[-1]:
             groups.append([])
             left.append(max_bytes)
         groups[-1].append(entry)
         left[-1] -= needed
-    return groups, min(left)
+    return groups, min(left, default=max_bytes)
 
 
-def checked_limit(max_bytes: int | None) -> int | None:
-    """The option `max_bytes`, checked.
-
-    Raises:
-        ValueError: If it is neither None nor an integer of at least 1.
-    """
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-        raise ValueError(
-            f"max_bytes={max_bytes!r} must be an integer of at least 1, the memory for the statistics of layers that "
-            "are computed together, or None for no limit."
-        )
-    return max_bytes
-
-
-def sweeps_of(entry: LayerPlan) -> int:
-    """How many sweeps over the data the blocks of a layer take."""
-    return max(accumulator.sweeps for accumulator in entry.accumulators(_unscaled).values())
-
-
-def warn_of_groups(plan: Sequence[LayerPlan], groups: Sequence[Sequence[LayerPlan]], max_bytes: int | None) -> None:
-    """Say how many sweeps several groups of layers take."""
-    if len(groups) > 1:
-        sweeps = [max(map(sweeps_of, group)) for group in groups]
-        warn(
-            f"max_bytes={max_bytes}: {len(plan)} layers in {len(groups)} groups take {sum(sweeps)} sweeps over the "
-            f"data, instead of {max(sweeps)}.",
-            CurvatureWarning,
-            stacklevel=level_of_user(),
-        )
+def owners_of(plan: Sequence[LayerPlan], world: int) -> dict[str, int]:
+    """The rank of the process that keeps each accumulator, and its blocks: the largest first, to whoever has least."""
+    accumulators = {name: a for entry in plan for name, a in entry.accumulators(_unscaled).items()}
+    sizes = [
+        sum(group.layout.dim for group in a.groups) if (needs := a.needs()) is None else needs.kept
+        for a in accumulators.values()
+    ]
+    ranks = schedule(sizes, world)
+    of_blocks = {group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups}
+    return dict(zip(accumulators, ranks, strict=True)) | of_blocks
 
 
 def _gib(size: int) -> str:

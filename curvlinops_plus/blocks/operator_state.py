@@ -177,7 +177,7 @@ def write_blocks(K: StateOwner, operator: BlockDiagonal) -> dict[str, Any]:
     "blocks".
     """
     state: dict[str, Any] = {"blocks": {}}
-    for part in block_parts(K, operator.here).values():
+    for part in block_parts(K, operator.blocks).values():
         for name, content in part.items():
             state[name] = state.get(name, {}) | content
     return state

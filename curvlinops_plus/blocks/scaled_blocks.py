@@ -127,7 +127,7 @@ class ScaledBlocks(Deferred):
                 return pair_damping(unscaled, damping, c)
             operator = self.operator
             dampings = operator.per_block(damping)
-            numbers = dampings | {name: resolve(dampings[name], block) / c for name, block in operator.here.items()}
+            numbers = dampings | {name: resolve(dampings[name], block) / c for name, block in operator.blocks.items()}
             return heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
 
         found: Any = BlockDampings((damping, use_heuristic_damping, min_damping), of_blocks)
@@ -144,10 +144,10 @@ class ScaledBlocks(Deferred):
         moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
         return moved
 
-    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same operator with blocks whose tensors live elsewhere; see `BlockDiagonal.offload`."""
+    def offload(self, where: str | torch.device = "cpu") -> Self:
+        """The same operator with blocks that are kept on another device; see `BlockDiagonal.offload`."""
         moved = copy.copy(self)
-        moved._set_operator(self.unscaled.offload(where, dtype))
+        moved._set_operator(self.unscaled.offload(where))
         return moved
 
     def split(self, v: Any) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def save(state: Any, path: str | PathLike[str]) -> None:
             "data, such as GGN, is made again from these."
         )
     processes = _keepers(state)
-    processes.together(f"saving {Path(path).name}", partial(_write, state, Path(path), processes))
+    processes.together(partial(_write, state, Path(path), processes))
 
 
 def _keepers(state: Any) -> Alone:

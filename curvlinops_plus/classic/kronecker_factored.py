@@ -54,7 +54,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
         owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
         max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
-        offload: As for `curvature`: where finished blocks are put, "cpu" or "disk:folder".
+        offload: As for `curvature`: where finished blocks are kept, "cpu".
         risk_options: Keyword options of `EmpiricalRisk`, such as `output`, `mask`, `weight`, `shift_labels`,
             `processes`.
 
@@ -279,7 +279,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         accumulation, self._after_factors = self._after_factors or self._in_current_basis(), None
         self.parameters = fingerprint(self.risk)
         again = partial(accumulation.run, max_sweeps=1, check_deterministic=self.check_deterministic)
-        self.risk.together(type(self).__name__, again)
+        self.risk.together(again)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
 
     def _finish(self) -> None:

@@ -2,87 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
-# Which examples, or items, a process has, of how many.
-Part = Callable[[int], slice]
 
-
-def share(data: Any, rank: int, world: int, contiguous: bool = False) -> Any:
+def share(data: Any, rank: int, world: int) -> Any:
     """The part of one process, see `Processes.share`.
 
     Example:
         >>> batches = [(torch.arange(3), torch.arange(3)), (torch.arange(3, 5), torch.arange(3, 5))]
         >>> share(batches, 1, 2)
         [(tensor([1, 3]), tensor([1, 3]))]
-        >>> share(batches, 1, 2, contiguous=True)
-        [(tensor([2]), tensor([2])), (tensor([3, 4]), tensor([3, 4]))]
     """
-
-    def part(size: int) -> slice:
-        if contiguous:
-            return slice(size * rank // world, size * (rank + 1) // world)
-        return slice(rank, size, world)
-
     if isinstance(data, DataLoader):
-        return _share_loader(data, part)
-    if isinstance(data, IterableDataset):
-        raise TypeError(
-            f"`data` is a {type(data).__name__}, an IterableDataset, which can't be dealt out: give each process its "
-            "own part, and the risk `processes=`."
-        )
-    if isinstance(data, Dataset) and not isinstance(data, Sequence):
-        return _subset(data, part)
+        return _share_loader(data, rank, world)
+    if isinstance(data, Dataset) and not isinstance(data, Sequence) and hasattr(data, "__len__"):
+        return Subset(data, range(rank, len(data), world))  # type: ignore[arg-type]
     if not isinstance(data, Sequence) or isinstance(data, str):
         raise TypeError(
-            f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset or a "
-            "DataLoader, or give each process its own part, and the risk `processes=`."
+            f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset of known "
+            "length or a DataLoader, or give each process its own part, and the risk `processes=`."
         )
-    size = number_of_examples(data)
-    if size is None:
-        return data[part(len(data))]
-    return _piece(data, part(size)) if contiguous else _every(data, rank, world)
-
-
-def _piece(data: Sequence[Any], piece: slice) -> list[Any]:
-    """The examples of a piece, in batches of their own."""
-    parts, before = [], 0
-    for item in data:
-        parts.append(_rows(item, slice(max(piece.start - before, 0), max(piece.stop - before, 0))))
-        before += _examples(item) or 0
-    return [item for item in parts if _examples(item)]
-
-
-def _every(data: Sequence[Any], rank: int, world: int) -> list[Any]:
-    """Every `world`-th example, those of as many batches together."""
-    parts, before = [], 0
-    for item in data:
-        parts.append(_rows(item, slice((rank - before) % world, None, world)))
-        before += _examples(item) or 0
-    return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
-
-
-def number_of_examples(data: Any) -> int | None:
-    """The number of examples of a list of batches, or of a loader that reads each example once; None if not known."""
-    if isinstance(data, DataLoader):
-        whole = data.batch_size is not None and not data.drop_last and not isinstance(data.dataset, IterableDataset)
-        return len(data.sampler) if whole and isinstance(data.sampler, Sized) else None
-    if not isinstance(data, Sequence):
-        return None
     sizes = [_examples(item) for item in data]
-    return None if None in sizes else sum(size for size in sizes if size)
-
-
-def _subset(data: Any, part: Part) -> Subset[Any]:
-    if not hasattr(data, "__len__"):
-        raise TypeError(f"`data` is a {type(data).__name__} without a length, so it can't be dealt out.")
-    return Subset(data, range(len(data))[part(len(data))])
+    if None in sizes:
+        return data[rank::world]
+    parts, before = [], 0
+    for item, size in zip(data, sizes, strict=True):
+        cut = slice((rank - before) % world, None, world)
+        parts.append(tree_map(lambda t, cut=cut: t[cut], dict(item) if isinstance(item, Mapping) else item))
+        before += size or 0
+    return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
 
 
 def _examples(item: Any) -> int | None:
@@ -95,11 +57,6 @@ def _examples(item: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _rows(item: Any, cut: slice) -> Any:
-    """Some examples of a batch."""
-    return tree_map(lambda t: t[cut], dict(item) if isinstance(item, Mapping) else item)
-
-
 def _joined(batches: list[Any]) -> list[Any]:
     """Small batches as one of the usual size, if they fit together: one is faster, but for rounding it is the same."""
     flat = [tree_flatten(batch) for batch in batches]
@@ -109,44 +66,23 @@ def _joined(batches: list[Any]) -> list[Any]:
     return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
 
 
-def _share_loader(loader: DataLoader[Any], part: Part) -> DataLoader[Any]:
+def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
     """A loader over some of the examples, with batches of the same size."""
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        raise TypeError(
-            "The loader's data set is an IterableDataset, which can't be dealt out: give each process a loader of its "
-            "own part, and the risk `processes=`."
-        )
-    sampler = loader.sampler
-    kind = type(sampler).__name__
+    sampler, own = loader.sampler, loader.batch_sampler
     shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-    if type(sampler) is not SequentialSampler and not shuffles:
-        why = " It repeats examples to make parts even, and those would count twice." if "Distributed" in kind else ""
+    told = (
+        "an IterableDataset" if isinstance(loader.dataset, IterableDataset) else "",
+        f"a {type(sampler).__name__}" if type(sampler) is not SequentialSampler and not shuffles else "",
+        f"batches of its own, a {type(own).__name__}" if type(own) not in (BatchSampler, type(None)) else "",
+        "drop_last=True" if loader.drop_last else "",
+    )
+    if why := next(filter(None, told), None):
         raise ValueError(
-            f"The loader has a {kind}, and share() deals out the data itself.{why} Share a DataLoader without a "
-            "sampler, in order or with shuffle=True; or give each process its own part, and the risk `processes=`."
+            f"The loader has {why}, and share() deals out each example once: a DistributedSampler repeats examples, "
+            "which would count twice. Share a DataLoader in order or with shuffle=True and with all batches; or give "
+            "each process its own part, and the risk `processes=`."
         )
-    if type(loader.batch_sampler) not in (torch.utils.data.BatchSampler, type(None)):
-        raise ValueError(
-            f"The loader has batches of its own, a {type(loader.batch_sampler).__name__}; share() deals out examples. "
-            "Share a DataLoader with a batch size."
-        )
-    if loader.drop_last:
-        raise ValueError(
-            "The loader has drop_last=True: each process would leave out other examples than one process alone. Say "
-            "drop_last=False; batches may have different sizes."
-        )
-    options: dict[str, Any] = {
-        "batch_size": loader.batch_size,
-        "shuffle": shuffles,
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
-    return DataLoader(_subset(data, part), **options)
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+    names += ("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(share(loader.dataset, rank, world), shuffle=shuffles, **options)

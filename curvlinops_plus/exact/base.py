@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact.passes import differentiable
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.compared import compared, rounding_of
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
@@ -22,6 +21,7 @@ from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, train
 from curvlinops_plus.risk.losses import LossWeights, loss_pass, with_consistent_weights
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.replicas import sums_of
 from curvlinops_plus.risk.risk import takes_risk
 
 
@@ -78,27 +78,23 @@ class SymmetricRiskOperator(RiskOperator):
             total, self._totals = self._summed(sweep, X)
         return total.mul_(self.risk.scale(self._totals))
 
-    def _described(self) -> Mapping[str, Any]:
-        """What the matrix depends on besides of the risk, which has to be the same in all processes."""
-        return {}
-
     def _summed(
         self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None
     ) -> tuple[Tensor, Totals]:
         """The sum of what sweeps over the data of all processes return, which multiply the same `X`. Collective."""
-        risk, name = self.risk, type(self).__name__
+        risk = self.risk
 
         def same() -> dict[str, Any]:
-            vectors = {} if X is None else {"the vector": X.detach()}
-            return {**self._described(), **compared(vectors, rounding_of(self.dtype))}
+            vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
+            return sums_of(vectors)
 
         def own(weights: LossWeights) -> tuple[Tensor, Totals]:
             total, totals = sweep(weights)
-            risk.processes.sum_(f"adding {name}", [total])
+            risk.processes.sum_([total])
             return total, totals.over(risk.processes)
 
         work = partial(with_consistent_weights, risk, own, self._totals)
-        return risk.together(f"a product with {name}", work, same=same)
+        return risk.together(work, same=same)
 
     def _check_products(self, cause: str | None = None) -> None:
         """Compare two products; `cause` says what differs if they do, if it is known."""
@@ -118,7 +114,7 @@ class ParameterCurvature(SymmetricRiskOperator):
         """Compare the total losses of two passes."""
         risk = self.risk
         with preserve_state(risk.model, risk.data):
-            first, second = risk.together("the determinism check", lambda: (loss_pass(risk), loss_pass(risk)))
+            first, second = risk.together(lambda: (loss_pass(risk), loss_pass(risk)))
         require_same(risk, first, second)
 
     @untraced
@@ -136,11 +132,11 @@ def require_own_data(risk: EmpiricalRisk, name: str) -> None:
         UnsupportedError: Naming it.
     """
     require_rereadable(risk.data, f"{name} reads the data once per product")
-    risk.processes.require_alone(
-        name,
-        "Its rows belong to the data, of which each process has a part: make it of a risk without `processes=`, for "
-        "the rows of this part.",
-    )
+    if risk.processes.world > 1:
+        raise UnsupportedError(
+            f"{name} can't be computed by several processes together: its rows belong to the data, of which each has "
+            "a part. Make it of a risk without `processes=`, for the rows of this part."
+        )
 
 
 @untraced

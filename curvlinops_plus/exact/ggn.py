@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,10 @@ from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, hessian_product, loss_roots, run_losses
 from curvlinops_plus.exact.passes import Linear, Outputs, Passes, not_a_derivative
 from curvlinops_plus.linalg import Structure
-from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.losses import LossWeights
-from curvlinops_plus.risk.risk import made_together
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class GGN(ParameterCurvature):
@@ -74,7 +73,7 @@ class GGN(ParameterCurvature):
 
     structure = Structure.PSD
 
-    @made_together
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -95,9 +94,6 @@ class GGN(ParameterCurvature):
                     "The total loss does not differ, so the data come in another order each time (shuffle=True?), and "
                     "random vectors follow that order."
                 )
-
-    def _described(self) -> Mapping[str, Any]:
-        return {"vectors=": described(self.vectors)}
 
     def _output_product(
         self, totals: Totals, weights: LossWeights, draws: Draws

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.graph import gradients_of, raise_unreached
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.modules import refuse_outside_reads
-from curvlinops_plus.risk.risk import made_together
+from curvlinops_plus.risk.risk import takes_risk
 
 
 class Hessian(ParameterCurvature):
@@ -53,7 +53,7 @@ class Hessian(ParameterCurvature):
 
     structure = Structure.SYMMETRIC
 
-    @made_together
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -68,9 +68,6 @@ class Hessian(ParameterCurvature):
         self._looked_at = False  # whether the loss was seen to read no parameters by itself
         if check_deterministic:
             self._check_loss()
-
-    def _described(self) -> Mapping[str, Any]:
-        return {"block_sizes=": [block.stop - block.start for block in self._blocks]}
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[tuple[()], Totals]:
         f, y, class_axis = self.risk.run(batch, model)

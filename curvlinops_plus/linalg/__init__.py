@@ -14,7 +14,7 @@ from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import cholesky_inverse, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
-from curvlinops_plus.linalg.owned import Elsewhere, OwnedBlockDiagonal
+from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
@@ -50,7 +50,6 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Eigendecomposed",
-    "Elsewhere",
     "Factor",
     "Formed",
     "FormedSum",

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
-from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius
-from curvlinops_plus.linalg.offload import Store, in_turn, resident
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.products import error_context, outside_autocast
@@ -39,6 +38,7 @@ class BlockDiagonal(LinearOperator):
         blocks: Name to square operator.
         layouts: The same names to how the parameters of a block make its vector.
         space: All parameters, in the order of the whole vector. Each is in one layout.
+        device: Where vectors are, if blocks are kept elsewhere; each is then fetched when it is used.
 
     Raises:
         ValueError: If names, sizes, dtypes or devices do not fit.
@@ -57,7 +57,15 @@ class BlockDiagonal(LinearOperator):
 
     _state_key = "layouts"  # what of a state says where blocks are
 
-    def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
+    _keeps_elsewhere = False
+
+    def __init__(
+        self,
+        blocks: Mapping[str, LinearOperator],
+        layouts: Mapping[str, Layout],
+        space: Space,
+        device: torch.device | None = None,
+    ) -> None:
         if not blocks or blocks.keys() != layouts.keys():
             raise ValueError(
                 f"Expected one layout per block and at least one block, got blocks {list(blocks)} "
@@ -70,6 +78,8 @@ class BlockDiagonal(LinearOperator):
         self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
         self._check_spaces()
         self._check_blocks({name: layout.dim for name, layout in self.layouts.items()})
+        if device not in (None, self.device):
+            self.device, self._keeps_elsewhere = device, True
         order = {key: place for place, key in enumerate(space.shapes)}
         #: Where the parameters of each block are among the tensors of the space.
         self._places = {name: [order[key] for key in layout.shapes] for name, layout in self.layouts.items()}
@@ -119,10 +129,10 @@ class BlockDiagonal(LinearOperator):
         """
         given = X.T.contiguous().split_with_sizes(self.in_space.sizes, 1)
         results: list[Any] = [None] * len(given)
-        for name, block in in_turn(self.blocks):
+        for name in self.blocks:
             layout, places = self.layouts[name], self._places[name]
             with error_context(f'block "{name}"'):
-                y = getattr(block, product)(layout.gather([given[place] for place in places]).T)
+                y = getattr(self._fetched(name), product)(layout.gather([given[place] for place in places]).T)
             for place, part in zip(places, layout.scatter(y.T)):
                 results[place] = part
         return torch.cat(results, 1).T
@@ -168,10 +178,11 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block's part is missing, is of no block, or has another size.
         """
-        if parts.keys() != self.blocks.keys():
-            raise ValueError(f"Expected a part for each of the blocks {list(self.blocks)}, got {list(parts)}.")
-        for name, block in self.blocks.items():
-            part, dim = parts[name], block.shape[0]
+        sizes = {name: len(at) for name, at in self.positions().items()}
+        if parts.keys() != sizes.keys():
+            raise ValueError(f"Expected a part for each of the blocks {list(sizes)}, got {list(parts)}.")
+        for name, dim in sizes.items():
+            part = parts[name]
             if part.ndim not in (1, 2) or part.shape[0] != dim:
                 raise ValueError(f'block "{name}": expected [{dim}] or [{dim}, K], got {list(part.shape)}.')
         return self._merge(parts)
@@ -188,11 +199,23 @@ class BlockDiagonal(LinearOperator):
         return self if self.structure >= Structure.SYMMETRIC else self._with(self._each(methodcaller("adjoint")))
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
-        return self._with(self._each(methodcaller("to", device, dtype)))
+        other = self._with({name: block.to(device, dtype) for name, block in self.blocks.items()})
+        other.dtype, other.device = dtype or self.dtype, device or self.device
+        other._keeps_elsewhere = self._keeps_elsewhere and device is None
+        return other
 
-    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
-        """The same matrix with blocks whose tensors live elsewhere, see `offloaded`."""
-        return offloaded(self, where, dtype)
+    def offload(self, where: str | torch.device = "cpu") -> BlockDiagonal:
+        """The same matrix with blocks that are kept on another device, and fetched one by one when they are used.
+
+        Inverses, powers and multiples are kept there, too. Decompositions are not remembered: take `K.inverse` once.
+        """
+        device, other = self.device, self.to(torch.device(where))
+        other.device, other._keeps_elsewhere = device, other.device != device
+        return other
+
+    def _fetched(self, name: str) -> LinearOperator:
+        """A block on the device of vectors."""
+        return self.blocks[name].to(self.device) if self._keeps_elsewhere else self.blocks[name]
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -211,13 +234,9 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block is known by its products alone.
         """
-        return self.own_state_dict()
-
-    def own_state_dict(self) -> dict[str, Any]:
-        """The same of the blocks that this process has: all of them, unless it is an `OwnedBlockDiagonal`."""
         space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
         kind = {"format": FORMAT, "class": type(self).__name__, "space": space}
-        return {**kind, **self._places_state(), "blocks": self._each(pack, among=self.here)}
+        return {**kind, **self._places_state(), "blocks": self._each(pack)}
 
     def _places_state(self) -> dict[str, Any]:
         """Where blocks are, as `_from_state` reads it."""
@@ -271,21 +290,21 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def trace(self) -> Tensor:
-        return torch.stack(list(self._tensors(attrgetter("trace"), ()).values())).sum()
+        return torch.stack(list(self._tensors(attrgetter("trace")).values())).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return frobenius(torch.stack(list(self._tensors(attrgetter("frobenius_norm"), ()).values())))
+        return frobenius(torch.stack(list(self._tensors(attrgetter("frobenius_norm")).values())))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(list(self._tensors(methodcaller("eigenvalues"), None, decomposes=True).values()))
+        return torch.cat(list(self._tensors(methodcaller("eigenvalues"), decomposes=True).values()))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
-        return self.merge(self._tensors(methodcaller("diagonal"), None))
+        return self._merge(self._tensors(methodcaller("diagonal")))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        found = self._tensors(lambda block: torch.stack(block._slogdet()), (2,), decomposes=True)
+        found = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
         signs, logarithms = torch.stack(list(found.values())).unbind(1)
         return signs.prod(), logarithms.sum()
 
@@ -296,64 +315,53 @@ class BlockDiagonal(LinearOperator):
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         again = {"retry_double_precision": retry_double_precision}
         inverted = self._each(lambda block, d: block.inverse(d, **again), self.per_block(damping), True)
-        return self._with(inverted, "inverse", damping)
+        return self._with(inverted)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
         raised = self._each(lambda block, d: block.power(p, d, exact=exact), self.per_block(damping), True)
-        return self._with(raised, "power", p, damping, exact)
+        return self._with(raised)
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)), "shift", delta)
+        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)))
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
-        return self._with(self._each(methodcaller("_scale", c)), "times", c)
+        return self._with(self._each(methodcaller("_scale", c)))
 
-    @property
-    def here(self) -> dict[str, LinearOperator]:
-        """The blocks that this process has: all of them."""
-        return self.blocks
-
-    def gather(self, rank: int | None = None) -> BlockDiagonal | None:
+    def gather(self) -> BlockDiagonal:
         """The same with all blocks here: the operator itself, unless it is an `OwnedBlockDiagonal`."""
         return self
 
-    def _some(self, function: Callable[[LinearOperator], bool]) -> bool:
-        """Whether `function` is true of a block, whoever has it."""
-        return any(map(function, self.here.values()))
-
-    def _tensors(
-        self, function: Callable[[LinearOperator], Tensor], shape: tuple[int, ...] | None, decomposes: bool = False
-    ) -> dict[str, Tensor]:
-        """Block name to `function(block)`, of this shape (None: one entry per row), whoever has the block."""
+    def _tensors(self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False) -> dict[str, Tensor]:
+        """Block name to `function(block)`, whoever has the block."""
         return self._each(function, decomposes=decomposes)
 
     def _each(
-        self,
-        function: Callable[..., T],
-        arguments: Mapping[str, Any] | None = None,
-        decomposes: bool = False,
-        among: Mapping[str, LinearOperator] | None = None,
+        self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None, decomposes: bool = False
     ) -> dict[str, T]:
-        """Block name to `function(block)`, or to `function(block, arguments[name])`, of all blocks or those `among`.
+        """Block name to `function(block)`, or to `function(block, arguments[name])`.
 
         If that decomposes the blocks, several are done at the same time.
         """
-        blocks = self.blocks if among is None else among
 
         def of(name: str) -> T:
             with error_context(f'block "{name}"'):
-                return function(blocks[name]) if arguments is None else function(blocks[name], arguments[name])
+                block = self._fetched(name)
+                found = function(block) if arguments is None else function(block, arguments[name])
+                if self._keeps_elsewhere and isinstance(found, LinearOperator):
+                    return found.to(self.blocks[name].device)  # type: ignore[return-value]
+                return found
 
         with outside_autocast(self.device):
-            return in_threads(of, blocks) if decomposes else {name: of(name) for name in blocks}
+            return in_threads(of, self.blocks) if decomposes else {name: of(name) for name in self.blocks}
 
-    def _with(self, blocks: dict[str, LinearOperator], *more: Any) -> BlockDiagonal:
-        """The same groups of parameters with other blocks of the same sizes, made with `more` than this matrix."""
+    def _with(self, blocks: dict[str, LinearOperator], *others: LinearOperator) -> BlockDiagonal:
+        """The same groups of parameters with other blocks of the same sizes, made with other matrices."""
         first = next(iter(blocks.values()))
         other = copy(self)
-        other.blocks, other.dtype, other.device = blocks, first.dtype, first.device
+        other.blocks, other.dtype = blocks, first.dtype
+        other.device = self.device if self._keeps_elsewhere else first.device
         return other
 
     def per_block(self, damping: Any) -> dict[str, Any]:
@@ -384,9 +392,9 @@ def multiply_parts(K: BlockDiagonal, parts: Mapping[str, Tensor]) -> dict[str, T
     """`K.blocks[name] @ part` of some blocks, whose dtype and device the parts have: fast where blocks are small."""
     products: dict[str, Tensor] = {}
     with outside_autocast(K.device):
-        for name, block in in_turn({name: K.blocks[name] for name in parts}):
+        for name, part in parts.items():
             with error_context(f'block "{name}"'):
-                products[name] = block._matmat(parts[name][:, None])[:, 0]
+                products[name] = K._fetched(name)._matmat(part[:, None])[:, 0]
     return products
 
 
@@ -426,35 +434,3 @@ def sharing(blocks: Mapping[str, LinearOperator]) -> list[list[str]]:
         unit.append(name)
         known |= dict.fromkeys(factors, unit)
     return units
-
-
-def offloaded(K: BlockDiagonal, where: str | torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
-    """The same matrix with blocks whose tensors live elsewhere; they are fetched whenever they are used.
-
-    Products fetch the next block while they multiply with the present one. Inverses, powers, multiples and shifts
-    live there as well, and share with this operator what they have in common, such as eigenvectors.
-
-    Args:
-        where: "cpu", the name of another device, or "disk:folder", a folder for temporary files, which are removed
-            when nothing refers to them. None leaves blocks where they are.
-        dtype: What eigenvectors are rounded to, such as `torch.bfloat16`: half of their memory. It changes
-            products by about 2e-3 of the Frobenius norm; eigenvalues, trace and determinant stay what they are.
-
-    Raises:
-        ValueError: If it is no such place, a block is known by its products alone, or `dtype` is given and no block
-            has eigenvectors.
-        FileNotFoundError: If the folder is in one that does not exist.
-
-    Example:
-        >>> from curvlinops_plus.linalg import Diagonal
-        >>> layouts = {"w": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
-        >>> K = BlockDiagonal({"w": Diagonal(torch.ones(2))}, layouts, Space({"w": (2,)}))
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     K.offload(f"disk:{folder}") @ torch.ones(2)
-        tensor([1., 1.])
-    """
-    store = Store(where, dtype)
-    if dtype is not None and not K._some(lambda block: isinstance(resident(block), Eigendecomposed)):
-        raise ValueError(f"dtype={dtype} is for eigenvectors, and no block has some: those of EKFAC do.")
-    return K._with({**K.blocks, **K._each(store.offload, among=K.here)})

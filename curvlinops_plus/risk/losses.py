@@ -628,5 +628,5 @@ def gradient_pass(risk: Evaluated, weights: LossWeights) -> tuple[dict[str, Tens
 
     with torch.inference_mode(False), torch.enable_grad():
         risk.at(free, add_batches)
-    risk.processes.sum_("adding gradients", list(grads.values()))
+    risk.processes.sum_(list(grads.values()))
     return grads, totals.over(risk.processes)

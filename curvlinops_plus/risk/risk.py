@@ -338,19 +338,14 @@ class EmpiricalRisk(ModelParameters):
 
     # ---------------------------------------------------------------------------------------------- all the data
     def together(
-        self,
-        what: str,
-        work: Callable[[], T],
-        over_data: bool = True,
-        same: Callable[[], Mapping[str, Any]] = dict,
+        self, work: Callable[[], T], over_data: bool = True, same: Callable[[], Mapping[str, Any]] = dict
     ) -> T:
         """Work by all processes, whose models and losses are the same. Collective.
 
         Args:
-            what: Names it in errors.
             work: What each does.
             over_data: Whether that reads the data. Else batches came one by one, in passes that may write buffers.
-            same: Name to what else has to be the same in all, see `described`.
+            same: Name to what else has to be the same in all, see `Processes.same`.
 
         Raises:
             ProcessError: In all processes, if it fails in one, or something differs.
@@ -359,15 +354,14 @@ class EmpiricalRisk(ModelParameters):
         def agreed() -> T:
             self.whole.renew()
             require_replicas(self, over_data, same)
-            with self.processes.numbering(self.data if over_data and not self.options.batch_size_fn else None):
-                return work()
+            return work()
 
-        return self.processes.together(what, agreed)
+        return self.processes.together(agreed)
 
     @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
-        return self._value(self.together("the loss", lambda: self._preserved(loss_pass)))
+        return self._value(self.together(lambda: self._preserved(loss_pass)))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
@@ -383,7 +377,7 @@ class EmpiricalRisk(ModelParameters):
         def own(risk: EmpiricalRisk) -> tuple[dict[str, Tensor], Totals]:
             return with_consistent_weights(risk, lambda weights: gradient_pass(risk, weights))
 
-        sums, totals = self.together("the gradient", lambda: self._preserved(own))
+        sums, totals = self.together(lambda: self._preserved(own))
         c = self.scale(totals)
         return {key: g * c for key, g in sums.items()}, self._value(totals)
 
@@ -466,22 +460,6 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return checked
-
-
-def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
-    """A constructor that `takes_risk`: of several processes all have to come through it.
-
-    Else one that fails before it talks to the others, which wait for it, would be taken for them in its next call.
-    """
-
-    @wraps(constructor)
-    def together(*args: P.args, **kwargs: P.kwargs) -> T:
-        risk = args[1] if len(args) > 1 else kwargs.get("risk")
-        if not isinstance(risk, EmpiricalRisk):  # Python says what is missing
-            return constructor(*args, **kwargs)
-        return risk.processes.together(type(args[0]).__name__, lambda: constructor(*args, **kwargs))
-
-    return takes_risk(together)
 
 
 def checked_bytes(max_kept_bytes: int, between: str) -> int:

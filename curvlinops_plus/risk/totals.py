@@ -91,7 +91,7 @@ class Totals:
             if error is not None:
                 raise error
             return self
-        told = processes.gather("adding totals", (self.plain(), error))
+        told = processes.gather((self.plain(), error))
         if noticed := [each for _, each in told if each is not None]:
             raise error or noticed[0]
         whole = Totals.union(totals for totals, _ in told)

@@ -144,10 +144,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), EKFAC, max_bytes=300), UnsupportedError, r"'0': EKFAC needs .*DiagonalBlock"),
     (lambda: curvature(risk(), Mine, max_bytes=9), UnsupportedError, r"Mine does not say how much memory.*`needs\(\)`"),
     (lambda: curvature(risk(), EKFAC, max_kept_bytes=-1), ValueError, "max_kept_bytes=.*at least 0.*0 keeps nothing"),
-    (lambda: curvature(risk(), offload="disk:"), ValueError, "names no folder"),
-    (lambda: curvature(risk(), offload="nowhere"), ValueError, 'Expected "cpu", another device, or "disk:folder"'),
-    (lambda: curvature(risk()).offload(dtype=torch.bfloat16), ValueError, "is for eigenvectors, and no block has some"),
-    (lambda: curvature(risk(), EKFAC).offload(dtype=torch.int8), ValueError, "Expected a dtype in floating point"),
     # damping and algebra
     (lambda: (-curvature(risk())).inverse(HeuristicDamping(0.1)), ValueError, "need a positive multiple of"),
     (lambda: (0 * curvature(risk())).inverse((0.1, 0.1)), ValueError, "need a positive multiple of"),

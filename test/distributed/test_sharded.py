@@ -155,9 +155,9 @@ def test_refused(processes: Processes) -> None:
     parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     mesh = DeviceMesh.from_group(processes.group, "cpu")
     parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    told = r"layer '0' \(Linear\): its parameter 'weight' is .* parallelize_module.*full_state_dict=True"
+    told = r"The parameter '0.weight' is spread over processes by parallelize_module.*full_state_dict=True"
     words: dict[Callable[[], object], str] = {
-        lambda: EmpiricalRisk(model, loss, data): r"spread over the processes \[0, 1\].*processes=Processes\(\)",
+        lambda: EmpiricalRisk(model, loss, data): r"spread over processes by fully_shard.*processes=Processes\(\)",
         lambda: KFACOptimizer(model, loss): r"sharded by fully_shard.*DistributedDataParallel.*listen",
         lambda: GGN(EmpiricalRisk(parallel, loss, data, [parallel[2].bias])): told,
     }

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.distributed.buckets import buckets, pack_triangle, unpack_triangle
-from curvlinops_plus.distributed.schedule import schedule
-from curvlinops_plus.distributed.share import number_of_examples, share
+from curvlinops_plus.distributed.processes import schedule
+from curvlinops_plus.distributed.share import share
 
 WORLD = 3
 
@@ -63,10 +62,10 @@ class Endless(Dataset):  # type: ignore[type-arg]
 def test_what_cannot_be_dealt_out() -> None:
     data = TensorDataset(torch.arange(4))
     for given, error, words in (
-        (Stream(), TypeError, "an IterableDataset, which can't be dealt out"),
-        (DataLoader(Stream()), TypeError, "data set is an IterableDataset"),
+        (Stream(), TypeError, "is a Stream, which can't be dealt out"),
+        (DataLoader(Stream()), ValueError, "has an IterableDataset, and share"),
         (iter([1]), TypeError, "is a list_iterator, which can't be dealt out"),
-        (Endless(), TypeError, "without a length"),
+        (Endless(), TypeError, "a Dataset of known length"),
         (DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4)), ValueError, "has a WeightedRandomSampler"),
         (DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), ValueError, "batches of its own, a list"),
         (DataLoader(data, batch_size=3, drop_last=True), ValueError, "drop_last=True"),
@@ -81,36 +80,6 @@ def test_alone() -> None:
     assert Alone().numbers(5, 2) == range(5, 7)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (6, 6), (2, 5, 5), (0, 0)])
-def test_triangles(shape: tuple[int, ...]) -> None:
-    M = torch.rand(shape)
-    M = M + M.mT
-    d = shape[-1]
-    packed = pack_triangle(M)
-    assert packed.numel() == M.numel() * (d + 1) // (2 * d) if d else not packed.numel()
-    assert torch.equal(unpack_triangle(packed, d), M)
-
-
-def test_buckets() -> None:
-    """Sizes are bounded, dtypes and devices are kept apart, and numbers come back."""
-    S = torch.rand(4, 4)
-    tensors = [
-        torch.rand(3),
-        S + S.T,
-        torch.rand(2, 2, dtype=torch.float64),
-        torch.rand(()),
-        torch.rand(50),
-        torch.rand(0),
-    ]
-    symmetric = [False, True, False, False, False, False]
-    copies = [torch.zeros_like(t) for t in tensors]
-    sent = [bucket.pack() for bucket in buckets(tensors, symmetric, 56)]
-    assert [flat.numel() for flat in sent] == [14, 50, 0, 4]
-    for bucket, flat in zip(buckets(copies, symmetric, 56), sent, strict=True):
-        bucket.unpack_(flat)
-    assert all(map(torch.equal, copies, tensors))
-
-
 def test_schedule_is_within_four_thirds_of_the_mean_or_the_longest() -> None:
     costs = [float(d) ** 3 for d in (768, 3072, 768, 2304, 768, 768, 64, 3072, 768, 2304)]
     for workers in (1, 2, 3, 8, 20):
@@ -118,19 +87,3 @@ def test_schedule_is_within_four_thirds_of_the_mean_or_the_longest() -> None:
         load = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == w) for w in range(workers)]
         assert max(load) <= 4 / 3 * max(sum(costs) / workers, max(costs))
         assert owners == schedule(costs, workers)
-
-
-@pytest.mark.parametrize("world", [1, 3, 20])
-def test_contiguous(world: int) -> None:
-    """Pieces in the order of the examples, of sizes that differ by one at most."""
-    X = torch.arange(11)
-    data = [(x, {"a": x, "b": 2 * x}) for x in X.split(4)]
-    found = [share(data, rank, world, contiguous=True) for rank in range(world)]
-    assert torch.equal(torch.cat([x for part in found for x, _ in part]), X)
-    assert torch.equal(torch.cat([y["b"] for part in found for _, y in part]), 2 * X)
-    sizes = [sum(len(x) for x, _ in part) for part in found]
-    assert max(sizes) - min(sizes) <= 1
-    loaders = [share(DataLoader(TensorDataset(X), batch_size=2), rank, world, True) for rank in range(world)]
-    assert [int(x) for loader in loaders for (batch,) in loader for x in batch] == X.tolist()
-    assert [number_of_examples(loader) for loader in loaders] == sizes
-    assert [x for rank in range(world) for x in share(list("abcdef"), rank, world, True)] == list("abcdef")

@@ -139,7 +139,7 @@ def by_one(processes: Processes, work: Callable[[], Any]) -> Any:
 
 def everywhere(processes: Processes, what: Any) -> list[Any]:
     """What each process has found."""
-    return processes.gather("comparing", what)
+    return processes.gather(what)
 
 
 def said(work: Callable[[], object]) -> str:

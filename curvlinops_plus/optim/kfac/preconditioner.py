@@ -356,7 +356,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         if processes.world == 1:
             return hearing.batches > 0, bool(hearing.kept), hearing.error
         own = hearing.error, hearing.batches, bool(hearing.kept), self.curvature.called_in_step, self._uncalled
-        errors, batches, kept, called, uncalled = zip(*processes.gather("a step", own), strict=True)
+        errors, batches, kept, called, uncalled = zip(*processes.gather(own), strict=True)
         self._uncalled = set.intersection(*uncalled)
         if any(batches) and not hearing.batches:  # else the moving averages of the processes would weigh differently
             self.curvature.add_nothing()
