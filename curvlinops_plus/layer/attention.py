@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import AffineRule, LayerRule
-from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule, LayerRule, register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 

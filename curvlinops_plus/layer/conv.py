@@ -16,8 +16,7 @@ from curvlinops_plus.layer.convolution_gram import (
     packed_gram,
 )
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.layer.rule import AffineRule
-from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule, register_rule
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
 from curvlinops_plus.linalg.numerics import at_least_float32
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import AffineRule
-from curvlinops_plus.layer.rule_registry import rule_of
+from curvlinops_plus.layer.rule import AffineRule, rule_of
 
 
 @dataclass(frozen=True)

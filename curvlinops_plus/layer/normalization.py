@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvlinops_plus.layer.replay import check_repeatable, why_computed
-from curvlinops_plus.layer.rule import LayerRule
-from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.layer.rule import LayerRule, register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory on CPUs, about what a cache holds.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.random_state import RandomState
-
-# The only walk over nested inputs (tuples, dicts, model outputs) that agrees with what torch.func itself does.
-
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
@@ -50,8 +47,6 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     every = _own_parameters(module)
-    if len({*map(id, every.values())}) == len(every):
-        return every
     first = {id(p): name for name, p in reversed(every.items())}
     return {name: p for name, p in every.items() if first[id(p)] == name}
 
@@ -65,7 +60,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
     held = module._parameters.items()  # by its method, which knows what other threads may see
     if module._modules and is_parametrized(module):
-        inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
+        inner = module.get_submodule("parametrizations")
         held = (*held, *inner.named_parameters(prefix="parametrizations", remove_duplicate=False))
     return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}
 
@@ -111,8 +106,8 @@ def replay_per_example(
         at least.
 
     Raises:
-        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, returns no floating-point
-            tensor for each gradient.
+        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, fails on one example, or
+            returns no floating-point tensor for each gradient.
         ValueError: If one example's output does not fit its gradient.
 
     Example:
@@ -127,12 +122,9 @@ def replay_per_example(
     check_repeatable(module)
     g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
     call = Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
-    sizes = call.chunk_sizes(g, max_bytes)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in {t.device.type for t in g}:  # autocast would undo the conversion to float32
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(attributes_restored(module))
+    sizes, random = call.chunk_sizes(g, max_bytes), RandomState.now(g[0].device)
+    # Autocast would undo the conversion to float32.
+    with torch.no_grad(), torch.autocast(g[0].device.type, enabled=False), attributes_restored(module):
         try:
             return in_chunks(call.all_at_once, g, sizes)
         except UnsupportedError:
@@ -140,17 +132,19 @@ def replay_per_example(
         except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             pass
         try:
-            with no_random_numbers(module, g[0].device):
-                return in_chunks(call.one_by_one, g, sizes)
-        except (NotImplementedError, torch.OutOfMemoryError):  # words of our own, or nothing that the module did
+            found = in_chunks(call.one_by_one, g, sizes)
+            if random == RandomState.now(g[0].device):
+                return found
+            raise call.refused("It draws random numbers (dropout in training mode?): call `model.eval()`.")
+        except (UnsupportedError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"{type(module).__name__} can't be run again with one example of the batch, which gives the example's "
-                f"gradients ({type(error).__name__}: {error}). Does it read what its last call left (a cache: "
-                "use_cache=False), or the number of examples? Write a rule for it (@register_rule), or leave its "
-                "parameters out of `params`."
+        except (TypeError, RuntimeError) as error:
+            raise call.refused(
+                f"It raised {type(error).__name__}: {error}. Does it read what its last call left (a cache: "
+                "use_cache=False), or the number of examples?"
             ) from error
+        finally:
+            random.restore()
 
 
 class Call:
@@ -181,19 +175,23 @@ class Call:
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
-        tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-        axes = dict(zip(tensors, [0] * len(tensors) if in_axes is None else in_axes, strict=True))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        axes = {i: axis for i, axis in axes.items() if axis is not None}
-        self.per_example = {i: axes[i] for i in axes if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
-        for i in axes.keys() - self.per_example.keys():
-            if leaves[i].ndim > axes[i] and len(leaves[i]) == 1:
-                self.leaves[i] = self.leaves[i].movedim(0, axes[i])
+        tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
+        self.per_example: dict[int, int] = {}
+        for i, axis in zip(tensors, [0] * len(tensors) if in_axes is None else in_axes, strict=True):
+            t = self.leaves[i]
+            if axis is not None and t.ndim and len(t) == num_examples:
+                self.per_example[i] = axis
+            elif axis is not None and t.ndim > axis and len(t) == 1:
+                self.leaves[i] = t.movedim(0, axis)
 
-    @property
-    def name(self) -> str:
-        """Type of the module, for messages."""
-        return type(self.module).__name__
+    def refused(self, why: str) -> UnsupportedError:
+        """The error of a module that can't be run again."""
+        return UnsupportedError(
+            f"{type(self.module).__name__} can't be run again with one example of the batch, which gives the example's "
+            f"gradients of {list(self.params)}. {why} Write a rule for it (@register_rule), or leave these out of "
+            "`params`."
+        )
 
     def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
         """How many vectors and how many examples are worked on at a time."""
@@ -206,7 +204,7 @@ class Call:
     def run(
         self, params: Mapping[str, Tensor], examples: Sequence[Tensor], shapes: Sequence[torch.Size]
     ) -> list[Tensor]:
-        """Outputs of the module for one example (whose inputs have no example dimension)."""
+        """Outputs of the module for one example (whose inputs have no example dimension), in these shapes."""
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), examples, strict=True):
             leaves[i] = t.unsqueeze(axis)
@@ -216,31 +214,21 @@ class Call:
         buffers = {n: b.clone() for n, b in self.buffers.items()}
         as_parameters([*self.frozen.values(), *state.values()])
         out = functional_call(self.module, {**self.frozen, **buffers, **state}, args, kwargs, tie_weights=False)
-        return self.outputs(out, shapes)
-
-    def outputs(self, out: Any, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """The floating-point tensors of an output, without their example dimension."""
-        leaves = tree_leaves(out)
-        found = [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+        found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
         if len(found) != len(shapes) or any(t.is_complex() for t in found):
-            raise UnsupportedError(
-                f"{self.name} returned a {type(out).__name__} with {[str(t.dtype) for t in found]}: expected real "
-                f"floating-point tensors for {len(shapes)} output gradients, alone or in tuples, lists, dicts or types "
-                "that torch.utils._pytree knows."
+            raise self.refused(
+                f"It returned a {type(out).__name__} with {[str(t.dtype) for t in found]}, expected real "
+                f"floating-point tensors for {len(shapes)} output gradients, in types that PyTorch's pytrees know."
             )
         axes = [0] * len(found) if self.out_axes is None else self.out_axes
-        return [self.without_example(t, axis, shape) for t, axis, shape in zip(found, axes, shapes, strict=True)]
-
-    def without_example(self, out: Tensor, axis: int, shape: torch.Size) -> Tensor:
-        """One output in the shape of its gradient."""
-        if out.numel() != shape.numel() or (axis and (out.ndim <= axis or out.shape[axis] != 1)):
-            raise ValueError(
-                f"{self.name}, called with one example, returned shape {tuple(out.shape)}, but the output gradient of "
-                f"one example has shape {tuple(shape)}. The examples must be dimension {axis} of "
-                f"{'its inputs and its output' if axis == 0 else 'this output'}, "
-                "and each must be treated independently of the others."
-            )
-        return (out.squeeze(axis) if axis else out).reshape(shape)
+        for t, axis, shape in zip(found, axes, shapes, strict=True):
+            if t.numel() != shape.numel() or (axis and (t.ndim <= axis or t.shape[axis] != 1)):
+                raise ValueError(
+                    f"{type(self.module).__name__}, called with one example, returned shape {tuple(t.shape)}, but the "
+                    f"output gradient of one example has shape {tuple(shape)}. The examples must be dimension {axis} "
+                    "of this output, and each must be treated independently of the others."
+                )
+        return [(t.squeeze(a) if a else t).reshape(shape) for t, a, shape in zip(found, axes, shapes, strict=True)]
 
     def all_at_once(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by `vmap` over examples, `[V, B, *shape]`."""
@@ -254,9 +242,7 @@ class Call:
 
         inputs = [self.leaves[i][examples] for i in self.per_example]
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*batching rule.*"
-            )  # vmap falls back to a loop, which is correct
+            warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap takes a loop there, which is correct
             # Out dimension 0 and a transpose: with another one, vmap misplaces constant outputs (torch 2.13).
             chunk = vmap(one, in_dims=(0, 1))(inputs, [t[vectors, examples] for t in g])
         return {name: J.transpose(0, 1) for name, J in chunk.items()}
@@ -268,13 +254,14 @@ class Call:
             with torch.enable_grad():
                 params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
                 out = self.run(params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g])
-            live = [k for k, f in enumerate(out) if f.requires_grad]
-            fs, leaves, rows = [out[k] for k in live], list(params.values()), []
+                live = [(k, f) for k, f in enumerate(out) if f.requires_grad]
+                # Something has a graph also where nothing depends on the parameters.
+                fs, leaves = [f for _, f in live] or [next(iter(params.values())).sum() * 0], [*params.values()]
+            rows = []
             for v in range(vectors.start, vectors.stop):
-                back = [g[k][v, n].to(f.dtype) for k, f in zip(live, fs)]
-                J = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True) if live else leaves
-                # Those of `sparse=True` embeddings are sparse.
-                rows.append([t.to_dense() if live else torch.zeros_like(t) for t in J])
+                back = [g[k][v, n].to(f.dtype) for k, f in live] or [fs[0].detach()]
+                J = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True)
+                rows.append([t.to_dense() for t in J])  # those of `sparse=True` embeddings are sparse
             chunk.append([torch.stack(some) for some in zip(*rows)])
         return {name: torch.stack(some, dim=1) for name, some in zip(self.params, zip(*chunk))}
 
@@ -290,16 +277,15 @@ def in_chunks(
         tensor([[0., 1., 2., 3., 4., 5.]])
     """
     (V, B), (v, b) = g[0].shape[:2], sizes
-    if (v, b) == (V, B):
-        return grads(g, slice(0, V), slice(0, B))
     result: dict[str, Tensor] = {}
     for v0 in range(0, V, v):
         for b0 in range(0, B, b):
             at = slice(v0, min(v0 + v, V)), slice(b0, min(b0 + b, B))
-            for name, J in grads(g, *at).items():
-                if name not in result:
-                    result[name] = J.new_empty(V, B, *J.shape[2:])
-                result[name][at] = J
+            found = grads(g, *at)
+            if (v, b) == (V, B):
+                return found
+            for name, J in found.items():
+                result.setdefault(name, J.new_empty(V, B, *J.shape[2:]))[at] = J
     return result
 
 
@@ -313,40 +299,17 @@ def check_repeatable(module: nn.Module) -> None:
     for name, child in module.named_modules():
         where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
         if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
-            why = "in training mode" if child.training else "with track_running_stats=False"
             raise UnsupportedError(
-                f"{where} {why} normalizes with the statistics of the batch: its examples are not independent, so they "
-                "have no gradients of their own. Call `model.eval()` first, on a layer that tracks running statistics."
+                f"{where} {'in training mode' if child.training else 'with track_running_stats=False'} normalizes with "
+                "the statistics of the batch: its examples have no gradients of their own. Call `model.eval()` first, "
+                "on a layer that tracks running statistics."
             )
-        if _updates_vectors(child):
+        new = isinstance(child, _SpectralNorm) and hasattr(child, "_u")  # vectors are normalized without one
+        if child.training and (new or any(isinstance(h, SpectralNorm) for h in child._forward_pre_hooks.values())):
             raise UnsupportedError(
                 f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
                 "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
             )
-
-
-def spectral_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose weights spectral normalization changes in every forward pass, by name.
-
-    Example:
-        >>> model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
-        >>> list(spectral_norms(model)), list(spectral_norms(model.eval()))
-        (['0'], [])
-    """
-    owners = {name: m for name, m in model.named_modules() if not isinstance(m, _SpectralNorm)}
-    none = nn.Module()
-    return {
-        name: m
-        for name, m in owners.items()
-        if any(map(_updates_vectors, (m, *getattr(m, "parametrizations", none).modules())))
-    }
-
-
-def _updates_vectors(module: nn.Module) -> bool:
-    """Whether it is spectral normalization in training mode, of the new or the old kind."""
-    new = isinstance(module, _SpectralNorm) and hasattr(module, "_u")  # vectors are normalized without one
-    old = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
-    return module.training and (new or old)
 
 
 def as_parameters(tensors: Iterable[Tensor]) -> None:
@@ -356,39 +319,31 @@ def as_parameters(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def attributes_restored(module: nn.Module) -> Iterator[None]:
-    """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: vmapped tensors must not stay there."""
-    found = [(vars(m), dict(vars(m))) for m in module.modules()]
-    # The contents of lists too: recurrent layers keep their weights in one.
-    held = [(v, [*v]) for _, before in found for v in before.values() if isinstance(v, list)]
-    for m in module.modules():
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            m.scale_grad_by_freq = (
-                False  # it rescales gradients by frequencies in the batch: the result is not a derivative
-            )
-    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of other parameters
+def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What modules store in themselves while they run, as activations and counters, is as before at the end."""
+    before = [(module.__dict__, {**module.__dict__}) for module in modules]
     try:
         yield
     finally:
-        parametrize._cache_enabled = cached
-        for now, before in found:
-            for name in now.keys() - before.keys():
-                del now[name]
-            now.update(before)
-        for now, before in held:
-            now[:] = before
+        for own, attributes in before:
+            for name in {*own}.difference(attributes):
+                del own[name]
+            own.update(attributes)
 
 
 @contextmanager
-def no_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the global random state, and refuse a module that draws from it: the draws of the first call are lost."""
-    before = RandomState.now(device)
-    try:
-        yield
-        if before != RandomState.now(device):
-            raise UnsupportedError(
-                f"{type(module).__name__} draws random numbers (dropout in training mode?), so running it again for "
-                "one example gives another result. Call `model.eval()` first, or leave out this layer's parameters."
-            )
-    finally:
-        before.restore()
+def attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Context in which a module runs again: vmapped tensors must not stay in it, e.g. as `self.attention`."""
+    # The contents of lists too: recurrent layers keep their weights in one.
+    held = [(v, [*v]) for m in module.modules() for v in vars(m).values() if isinstance(v, list)]
+    with kept_attributes(module.modules()):
+        for m in module.modules():
+            if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+                m.scale_grad_by_freq = False  # by frequencies in the batch: the result is not a derivative
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of others
+        try:
+            yield
+        finally:
+            parametrize._cache_enabled = cached
+            for now, before in held:
+                now[:] = before

@@ -17,9 +17,10 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from einops import rearrange
@@ -53,10 +54,8 @@ class LayerRule:
 
     max_bytes: int = 64 * 2**20
 
-    @property
-    def direct_grads(self) -> bool:
-        """Whether `per_example_grads` is a formula of the rule's own."""
-        return type(self).per_example_grads is not LayerRule.per_example_grads
+    #: Other parameters than the module's own that `replay` is about, by their names in it.
+    names: tuple[str, ...] | None = None
 
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it applies.
@@ -127,7 +126,7 @@ class LayerRule:
         in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Run the module again for each example: gradients of layers without a formula (`direct_grads` is False).
+        """Run the module again for each example: `per_example_grads` of layers without a formula.
 
         Args:
             module, args, kwargs, g: As for `per_example_grads`.
@@ -135,7 +134,7 @@ class LayerRule:
                 examples share. Default 0.
             out_axes: The same for each floating-point tensor of the output; default 0.
         """
-        return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes)
+        return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any
@@ -176,9 +175,9 @@ class LayerRule:
 
         Override `per_example_grads` rather than this. Arguments are those of `replay`.
         """
-        if self.direct_grads:
-            return self.per_example_grads(module, args, kwargs, g)
-        return self.replay(module, args, kwargs, g, in_axes, out_axes)
+        if type(self).per_example_grads is LayerRule.per_example_grads:
+            return self.replay(module, args, kwargs, g, in_axes, out_axes)
+        return self.per_example_grads(module, args, kwargs, g)  # rows have the examples first wherever the module does
 
 
 class EnclosedRule(LayerRule):
@@ -202,29 +201,6 @@ class EnclosedRule(LayerRule):
         named = dict(module.named_parameters(remove_duplicate=False))
         return {name: flat_pattern(named[name].ndim) for name in self.names}
 
-    def replay(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        g: Tensor | Sequence[Tensor],
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run the module again for each example.
-
-        Raises:
-            UnsupportedError: If it can't be run with other values of the parameters.
-        """
-        try:
-            return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
-        except (TypeError, RuntimeError) as error:
-            raise UnsupportedError(
-                f"{type(module).__name__} can't be run again for single examples with other values of "
-                f"{list(self.names)}, which functions read inside: {error}. Leave these out of `params`, or give that "
-                "use a module with a rule."
-            ) from error
-
 
 class AffineRule(LayerRule):
     """Rule of a layer whose output is `W a` or `W a + b`: define three methods, inherit the rest.
@@ -241,7 +217,6 @@ class AffineRule(LayerRule):
         sparse: Whether `inputs` returns `SparseRows`.
 
     Example:
-        >>> from curvlinops_plus.layer import register_rule, rule_of
         >>> class Transposed(nn.Module):  # y = x @ kernel, kernel [i, o]
         ...     def __init__(self):
         ...         super().__init__()
@@ -267,16 +242,6 @@ class AffineRule(LayerRule):
     def direct_grads(self) -> bool:
         """Whether `per_example_grads` is computed without rows."""
         return type(self).per_example_grads is not AffineRule.per_example_grads
-
-    @property
-    def direct_input_gram(self) -> bool:
-        """Whether `input_gram` is computed without rows."""
-        return type(self).input_gram is not AffineRule.input_gram
-
-    @property
-    def direct_grad_gram(self) -> bool:
-        """Whether `grad_gram` is computed without rows."""
-        return type(self).grad_gram is not AffineRule.grad_gram
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
@@ -349,12 +314,16 @@ class AffineRule(LayerRule):
         return None
 
     def stacked_inputs(self, module: nn.Module, x: Tensor) -> Tensor | None:  # [B, *in] -> [B·S, i]
-        """The rows `a` one below the other; None if they are sparse, or of several matrices."""
+        """The rows `a` one below the other; None if they are sparse, of several matrices, or not what is multiplied."""
+        if type(self).input_gram is not AffineRule.input_gram:
+            return None
         a = self.rows(module, x)
         return a.flatten(0, 1) if isinstance(a, Tensor) and a.ndim == 3 else None
 
     def stacked_grads(self, module: nn.Module, g: Tensor) -> Tensor | None:  # [V, B, *out] -> [V·B·S, o]
-        """The rows `g` one below the other; None if they are of several matrices."""
+        """The rows `g` one below the other; None if they are of several matrices, or not what is multiplied."""
+        if type(self).grad_gram is not AffineRule.grad_gram:
+            return None
         rows = self.grad_rows(module, g)
         return rows.flatten(0, 2) if rows.ndim == 4 else None
 
@@ -381,28 +350,12 @@ class AffineRule(LayerRule):
             ValueError: If inputs and gradients do not fit together.
         """
         a, rows = self.rows(module, self.input_of(module, args, kwargs)), self.grad_rows(module, g)
-        fits = isinstance(a, SparseRows) or a.shape[2:-1] == rows.shape[3:-1]
-        if a.shape[:2] != rows.shape[1:3] or not fits:
+        if a.shape[:2] != rows.shape[1:3] or (isinstance(a, Tensor) and a.shape[2:-1] != rows.shape[3:-1]):
             raise ValueError(
-                f"{type(module).__name__}: inputs have {a.shape[0]} examples of {a.shape[1]} positions, output "
-                f"gradients have {rows.shape[1]} of {rows.shape[2]}. They must come from the same call of the layer."
-                if fits
-                else f"{type(self).__name__}: inputs are [B, S, *b, i] with *b = {list(a.shape[2:-1])}, grads are "
-                f"[V, B, S, *b, o] with *b = {list(rows.shape[3:-1])}; both need the same matrices."
+                f"{type(self).__name__}: inputs are {list(a.shape)}, expected [B, S, *b, i], and gradients "
+                f"{list(rows.shape)}, expected [V, B, S, *b, o] with the same examples, positions and matrices."
             )
         return self.split(module, outer_products(rows, a), rows)
-
-    def example_grads(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        g: Any,
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
-    ) -> dict[str, Tensor]:
-        """`per_example_grads`: rows have the examples first wherever the module has them."""
-        return self.per_example_grads(module, args, kwargs, g)
 
     def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
         """`inputs` in at least float32, with its shape checked.
@@ -482,3 +435,125 @@ def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str
     known = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
     used = {axis: n for axis, n in sizes.items() if re.search(rf"\b{axis}\b", tensor)}
     return rearrange(J, f"... {matrix} -> ... {tensor}", **{**used, **known})
+
+
+# ------------------------------------------------------------------------------------------- which rule a module has
+RULES: dict[type[nn.Module] | str, LayerRule] = {}
+"""Module type, or its full name, to its rule. `register_rule` adds to it."""
+
+_Rule = TypeVar("_Rule", bound=type[LayerRule])
+
+
+def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
+    """Class decorator that makes a `LayerRule` the rule of some module types and of their subclasses.
+
+    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its rule.
+
+    Args:
+        *types: One or more subclasses of `nn.Module`, or their full names, such as
+            `"transformers.pytorch_utils.Conv1D"`, for types of libraries that need not be imported.
+
+    Raises:
+        TypeError: If the arguments are not module types, or the decorated class is not a rule.
+
+    Example:
+        >>> class MyLinear(nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2 * super().forward(x)
+        >>> rule_of(MyLinear(3, 2)).__class__.__name__
+        'LayerRule'
+        >>> @register_rule(MyLinear)
+        ... class MyLinearRule(AffineRule):
+        ...     def patterns(self, module):
+        ...         return {"weight": "o i -> o i", "bias": "o -> o 1"}
+        ...     def inputs(self, module, x):
+        ...         return x[:, None]
+        ...     def grads(self, module, g):
+        ...         return 2 * g[:, :, None]
+        >>> rule_of(MyLinear(3, 2)).__class__.__name__
+        'MyLinearRule'
+    """
+    wrong = [t for t in types if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))]
+    if not types or wrong:
+        raise TypeError(
+            f"register_rule expects module types or their full names, got {wrong if types else 'nothing'}. Write "
+            "`@register_rule(MyLayer)` above `class MyLayerRule(AffineRule)`."
+        )
+
+    def register(rule: _Rule) -> _Rule:
+        if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
+            raise TypeError(f"@register_rule decorates a subclass of LayerRule or AffineRule, got {rule!r}.")
+        instance = rule()
+        RULES.update(dict.fromkeys(types, instance))
+        return rule
+
+    return register
+
+
+def rule_of(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule:
+    """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
+
+    A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
+    are its own (no weight normalization, no parametrization) and with options that the rule supports.
+    `why_generic` gives the reason otherwise. `held` are its `differentiable_parameters`, if somebody has looked.
+
+    Raises:
+        ValueError: If `patterns` of the rule names something that the module does not have.
+
+    Example:
+        >>> rule_of(nn.Linear(3, 2)).patterns(nn.Linear(3, 2))
+        {'weight': 'o i -> o i', 'bias': 'o -> o 1'}
+    """
+    found = _find(module, held)
+    return GENERIC if isinstance(found, str) else found
+
+
+def why_generic(module: nn.Module) -> str:
+    """Why a module has only the generic rule, in one sentence; empty if it has one of its own.
+
+    Example:
+        >>> why_generic(nn.Softplus())
+        'no rule is registered for Softplus: add one with @register_rule(Softplus)'
+    """
+    found = _find(module)
+    return found if isinstance(found, str) else ""
+
+
+GENERIC = LayerRule()
+
+
+def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule | str:
+    """The registered rule that fits the module, or the reason why there is none."""
+    kind = type(module)
+    keys = _keys(kind)
+    key = next(filter(RULES.__contains__, keys), None)
+    if key is None:
+        return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
+    rule, registered = RULES[key], keys[key]
+    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in module.__dict__:
+        return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
+    if (reason := rule.refuses(module)) is not None:
+        return reason
+    # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
+    direct, named = differentiable_parameters(module) if held is None else held, rule.patterns(module)
+    if direct.keys() != named.keys():
+        if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
+            raise ValueError(
+                f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters "
+                f"{list(direct)}. Use the names of the parameters in the module."
+            )
+        return (
+            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them "
+            "computed from others, as by weight normalization?)"
+        )
+    return rule
+
+
+@lru_cache(1024)
+def _keys(kind: type[nn.Module]) -> dict[type | str, type]:
+    """Under what a rule may be registered that a type of module has, the nearest base type first."""
+    return {key: t for t in kind.__mro__ for key in (t, f"{t.__module__}.{t.__qualname__}")}
+
+
+def _is_full_name(t: Any) -> bool:
+    return isinstance(t, str) and "." in t and all(part.isidentifier() for part in t.split("."))

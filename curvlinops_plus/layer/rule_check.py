@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from curvlinops_plus.errors import UnsupportedError, VerificationError
 from curvlinops_plus.layer.replay import Call, attributes_restored, check_repeatable, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
-from curvlinops_plus.layer.rule_registry import rule_of, why_generic
+from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products, rule_of, why_generic
 from curvlinops_plus.linalg.layout import Layout
 
 _TOLERANCE = 1e-8  # of double precision
@@ -94,7 +93,9 @@ def check_rule(
         gradients, one vector and fewer examples  0.0e+00
         all 5 checks passed
     """
-    mine = _double(module)
+    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
+    kept = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    mine = copy.deepcopy(module, {id(t): _to_double(t).clone() for t in kept}).double()
     note = why_generic(mine) if rule is None else ""
     rule = rule_of(mine) if rule is None else rule() if isinstance(rule, type) else rule
     if (reason := rule.refuses(mine)) is not None:
@@ -105,20 +106,27 @@ def check_rule(
     rule.check(mine)
     args, kwargs = tree_map_only(Tensor, _to_double, (example_input, kwargs))
     with torch.random.fork_rng(), attributes_restored(mine):
-        rows = _Check(mine, rule, args, kwargs, torch.Generator().manual_seed(seed)).everything(num_vectors)
-    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(rows.items()))
+        check = _Check(mine, rule, args, kwargs, torch.Generator().manual_seed(seed))
+        check.gradients(num_vectors)
+        if isinstance(rule, AffineRule):
+            check.affine(rule, num_vectors)
+    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(check.rows.items()))
 
 
 class _Check:
-    """All checks of one rule on one call."""
+    """All checks of one rule on one call; `rows` has the largest error of each."""
 
     def __init__(
         self, module: nn.Module, rule: LayerRule, args: Any, kwargs: Mapping[str, Any], generator: torch.Generator
     ) -> None:
         self.module, self.rule, self.generator = module, rule, generator
-        self.params, self.rows = differentiable_parameters(module), dict[str, float]()
+        self.params, self.rows, patterns = differentiable_parameters(module), {"patterns": 0.0}, rule.patterns(module)
         if not self.params:
             raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
+        try:
+            Layout(patterns, {name: p.shape for name, p in self.params.items()}, rule.sizes(module))
+        except (ValueError, KeyError) as error:
+            raise self.failed("patterns", f"{error} (of the parameters {list(self.params)})") from error
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         self.axis = int(getattr(module, "batch_first", None) is False)
@@ -126,22 +134,20 @@ class _Check:
         self.N = N = tensors[0].shape[axes[0]] if tensors and tensors[0].ndim > axes[0] else 0
         if N < 2:
             raise ValueError("check_rule needs a call of the layer with two examples at least: check_rule(layer, x).")
-        self.outputs, self.out_axes, self.single = self.run(args, kwargs)
-        self.call_as_given = args, kwargs
+        self.given = args, kwargs
+        self.outputs, self.out_axes, self.single = self.run({})
         #: Axis of the examples of each tensor in the module; None for what all examples share.
         self.in_axes = [a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)]
-        each = zip(tensors, self.in_axes)
-        first = iter([t if axis is None else t.movedim(axis, 0) for t, axis in each])  # examples first, as in rules
-        self.args, self.kwargs = tree_unflatten([next(first) if isinstance(t, Tensor) else t for t in leaves], spec)
-        self.call = Call(module, self.args, self.kwargs, N, self.in_axes, self.out_axes)
+        # Examples first, as rules get them.
+        first = iter([t if axis is None else t.movedim(axis, 0) for t, axis in zip(tensors, self.in_axes)])
+        self.leaves, self.spec = [next(first) if isinstance(t, Tensor) else t for t in leaves], spec
+        self.call = Call(module, *tree_unflatten(self.leaves, spec), N, self.in_axes, self.out_axes)
 
-    def run(
-        self, args: Any, kwargs: Mapping[str, Any], params: Mapping[str, Tensor] | None = None
-    ) -> tuple[list[Tensor], list[int], bool]:
+    def run(self, params: Mapping[str, Tensor]) -> tuple[list[Tensor], list[int], bool]:
         """Outputs of the module, examples first, their axes in the module, and whether it is one tensor."""
-        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, torch.clone, self.given)
         with torch.no_grad():
-            out = functional_call(self.module, dict(params or {}), args, dict(kwargs))
+            out = functional_call(self.module, dict(params), args, kwargs)
         leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
         axes = self.rule.axes(self.module, self.axis, leaves, inputs=False) if leaves else []
         if not leaves or any(t.ndim <= axis or t.shape[axis] != self.N for t, axis in zip(leaves, axes)):
@@ -152,98 +158,76 @@ class _Check:
             )
         return [t.movedim(axis, 0) for t, axis in zip(leaves, axes)], axes, isinstance(out, Tensor)
 
-    def everything(self, V: int) -> dict[str, float]:
-        """The largest error of each check, cheap ones first."""
-        N, rule = self.N, self.rule
-        patterns = rule.patterns(self.module)
-        try:
-            if patterns.keys() != self.params.keys():
-                raise ValueError(f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}.")
-            Layout(patterns, {name: p.shape for name, p in self.params.items()}, rule.sizes(self.module))
-        except ValueError as error:
-            raise self.failed("patterns", str(error)) from error
-        self.rows["patterns"] = 0.0
-        shapes = [t.shape[1:] for t in self.outputs]
+    def gradients(self, V: int) -> None:
+        """Outputs and gradients of single examples."""
+        N, shapes = self.N, [t.shape[1:] for t in self.outputs]
         for n in range(N):
             with torch.no_grad():
                 alone = self.call.run(self.call.params, [self.call.leaves[i][n] for i in self.call.per_example], shapes)
             for whole, one in zip(self.outputs, alone):
-                cause = (
+                self.equal(
+                    "examples are independent",
+                    one,
+                    whole[n],
                     "The output for one example depends on the others of its batch, on calls before, or on random "
-                    "numbers (call `module.eval()` first)."
+                    "numbers (call `module.eval()` first).",
                 )
-                self.equal("examples are independent", one, whole[n], cause)
-        hint = (
-            "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
-            "columns as they do?"
-            if isinstance(rule, AffineRule)
-            else "Does it sum over all positions, and over nothing else?"
-        )
         for name, vectors, stop in (
             ("gradients", V, N),
             ("gradients, as many vectors as examples", N, N),
             ("gradients, one vector and fewer examples", 1, N - 1),
         ):
             g = [self.randn(vectors, stop, *shape) for shape in shapes]
-            args, kwargs = self.args, self.kwargs
-            if stop < N:
-                leaves, spec = tree_flatten((args, kwargs))
-                axes = iter(self.in_axes)
-                some = [t[:stop] if isinstance(t, Tensor) and next(axes) is not None else t for t in leaves]
-                args, kwargs = tree_unflatten(some, spec)
-            args, kwargs, given = tree_map_only(Tensor, torch.clone, (args, kwargs, g))
-            found = rule.example_grads(
-                self.module, args, kwargs, given[0] if self.single else given, self.in_axes, self.out_axes
+            axes = iter(self.in_axes)
+            some = [t[:stop].clone() if isinstance(t, Tensor) and next(axes) is not None else t for t in self.leaves]
+            given = [t.clone() for t in g]
+            found = self.rule.example_grads(
+                self.module,
+                *tree_unflatten(some, self.spec),
+                given[0] if self.single else given,
+                self.in_axes,
+                self.out_axes,
             )
             if found.keys() != self.params.keys():
                 raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
-            for key, expected in self.by_autograd(g).items():
-                self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
-        if isinstance(rule, AffineRule):
-            self.affine(rule, self.randn(V, *self.outputs[0].shape))
-        return self.rows
+            self.equal_grads(
+                name, found, g, "Is it summed over all positions, and over nothing else, in the order of `patterns`?"
+            )
 
-    def affine(self, rule: AffineRule, g: Tensor) -> None:
+    def affine(self, rule: AffineRule, V: int) -> None:
         """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
-        module, x = self.module, rule.input_of(self.module, self.args, self.kwargs)
+        module, x = self.module, rule.input_of(self.module, *tree_unflatten(self.leaves, self.spec))
+        g = self.randn(V, *self.outputs[0].shape)
         a, b = rule.rows(module, x), rule.grad_rows(module, g)
         if isinstance(a, SparseRows) != rule.sparse:
             raise self.failed("rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}.")
         step = {name: self.randn(*p.shape) for name, p in self.params.items()}
-        moved = [
-            self.run(*self.call_as_given, {name: p.detach() + by * step[name] for name, p in self.params.items()})[0][0]
-            for by in (1.0, -1.0)
-        ]
+        one, other = (
+            self.run({name: p.detach() + by * step[name] for name, p in self.params.items()})[0][0] for by in (1, -1)
+        )
         cause = "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors."
-        self.equal("output is affine in the parameters", (moved[0] + moved[1]) / 2, self.outputs[0], cause)
-        J = rule.split(module, outer_products(b, a), b)
-        for key, expected in self.by_autograd([g]).items():
-            cause = f"This is {key!r} [vectors, examples, *shape] as the sum of outer products of rows."
-            self.equal("rows", J[key], expected, cause)
+        self.equal("output is affine in the parameters", (one + other) / 2, self.outputs[0], cause)
+        found = rule.split(module, outer_products(b, a), b)
+        self.equal_grads("rows", found, [g], "This is the sum of outer products of rows.")
         rows, fewer = (t.to_dense() if isinstance(t, SparseRows) else t for t in (a, rule.rows(module, x[:-1])))
         self.equal("rows of fewer examples", fewer, rows[:-1], "Rows of an example must not depend on the others.")
         A, total, count = rule.input_gram(module, x)
-        sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
-        gram = rows.square().sum((0, 1)) if sparse else torch.einsum("bs...i,bs...j->...ij", rows, rows)
-        if isinstance(a, SparseRows) and a.kept is not None:
-            number = float(a.kept.sum())
+        if isinstance(a, SparseRows):
+            gram, number = rows.square().sum((0, 1)), a.count()
+        else:
+            gram, number = torch.einsum("bs...i,bs...j->...ij", rows, rows), float(rows.shape[0] * rows.shape[1])
         for name, got, expected, what in (
             ("stacked_inputs", rule.stacked_inputs(module, x), rows.flatten(0, 1), "all rows of the input"),
             ("stacked_grads", rule.stacked_grads(module, g), b.flatten(0, 2), "all rows of the gradient"),
-            ("input_gram", A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
+            ("input_gram", A, gram, "Σ a aᵀ [*b, i, i], of sparse rows its diagonal [i]"),
             ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
             ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
-            ("mean_inputs", None if sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
+            ("mean_inputs", None if rule.sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
             ("grad_gram", rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
             ("sum_grads", rule.sum_grads(module, g), b.sum(2), "the sum over positions"),
         ):
             if got is not None:
                 self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
-
-    def by_autograd(self, g: list[Tensor]) -> dict[str, Tensor]:
-        """Gradients of each example [V, B, *shape] by plain autograd, one example at a time."""
-        V, B = g[0].shape[:2]
-        return self.call.one_by_one(g, slice(0, V), slice(0, B))
 
     def randn(self, *shape: int) -> Tensor:
         """Random numbers of the check's own generator, on the device of the parameters."""
@@ -254,8 +238,14 @@ class _Check:
         """The error of a check."""
         return VerificationError(f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}")
 
+    def equal_grads(self, name: str, found: Mapping[str, Tensor], g: list[Tensor], cause: str) -> None:
+        """Compare gradients of each example with those of plain autograd, one example at a time."""
+        expected = self.call.one_by_one(g, slice(0, len(g[0])), slice(0, g[0].shape[1]))
+        for key, J in expected.items():
+            self.equal(name, found[key], J, f"This is {key!r} [vectors, examples, *shape]. {cause}")
+
     def equal(self, name: str, got: Tensor, expected: Tensor, cause: str) -> None:
-        """Store the error of a check, or raise if it is too large."""
+        """Note the error of a check, or raise if it is too large."""
         if got.shape != expected.shape:
             raise self.failed(name, f"shape {list(got.shape)}, expected {list(expected.shape)}. {cause}")
         got, expected = got.detach().double(), expected.detach().double()
@@ -268,15 +258,3 @@ class _Check:
 
 def _to_double(t: Tensor) -> Tensor:
     return t.detach().double() if t.is_floating_point() else t.detach()
-
-
-def _double(module: nn.Module) -> nn.Module:
-    """A copy in double precision."""
-    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
-    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    mine = copy.deepcopy(module, {id(t): t.detach().clone() for t in tensors}).double()
-    for m in mine.modules():
-        for key, value in vars(m).items():
-            if isinstance(value, Tensor):
-                setattr(m, key, _to_double(value))
-    return mine

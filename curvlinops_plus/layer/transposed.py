@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.conv import GroupedRule
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.layer.rule import register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

@@ -115,9 +115,9 @@ class AffineRows:
         None if there is another way to the Gram matrix than the product of all rows.
         """
         call = self._only_input
-        if call is None or (rule := call.rule).direct_input_gram:
+        if call is None:
             return None
-        a = rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        a = call.rule.stacked_inputs(call.use.module, self._upcast(call.input))
         if not reduce or a is None or len(a) == self.num_examples:
             return a
         return a.unflatten(0, (self.num_examples, -1)).mean(1)
@@ -130,9 +130,9 @@ class AffineRows:
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""
         call = self._only_call
-        if call is None or self.sparse or (rule := call.rule).direct_grad_gram:
+        if call is None or self.sparse:
             return None
-        g = rule.stacked_grads(call.use.module, self._upcast(call.grads))
+        g = call.rule.stacked_grads(call.use.module, self._upcast(call.grads))
         rows = len(call.grads) * self.num_examples
         return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
 

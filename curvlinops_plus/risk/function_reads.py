@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
-from curvlinops_plus.layer.rule_registry import GENERIC
+from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, is_iterator, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.modules import hookable_modules, preserve_state

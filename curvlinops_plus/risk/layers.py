@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
-from curvlinops_plus.layer.rule import EnclosedRule, flat_pattern
-from curvlinops_plus.layer.rule_registry import GENERIC
+from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
 from curvlinops_plus.risk.modules import modules_of
 from curvlinops_plus.risk.parameters import common_dtype

@@ -426,7 +426,7 @@ class TestRefusals:
                 return nn.functional.dropout(x * self.weight)
 
         state = torch.get_rng_state()
-        with pytest.raises(UnsupportedError, match=r"Noisy draws random numbers.*model.eval\(\)"):
+        with pytest.raises(UnsupportedError, match=r"Noisy can't be run again .* draws random numbers.*model.eval\(\)"):
             LayerRule().per_example_grads(Noisy(), (torch.ones(B, 4),), {}, torch.ones(V, B, 4))
         assert state.shape == torch.get_rng_state().shape
 
@@ -448,7 +448,7 @@ class TestRefusals:
                 return torch.cat([cache.rows, x * self.weight], 1)[:, -4:]
 
         cache = SimpleNamespace(rows=torch.ones(B, 2))
-        words = r"Cached can't be run again with one example .*\(RuntimeError: Sizes.*use_cache=False.*@register_rule"
+        words = r"Cached can't be run again with one example .* RuntimeError: Sizes.*use_cache=False.*@register_rule"
         self.check(Cached(), torch.randn(B, 4), cache, match=words)
 
     def test_outputs_without_a_gradient(self) -> None:
@@ -462,10 +462,10 @@ class TestRefusals:
 
         x = torch.randn(B, 4)
         words = "expected real floating-point tensors for 1 output gradients"
-        self.check(Other(lambda y: y.argmax(-1)), x, match=rf"Other returned a Tensor with \[\]: {words}")
-        self.check(Other(lambda y: {y}), x, match=rf"Other returned a set with \[\]: {words}")
+        self.check(Other(lambda y: y.argmax(-1)), x, match=rf"Other .* returned a Tensor with \[\], {words}")
+        self.check(Other(lambda y: {y}), x, match=rf"Other .* returned a set with \[\], {words}")
         self.check(Other(torch.fft.fft), x, match=r"returned a Tensor with \['torch.complex128'\]")
-        self.check(nn.LSTMCell(4, 4), x, match=r"LSTMCell returned a tuple with .*for 1 output gradients")
+        self.check(nn.LSTMCell(4, 4), x, match=r"LSTMCell .* returned a tuple with .*for 1 output gradients")
 
     def test_output_that_does_not_fit(self) -> None:
         message = r"PReLU, called with one example, returned shape \(1, 5\).*has shape \(4,\).*dimension 0"
@@ -482,7 +482,7 @@ def test_random_numbers_are_put_back() -> None:
 
     module, x, g = Noisy(), torch.ones(B, 4), torch.ones(V, B, 4)
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match="Noisy draws random numbers"):
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
         LayerRule().per_example_grads(module, (x,), {}, g)
     assert torch.equal(before, torch.get_rng_state())
 
