@@ -50,7 +50,7 @@ def correlated(padding: int = 1, size: int = 6) -> nn.Module:
 @pytest.fixture(autouse=True)
 def small_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
-    monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1)
+    monkeypatch.setattr(convolution_gram, "_MIN_PRODUCTS", 1)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
