@@ -6,7 +6,7 @@ Shapes and conventions are those of `LayerRule` and `AffineRule`.
 from __future__ import annotations
 
 from curvlinops_plus.layer.attention import AttentionRule
-from curvlinops_plus.layer.conv import ConvRule
+from curvlinops_plus.layer.conv import ConvRule, TransposedConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.linear import Conv1DRule, LinearRule
 from curvlinops_plus.layer.normalization import PReLURule, ScaleShiftRule
@@ -15,7 +15,6 @@ from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import RULES, AffineRule, LayerRule, register_rule, rule_of, why_generic
 from curvlinops_plus.layer.rule_check import check_rule
-from curvlinops_plus.layer.transposed import TransposedConvRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 __all__ = [

@@ -1,20 +1,19 @@
-"""Rule of convolutions: their rows are the patches of the input, in the order of the flattened weight."""
+"""Rules of convolutions: their rows are the patches of the input, in the order of the flattened weight.
+
+A transposed convolution adds `W[:, :, t] x[q]` to the output at `p = q·stride - padding + t·dilation`, for every pixel
+`q` and tap `t`. With zeros between the pixels and around them it is a convolution with stride 1, taps in reverse.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.convolution_gram import (
-    Correlations,
-    grouped_gram,
-    image_gram,
-    input_gram,
-    packed_gram,
-)
+from curvlinops_plus.layer.convolution_gram import Correlations, grouped_gram, image_gram, input_gram, packed_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
@@ -28,22 +27,15 @@ class GroupedRule(AffineRule):
 
     stored: ClassVar[tuple[str, str]]  # the first two axes of the weight
 
-    def convolution(self, module: nn.Module) -> _ConvNd:
-        """The module, if it is of the types of this rule.
-
-        Raises:
-            UnsupportedError: If it is another one.
-        """
-        raise NotImplementedError
-
     def grouped(self, module: nn.Module, t: Tensor, dim: int = -1) -> Tensor:
         """Channels split into groups, if there are several."""
-        groups = self.convolution(module).groups
-        return t if groups == 1 else t.unflatten(dim, (groups, -1))
+        assert isinstance(module, _ConvNd)
+        return t if module.groups == 1 else t.unflatten(dim, (module.groups, -1))
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` with one column per input channel and tap, then the bias as one more column."""
-        (first, second), module = self.stored, self.convolution(module)
+        assert isinstance(module, _ConvNd)
+        first, second = self.stored
         taps = ("w", "h w", "d h w")[module.weight.ndim - 3]
         if module.groups == 1:
             weight, bias = f"{first} {second} {taps} -> o (i {taps})", "o -> o 1"
@@ -53,8 +45,8 @@ class GroupedRule(AffineRule):
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """The number of groups, if there are several."""
-        groups = self.convolution(module).groups
-        return {} if groups == 1 else {"g": groups}
+        assert isinstance(module, _ConvNd)
+        return {} if module.groups == 1 else {"g": module.groups}
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
         """The output gradient, positions in row-major order (a view)."""
@@ -91,35 +83,24 @@ class ConvRule(GroupedRule):
 
     stored = ("o", "i")
 
-    def convolution(self, module: nn.Module) -> _ConvNd:
-        if (reason := self.refuses(module)) is not None:
-            raise UnsupportedError(reason)
-        assert isinstance(module, _CONVOLUTIONS)
-        return module
-
     def refuses(self, module: nn.Module) -> str | None:
         """Subclasses that change what is convolved."""
-        name = type(module).__name__
-        if not isinstance(module, _CONVOLUTIONS):
-            return f"{name} is no subclass of Conv1d, Conv2d or Conv3d"
-        base = next(kind for kind in _CONVOLUTIONS if isinstance(module, kind))
-        if type(module)._conv_forward is not base._conv_forward:  # what the `forward` of all convolutions calls
-            return f"this {name} has another `_conv_forward` than {base.__name__}: add a rule with @register_rule"
-        return None
+        if getattr(type(module), "_conv_forward", None) in [kind._conv_forward for kind in _CONVOLUTIONS]:
+            return None
+        return f"this {type(module).__name__} has another `_conv_forward` than Conv1d, Conv2d and Conv3d"
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The patches.
 
         Raises:
-            UnsupportedError: If a subclass changes what is convolved.
             ValueError: If `x` has no example dimension.
         """
-        groups, geometry, x = self.convolution(module).groups, self._geometry(module, x), at_least_float32(x)
+        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
         return geometry.rows(x) if groups == 1 else geometry.group_rows(x, groups)
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all patches, formed a few at a time; sum of `a`; number of patches."""
-        groups, geometry, x = self.convolution(module).groups, self._geometry(module, x), at_least_float32(x)
+        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
@@ -131,20 +112,89 @@ class ConvRule(GroupedRule):
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
         """What takes less work than the patches, of a convolution without groups."""
-        geometry = self._geometry(module, x)
-        return packed_gram(geometry, at_least_float32(x), ones) if self.convolution(module).groups == 1 else None
+        groups, geometry = self._geometry(module, x)
+        return packed_gram(geometry, at_least_float32(x), ones) if groups == 1 else None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
-        geometry, x = self._geometry(module, x), at_least_float32(x)
+        (_, geometry), x = self._geometry(module, x), at_least_float32(x)
         return self.grouped(module, geometry.sum_rows(x) / geometry.positions(x))
 
-    def _geometry(self, module: nn.Module, x: Tensor) -> Geometry:
-        weight = self.convolution(module).weight
-        if x.ndim != weight.ndim:
-            raise ValueError(
-                f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {weight.ndim} "
-                "dimensions, examples first. Add the example dimension with `x[None]`."
-            )
+    def _geometry(self, module: nn.Module, x: Tensor) -> tuple[int, Geometry]:
+        """The number of groups, and where the kernel goes."""
         assert isinstance(module, _CONVOLUTIONS)
-        return Geometry.of(module)
+        _require_examples(module, x)
+        return module.groups, Geometry.of(module)
+
+
+@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class TransposedConvRule(GroupedRule):
+    """Transposed convolutions in one to three dimensions, with every option and with `output_size` in the call.
+
+    The positions that share the weight are those of the output: their rows hold the input pixels that contribute, or
+    zeros. As for `ConvRule`, groups are a batch of matrices.
+
+    If a call passes an `output_size` other than that of `output_padding`, the shape of the input encodes its output
+    padding: `input_of` returns `x` expanded along `n` more dimensions, whose sizes are the padding plus one.
+
+    Example:
+        >>> import torch
+        >>> layer, x = nn.ConvTranspose2d(3, 8, 4, stride=2, padding=1), torch.rand(5, 3, 6, 6)
+        >>> a = TransposedConvRule().inputs(layer, x)
+        >>> a.shape
+        torch.Size([5, 144, 48])
+        >>> W = layer.weight.transpose(0, 1).flatten(1)
+        >>> torch.allclose(a @ W.T + layer.bias, layer(x).flatten(2).mT, atol=1e-5)
+        True
+    """
+
+    stored = ("i", "o")
+
+    def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The input; if the call passes another `output_size`, expanded to encode its output padding."""
+        assert isinstance(module, _ConvNd)
+        x, n = super().input_of(module, args, kwargs), len(module.kernel_size)
+        asked = args[1] if len(args) > 1 else kwargs.get("output_size")
+        if asked is None or x.ndim != n + 2:
+            return x
+        each = zip(list(asked)[-n:], x.shape[2:], module.stride, module.padding, _reach(module), strict=True)
+        extra = tuple([int(wanted) - ((size - 1) * s - 2 * int(p) + r + 1) for wanted, size, s, p, r in each])
+        if extra == tuple(module.output_padding):
+            return x
+        return x[(...,) + (None,) * n].expand(*x.shape, *(e + 1 for e in extra))
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
+        """The input pixels that contribute to each output position; zero where a tap has none.
+
+        Raises:
+            ValueError: If `x` has no example dimension.
+        """
+        assert isinstance(module, _ConvNd)
+        n, extra = len(module.kernel_size), tuple(module.output_padding)
+        if x.ndim == 2 + 2 * n:
+            extra, x = tuple([size - 1 for size in x.shape[2 + n :]]), x[(...,) + (0,) * n]
+        _require_examples(module, x)
+        x = at_least_float32(x)
+        sizes = [(size - 1) * s + 1 + e for size, s, e in zip(x.shape[2:], module.stride, extra)]
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(..., *[slice(0, size - e, s) for size, s, e in zip(sizes, module.stride, extra)])] = x
+        sides = [r - int(p) for r, p in zip(_reach(module), module.padding)]  # negative ones crop
+        apart = F.pad(apart, [side for side in reversed(sides) for _ in range(2)])
+        kernel = tuple(module.kernel_size)
+        geometry = Geometry(kernel, (1,) * n, tuple(module.dilation), ((0, 0),) * n)
+        a = geometry.group_rows(apart, module.groups).unflatten(3, (-1, *kernel))
+        a = a.flip(tuple(range(4, 4 + n))).flatten(3)
+        return a[:, :, 0] if module.groups == 1 else a
+
+
+def _reach(module: _ConvNd) -> list[int]:
+    """How far apart the outermost taps are, in each dimension."""
+    return [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+
+
+def _require_examples(module: _ConvNd, x: Tensor) -> None:
+    if x.ndim != module.weight.ndim:
+        raise ValueError(
+            f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {module.weight.ndim} "
+            "dimensions, examples first. Add the example dimension with `x[None]`."
+        )

@@ -238,11 +238,6 @@ class AffineRule(LayerRule):
 
     sparse: ClassVar[bool] = False
 
-    @property
-    def direct_grads(self) -> bool:
-        """Whether `per_example_grads` is computed without rows."""
-        return type(self).per_example_grads is not AffineRule.per_example_grads
-
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
         raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}.")

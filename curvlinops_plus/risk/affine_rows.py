@@ -178,14 +178,6 @@ class AffineRows:
         return self._shared[key]
 
     # ------------------------------------------------------------------------------------------- gradients per example
-    @property
-    def direct_grads(self) -> bool:
-        """Whether the rule has a way to gradients of each example that does without rows."""
-        return all(
-            call.rule.direct_grads and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
-            for call in self.calls
-        )
-
     def plain_inputs(self) -> Tensor | SparseRows:
         """Rows without the column of ones, masked ones included: where their gradients are zero they don't matter."""
         rows = [self._plain_rows(call) for call in self.calls]

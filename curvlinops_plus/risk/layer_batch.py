@@ -176,10 +176,7 @@ class LayerBatch:
         if self.summed is not None:
             return self.summed
         if self._one_matrix:
-            if not self.rows.weight:
-                return self.rows.bias_grads()[..., None]
-            if not self.rows.direct_grads:
-                return self.rows.outer_products()
+            return self.rows.outer_products() if self.rows.weight else self.rows.bias_grads()[..., None]
         group, grads = self._only_group, self.param_grads()
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
         return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
@@ -200,7 +197,7 @@ class LayerBatch:
             return sum(parts[1:], parts[0])
         C = C.to(self.layer.accumulation_dtype)
         right = None if right is None else right.to(C.dtype)
-        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
+        if self._one_matrix and self.rows.weight:
             unshared = C.ndim == 3 and self.rows.grads.shape[2] == 1
             if self.rows.sparse or unshared or right is not None:
                 return self._row_products(C, right)
@@ -243,7 +240,7 @@ class LayerBatch:
                 assert isinstance(rows.inputs, SparseRows)
                 found = rows.inputs.squared(rows.grads, QG)
                 return found if total is None else total.add_(found)
-            if not (rows.sparse or rows.direct_grads):
+            if not rows.sparse:
                 return self._squared_rows(QG, QA, total)
         for piece in self.pieces():
             part = rotate(piece.per_example_grads, QG, QA).square().sum((0, 1))
@@ -254,7 +251,7 @@ class LayerBatch:
     def for_squares(self) -> Iterator[LayerBatch]:
         """Batches with all that `squared_grads` reads: gradients where these are smaller than the rows, else itself."""
         rows = self.rows if self._one_matrix and len(self.layer.groups) == 1 else None
-        if rows is None or not rows.weight or rows.sparse or rows.direct_grads or not self._many_positions:
+        if rows is None or not rows.weight or rows.sparse or not self._many_positions:
             yield self
             return
         for part in self._row_pieces():

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, rule_of, why_generic
 from curvlinops_plus.layer import convolution_gram as grams
 from curvlinops_plus.layer.conv import ConvRule
@@ -143,8 +142,6 @@ def test_messages() -> None:
     for call in (RULE.inputs, RULE.input_gram, RULE.mean_inputs):
         with pytest.raises(ValueError, match=r"Conv2d got an input of shape \(4, 5, 5\), expected 4 dim.*x\[None\]"):
             call(nn.Conv2d(4, 4, 3, groups=2), torch.rand(4, 5, 5))
-    with pytest.raises(UnsupportedError, match="Linear is no subclass of Conv1d, Conv2d or Conv3d"):
-        RULE.inputs(nn.Linear(2, 2), torch.rand(3, 2))
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

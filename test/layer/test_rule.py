@@ -51,7 +51,7 @@ def replaced() -> nn.Module:
         (lambda: OwnForward(2, 2), "this OwnForward has another `forward` than Linear: add a rule with @register_rule"),
         (lambda: OwnCall(2, 2), "this OwnCall has another `forward` than Linear"),
         (replaced, "this Linear has another `forward` than Linear"),
-        (lambda: OwnConvForward(2, 2, 1), "this OwnConvForward has another `_conv_forward` than Conv2d"),
+        (lambda: OwnConvForward(2, 2, 1), "this OwnConvForward has another `_conv_forward` than Conv1d"),
         (Extra, r"this Extra holds the parameters \['weight', 'bias', 'gain'\], expected \['weight', 'bias'\]"),
         (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "holds the parameters.*weight normalization"),
     ],
