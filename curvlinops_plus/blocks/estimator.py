@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulation import refuse_unread, take_reads
-from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
-from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.layer_sums import Sums
+from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
+from curvlinops_plus.risk.sweep import RecordedPasses
 
 T = TypeVar("T")
 
@@ -128,7 +128,6 @@ class CurvatureEstimator:
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
         self.updates, self.examples, self.weight = 0, 0, 0.0
-        self.begun = 0.0  # the sum of weights of steps: with `decay=1` an update continues the one before
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
@@ -137,7 +136,6 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
-        The statistics of batch norm in training mode are taken as constants.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
@@ -149,17 +147,15 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        _update(self, self._read(batch), PassStart.now(), partial(self._add, decay=decay))
+        self._add_by_own_pass(self.risk.read(batch, self.updates), decay)
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
         Vectors are sent through the model's own graph when the context ends, which stays for your backward pass.
-        Nothing is added if the block raises. Where your pass can't be recorded as it is (position tables of one row),
-        and with an embedding with `scale_grad_by_freq` (which divides gradients by how often the batch has a row: they
-        are no derivatives then, and curvature is that without it), another pass is made, from the random state of
-        yours.
+        Nothing is added if the block raises. Where your pass can't be recorded as it is (position tables of one row,
+        embeddings with `scale_grad_by_freq`), another pass is made, with random numbers of its own.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -168,65 +164,61 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
-            UnsupportedError: If a pass of its own has another output.
 
         Cost: a backward pass per vector; a forward pass where another one is made.
         """
         self.risk.require_own_values("`listen`")
-        found, add = self._read(batch), partial(self._add, decay=decay)
-        start = PassStart.now() if self.risk.whole or not found.num_examples else None
-        with nullcontext() if start else listen(self._pass(found), add, partial(_update, self)):
-            yield
-        if start:  # the layers have other tensors in the user's pass, which come and go; or there are no examples
-            _update(self, found, start, add)
-
-    def begin(self, X: Any, unpack: bool = False, watch: bool = True) -> HeardBatch:
-        """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
-
-        Then follow `end(output)` of what is returned here, and `add(y)`, or `close()`.
-
-        Args:
-            X: What the model is about to be called with; its examples are counted.
-            unpack: Whether it will be called as `model(**X)`.
-            watch: Refuse outputs of other calls than one of the risk's model on X, as of a copy of it, which hooks on
-                the model tell. A hook of the model that calls `begin` itself knows that, and says False.
-        """
-        self.risk.require_own_values("`begin`")
-        self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
-        batch = self.risk.read_input(X, unpack)
-        # Where it is not known yet how functions read parameters, a pass of its own has to find out.
-        heard = None if self._looks_first else HeardPass(self._pass(batch), partial(_update, self))
-        return HeardBatch(batch, heard, self._add_heard, self.risk.model if watch else None)
-
-    def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
-        add = partial(self._add, decay=decay)
-        if heard is not None:
-            return heard.add(batch, add)
-        if self._looks_first:
-            self._look(batch)
-        _update(self, batch, PassStart.now(), add)
-
-    def _pass(self, batch: Batch) -> BatchPass:
-        return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
-
-    _layers = property(lambda self: [entry.layer for entry in self.plan])
-
-    def _read(self, batch: Any) -> Batch:
         found = self.risk.read(batch, self.updates)
-        if not found.num_examples and self.risk.processes.world == 1:
+        with self.hear(found) as heard:
+            with hearing_once(heard, self.risk.model) if found.num_examples else nullcontext():
+                yield
+            heard.add(found.y, decay)
+
+    @property
+    def _looks_first(self) -> bool:
+        """Whether it has to be found out in the first batch how functions read parameters."""
+        if self.updates or self.risk.reads is not None:
+            return False
+        return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
+
+    def hear(self, batch: Batch) -> Hearing:
+        """Record a call of the model by the user, from `begin` to `end`, and `add` it when its targets are known."""
+        # With fully sharded parameters the layers have other tensors in it, and scaled gradients are no derivatives.
+        modules = (use.module for entry in self.plan for use in entry.layer.uses)
+        scales = any(getattr(module, "scale_grad_by_freq", False) for module in modules)
+        records = batch.num_examples and not (self._looks_first or self.risk.whole or scales)
+        return Hearing(batch, self._passes(own_pass=False) if records else None, self._add, self._add_by_own_pass)
+
+    def _passes(self, own_pass: bool = True) -> RecordedPasses:
+        """Passes in which layers are recorded."""
+        layers = [entry.layer for entry in self.plan]
+        return RecordedPasses(self.risk, layers, self.vectors, self._weights, own_pass, repeatable=False)
+
+    def _add_by_own_pass(self, batch: Batch, decay: float | None, error: OutsideReads | None = None) -> None:
+        """Add a batch by a pass of our own; an error says what is wrong with the layers."""
+        if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
-        if found.num_examples and self._looks_first:
-            self._look(found)
-        return found
+        self.risk.whole.renew()
+        while True:
+            if error is not None or (batch.num_examples and self._looks_first):
+                self._look(batch, error)  # raises it again if it finds no more than was known
+            passes = self._passes()
 
-    #: Whether it has to be found out before the first batch how functions read parameters.
-    _looks_first = property(
-        lambda self: self.risk.reads is None and _has_unknown_code(self._layers) and not self._sums.called
-    )
+            def show(consume: Consumer, draws: Draws, passes: RecordedPasses = passes) -> Totals:
+                if not batch.num_examples:  # a step of other processes
+                    return Totals()
+                # What is shown twice has the same dropout.
+                with preserve_state(self.risk.model, self.risk.data), passes.hooked():
+                    return passes.observe(batch, draws, consume)
 
-    def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
-        """Look which functions read parameters, which changes the layers."""
-        if error is not None and self.updates:
+            try:
+                return self._add(show, decay)
+            except OutsideReads as found:
+                error = found
+
+    def _look(self, batch: Batch, error: OutsideReads | None) -> None:
+        """Look which functions read parameters, which changes the layers: as long as nothing is summed of them."""
+        if self.updates:
             raise UnsupportedError(
                 f"{error} In earlier batches it was not so: their statistics are of other layers."
             ) from error
@@ -237,7 +229,7 @@ class CurvatureEstimator:
             self._blank.renew_plan()
         self._sums = Sums(self.plan, self._scale)
 
-    def _add(self, show: Show, decay: float | None) -> None:
+    def _add(self, show: Show, decay: float | None = None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
         _check_decay(decay)
@@ -252,7 +244,6 @@ class CurvatureEstimator:
         self._drawn = step, before + totals.examples
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
-        self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
         self._blank.confirm_plan()
 
     def _of_batch(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
@@ -291,22 +282,12 @@ class CurvatureEstimator:
 
     def add_nothing(self) -> None:
         """Take a step to which this process has nothing to add, while others have."""
-        self._add(lambda consume, draws: Totals(), None)
-
-    def settle(self) -> None:
-        """Of several processes: finish a step whose batches have called other layers in other processes. Collective.
-
-        All decay a layer that some have called, and count their examples for it. Reading does it as well.
-        """
-        self._together(lambda: None)
+        self._add(lambda consume, draws: Totals())
 
     def _together(self, work: Callable[[], T]) -> T:
         """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.
 
         A process without any batch has nothing to weigh, as long as the others have not forgotten anything either.
-
-        Raises:
-            ProcessError: If they have not; says how many updates each has made.
         """
         processes = self.risk.processes
 
@@ -315,16 +296,16 @@ class CurvatureEstimator:
                 return work()
             self._agree_on_reads()
             self.enter(set[int]().union(*processes.gather(self.called_in_step)))
-            told = processes.gather((self.updates, self.begun, self._sums.steps))
-            forgets = any(begun > 1 for _, begun, _ in told)
-            weights = [(begun, steps) for _, begun, steps in told if begun or forgets]
+            told = processes.gather((self.updates, self._sums.steps))
+            forgets = any(weight > 1 for _, steps in told for weight in steps)
+            weights = [steps for updates, steps in told if updates or forgets]
             if any(one != weights[0] for one in weights):
-                updates = {f"process {rank}": number for rank, (number, *_) in enumerate(told)}
+                updates = {f"process {rank}": number for rank, (number, _) in enumerate(told)}
                 raise ProcessError(
                     "The estimators have made other numbers of steps, or called other layers in them, so that batches "
-                    f"weigh {weights} in their moving averages, of all layers and of each; updates until now: "
-                    f"{updates}. All have to make the same number of steps; further micro-batches of a step are added "
-                    "with decay=1, and steps that call other layers end with estimator.settle() in all."
+                    f"weigh {weights} in the moving averages of each layer; updates until now: {updates}. All have to "
+                    "make the same number of steps, which call the same layers; further micro-batches of a step are "
+                    "added with decay=1."
                 )
             return work()
 
@@ -336,17 +317,17 @@ class CurvatureEstimator:
         Raises:
             UnsupportedError: If others have summed statistics of other layers.
         """
-        own, plan = describe_reads(self.risk.reads), self.plan
+        own = describe_reads(self.risk.reads)
         told = self.risk.processes.gather(own)
-        if len({repr((one["products"], one["enclosing"])) for one in told if one is not None}) > 1:
+        known = {repr((one["products"], one["enclosing"])) for one in told if one is not None}
+        if len(known) > 1 or (known and own is None and self._sums.called):
             raise UnsupportedError(
                 "Functions that read parameters were found in other places by other processes, whose batches call "
                 f"other parts of the model: {told}. Statistics of other layers don't add up. Begin with batches that "
                 "call all."
             )
-        if own is None:
+        if own is None and known:
             take_reads(self._blank, told)
-        if self.plan is not plan:
             self._sums = Sums(self.plan, self._scale)
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -364,7 +345,7 @@ class CurvatureEstimator:
     @property
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
-        return [layer.name for layer in self._layers if layer not in self._sums.called]
+        return [layer.name for layer in self._sums.layers if layer not in self._sums.called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.
@@ -393,7 +374,7 @@ class CurvatureEstimator:
         if not any(self.risk.processes.gather(self.updates)):
             raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
         called = sums.called
-        layer = next((layer for layer in self._layers if layer not in called), None)
+        layer = next((layer for layer in sums.layers if layer not in called), None)
         if layer is not None and not self.leave_out_uncalled:
             raise ValueError(
                 f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
@@ -437,8 +418,7 @@ class CurvatureEstimator:
         seen at the same time are parts of one, as with several processes: with `reduction="sum"` they add up.
 
         EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of the other
-        one are carried into this one's, as by `refresh`: their sum stays. `other.adopt_bases(self)` before its first
-        update loses nothing.
+        one are carried into this one's, as by `refresh`: their sum stays.
 
         Raises:
             ValueError: If the two approximate differently. Nothing has changed then.
@@ -449,26 +429,6 @@ class CurvatureEstimator:
         self._sums = self._sums.merged(other._sums)
         self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
-        self.begun = max(self.begun, other.begun)
-
-    def adopt_bases(self, other: CurvatureEstimator) -> None:
-        """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
-
-        Before the first update this loses nothing. Eigenvalues that were already summed are transformed as by
-        `refresh`. The inverse stays that of the last refresh.
-
-        Raises:
-            ValueError: If the two approximate differently.
-
-        Example:
-            >>> import torch
-            >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
-            >>> one, two = CurvatureEstimator(risk), CurvatureEstimator(risk)
-            >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
-            >>> two.adopt_bases(one)  # then two.update(...), and one.merge(two) at the end
-        """
-        _require_like(self, other)
-        self._sums = self._sums.in_bases_of(other._sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
@@ -489,7 +449,6 @@ class CurvatureEstimator:
             "updates": max(updates),
             "examples": sum(examples),
             "weight": self.weight,
-            "begun": self.begun,
             "draws": [step, sum(drawn)],
             "damping": self.damping if isinstance(self.damping, (int, float, Tensor)) else None,
             "sums": self._sums.over(processes).state_dict(),
@@ -521,36 +480,13 @@ class CurvatureEstimator:
         self._snapshot, self._inverse = snapshot, None
         step, drawn = state["draws"]
         self._drawn = step, -(-drawn // self.risk.processes.world)
-        self.updates, self.weight, self.begun = state["updates"], state["weight"], state["begun"]
+        self.updates, self.weight = state["updates"], state["weight"]
         self.examples = state["examples"] if first else 0
         self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
-
-
-def _update(
-    estimator: CurvatureEstimator,
-    found: Batch,
-    start: PassStart,
-    add: Callable[[Show], None],
-    check: Callable[[Sequence[Tensor]], None] | None = None,
-    error: OutsideReads | None = None,
-) -> None:
-    """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is wrong with the layers."""
-    estimator.risk.whole.renew()
-    while True:
-        if error is not None:
-            estimator._look(found, error)  # raises it again if it finds no more than was known
-        try:
-            return estimator._pass(found).run(start, add, check)
-        except OutsideReads as another:
-            error = another
-
-
-def _has_unknown_code(layers: Iterable[Layer]) -> bool:
-    return any(use.without_rule for layer in layers for use in layer.uses)
 
 
 def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
@@ -563,7 +499,7 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
 
 
 def _require_state(state: Any, decay: float) -> None:
-    keys = {"about", "decay", "updates", "examples", "weight", "begun", "draws", "damping", "sums", "refreshed"}
+    keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
     if missing := keys - set(state):

@@ -240,4 +240,4 @@ def test_what_is_refused() -> None:
         KFACOptimizer(model, nn.MSELoss(), weight=get_weight)
     estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), [], weight=get_weight), KFAC)
     with pytest.raises(UnsupportedError, match="weight=: the weights of examples come with the targets"):
-        estimator.begin(X)
+        estimator.risk.read_input(X, False)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvlinops_plus.blocks import CurvatureEstimator
-from curvlinops_plus.blocks.batch_pass import PassStart
-from curvlinops_plus.blocks.heard_pass import HeardBatch
+from curvlinops_plus.blocks import CurvatureEstimator, listening
+from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, copied, tensors_of
@@ -43,7 +42,7 @@ class _Call:
     """
 
     batch: Batch
-    heard: HeardBatch | None
+    heard: listening.Hearing | None
     start: PassStart | None
     output: Any = None
     versions: dict[int, int] = field(default_factory=dict)
@@ -193,8 +192,11 @@ class Hearing:
         single = len(args) == 1 and not kwargs
         X = args[0] if single else _by_name(module, args, kwargs)
         start = PassStart.now(module) if keeps else None
-        heard = self._estimator.begin(X, not single, watch=False) if due else None
-        self._open = _Call(risk.read_input(X, not single) if heard is None else heard.batch, heard, start)
+        batch = risk.read_input(X, not single)
+        heard = self._estimator.hear(batch) if due else None
+        self._open = _Call(batch, heard, start)
+        if heard is not None:
+            heard.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_deaf or self._open is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks import CurvatureEstimator
-from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors
 from curvlinops_plus.optim.kfac.policies import LevenbergMarquardt, as_weight_decay

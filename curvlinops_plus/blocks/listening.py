@@ -1,0 +1,187 @@
+"""A forward pass that the user makes is recorded, and vectors go back through its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk import Draws, Totals
+from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
+from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.sweep import RecordedPasses
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
+Show = Callable[[Consumer, Draws], Totals]
+
+
+@dataclass(frozen=True)
+class PassStart:
+    """What a forward pass begins with, so that another one can begin with the same.
+
+    Attributes:
+        buffers: Modules, and names and copies of buffers in them.
+    """
+
+    random: RandomState
+    buffers: Sequence[tuple[nn.Module, str, Tensor]]
+
+    @classmethod
+    def now(cls, model: nn.Module) -> PassStart:
+        """The state of now."""
+        buffers = [
+            (m, name, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+        ]
+        return cls(RandomState.now(), buffers)
+
+    def restore(self) -> None:
+        """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""
+        self.random.restore()
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer.clone()
+
+
+class Hearing:
+    """One call of the model by the user: `begin`, the call, `end`, then `add` with its targets, or `close`.
+
+    The user's pass goes on as it would without that. Where it can't be recorded as it is, the batch is added by a pass
+    of our own.
+
+    Args:
+        batch: The batch; targets may come later.
+        passes: What records; None if the user's pass can't be recorded.
+        sums: Adds what it is shown, with this decay.
+        own_pass: Adds a batch by a pass of our own; an error says what was wrong with the layers.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        passes: RecordedPasses | None,
+        sums: Callable[[Show, float | None], None],
+        own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
+    ) -> None:
+        self.batch, self._passes, self._sums, self._own_pass, self._output = batch, passes, sums, own_pass, None
+        self._contexts, self._phase = ExitStack(), ExitStack()
+        if passes is not None:
+            self._contexts.enter_context(passes.hooked())
+            self._contexts.enter_context(self._phase)  # the call, then the time until vectors are sent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def begin(self) -> None:
+        """The model is about to be called."""
+        if self._passes is not None:
+            self._phase.enter_context(self._passes.recording(self.batch))
+
+    def end(self, output: Any) -> None:
+        """The model has returned."""
+        self._output = output
+        self._phase.close()
+        if self._passes is not None:
+            self._phase.enter_context(self._passes.recorder.disabled)  # until vectors are sent
+
+    def close(self) -> None:
+        """Leave it; nothing is added."""
+        self._contexts.close()
+
+    def add(self, y: Any, decay: float | None = None) -> None:
+        """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
+
+        Raises:
+            ValueError: If the output has no graph, or it is gone.
+            NumericsError: As for `CurvatureEstimator.update`.
+        """
+        batch, error = replace(self.batch, y=y), None
+        try:
+            if self._passes is not None:
+                self._phase.close()
+                outputs = self._outputs(self._passes, batch)
+                if self._passes.recorder.doubt is None:
+                    return self._send_back(self._passes, batch, outputs, decay)
+        except OutsideReads as found:
+            error = found
+        finally:
+            self.close()
+        self._own_pass(batch, decay, error)
+
+    def _outputs(self, passes: RecordedPasses, batch: Batch) -> tuple[Any, Any, Any]:
+        """What the losses read of the model's output."""
+        risk = passes.risk
+        read = risk.read_output(self._output, batch)
+        trained = passes.vectors.backward and any(p.requires_grad for p in risk.params.values())
+        if trained and not any(f.requires_grad for f in read[0]):
+            raise passes.recorder.doubt or ValueError(
+                "The output of the model has no graph, so nothing can be backpropagated from it. Is there a "
+                "`.detach()` in the model?"
+            )
+        return read
+
+    def _send_back(
+        self, passes: RecordedPasses, batch: Batch, outputs: tuple[Any, Any, Any], decay: float | None
+    ) -> None:
+        terms = passes.terms(batch, outputs)
+
+        def show(consume: Consumer, draws: Draws) -> Totals:
+            try:
+                return passes.send_back(batch, outputs, terms, draws, consume, keep_graph=True)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise ValueError(
+                    "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+                ) from error
+
+        kept = [(f, f.grad) for f in outputs[0] if f.retains_grad]  # by the user, for gradients that are the user's
+        try:
+            with exclusive(), own_passes, torch.inference_mode(False), torch.enable_grad():  # whatever the modes
+                self._sums(show, decay)
+        finally:
+            for f, grad in kept:
+                f.grad = grad
+
+
+@contextmanager
+def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
+    """The user calls the model once in here.
+
+    Raises:
+        ValueError: If it was not called exactly once.
+    """
+    calls: list[nn.Module] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        calls.append(module)
+        if len(calls) == 1:  # others are refused at the end
+            heard.begin()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if len(calls) == 1:
+            heard.end(output)
+
+    with eager(), ExitStack() as hooks:  # before a compiled model is called
+        for handle in (
+            model.register_forward_pre_hook(own_calls(begin)),
+            model.register_forward_hook(own_calls(end)),
+        ):
+            hooks.callback(handle.remove)
+        yield
+    if len(calls) != 1:
+        raise ValueError(
+            f"The model was called {len(calls)} times inside `listen`, expected once, on the batch that `listen` was "
+            "given. Call it once there; evaluate outside."
+        )
