@@ -23,7 +23,6 @@ from curvlinops_plus import (
     CurvatureEstimator,
     EmpiricalRisk,
     FullBlock,
-    GGNLinearOperator,
     Hessian,
     Jacobian,
     NumericsError,
@@ -57,11 +56,6 @@ def test_parameters_in_other_containers() -> None:
     with torch.inference_mode():
         model = net()
     assert torch.equal(GGN(risk(copy.deepcopy(model))).to_dense(), whole)  # what the refusal of the model advises
-
-
-def test_other_keys_that_are_missing_are_the_function_s_own() -> None:
-    with pytest.raises(KeyError, match=r"^'w'$"):
-        GGNLinearOperator(lambda params, x: x @ {"v": params["w"]}["w"].T, LOSS, {"w": normal(3, 4)}, DATA).to_dense()
 
 
 def test_batch_sizes_are_any_integers() -> None:

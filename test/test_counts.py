@@ -16,7 +16,6 @@ from curvlinops_plus import (
     CurvatureWarning,
     EmpiricalRisk,
     FisherMCLinearOperator,
-    GGNLinearOperator,
     KFACLinearOperator,
     MonteCarlo,
     curvature,
@@ -91,13 +90,6 @@ def test_an_iteration_limit_alone() -> None:
 
 
 def test_names_of_the_coming_release() -> None:
-    risk = EmpiricalRisk(MODEL, nn.MSELoss(), DATA)
-    one = GGNLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA, mc_samples=3, seed=5)
-    assert torch.equal(one.to_dense(), GGN(risk, MonteCarlo(3, 5)).to_dense())
-    plain = GGNLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA, mc_samples=0)
-    assert torch.equal(plain.to_dense(), GGN(risk).to_dense())
-    with pytest.raises(ValueError, match="mc_samples=-1 must be an integer of at least 0"):
-        GGNLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA, mc_samples=-1)
     K = KFACLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
     exact = K.inverse(0.1, use_exact_damping=True)
     assert torch.equal(exact.to_dense(), K.inverse(0.1).to_dense())

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from enum import Enum, EnumMeta
+from enum import Enum
 
 
-class _ContainsValues(EnumMeta):
-    """Makes `"mc" in FisherType` true, as for the member itself (Python does so from 3.12 on)."""
-
-    def __contains__(cls, item: object) -> bool:
-        try:
-            cls(item)  # type: ignore[call-arg]
-        except ValueError:
-            return False
-        return True
-
-
-class FisherType(str, Enum, metaclass=_ContainsValues):
+class FisherType(str, Enum):
     """Which matrix the gradient statistics estimate; members and their strings may be used alike.
 
     Example:
-        >>> "mc" in FisherType, FisherType.MC == "mc", "forward" in FisherType
-        (True, True, False)
+        >>> FisherType("mc") is FisherType.MC, FisherType.MC == "mc"
+        (True, True)
     """
 
     TYPE2 = "type-2"
@@ -30,7 +19,7 @@ class FisherType(str, Enum, metaclass=_ContainsValues):
     FORWARD_ONLY = "forward-only"
 
 
-class KFACType(str, Enum, metaclass=_ContainsValues):
+class KFACType(str, Enum):
     """How positions that share a weight are treated, see `KFAC`."""
 
     EXPAND = "expand"

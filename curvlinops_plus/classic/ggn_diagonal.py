@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,8 +45,6 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         tensor([8., 2.])
     """
 
-    SELF_ADJOINT: ClassVar[bool] = True
-
     def __init__(
         self,
         model_func: nn.Module,
@@ -61,19 +59,10 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
-        if mc_samples < 0:
-            raise ValueError(
-                f"Invalid mc_samples: {mc_samples}. Expected 0 for the exact diagonal, or a number of draws."
-            )
-        risk = build_risk(
-            model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, of_layers=True, **risk_options
-        )
-        risk.losses.require_likelihoods()  # now, not at first use
-        vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(
-            risk,
+            build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options),
             DiagonalBlock,
-            vectors=vectors,
+            vectors=MonteCarlo(mc_samples, seed) if mc_samples else Exact(),
             check_deterministic=check_deterministic,
             compute=check_deterministic,
         )

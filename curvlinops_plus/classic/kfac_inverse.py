@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from curvlinops_plus.classic.kronecker_factored import EKFACLinearOperator, KFACLinearOperator
-from curvlinops_plus.linalg import BlockDiagonal, Deferred, Structure
-
-#: Arguments of the constructor that a state has, each kept under its name behind an underscore.
-_OPTIONS = (
-    "damping",
-    "use_heuristic_damping",
-    "min_damping",
-    "use_exact_damping",
-    "cache",
-    "retry_double_precision",
-)
+from curvlinops_plus.linalg import Deferred, LinearOperator, Structure
 
 
 class KFACInverseLinearOperator(Deferred):
@@ -29,7 +19,7 @@ class KFACInverseLinearOperator(Deferred):
         use_heuristic_damping: Split the number over the factors, Martens & Grosse 2015, section 6.3.
         min_damping: Lower bound of each side under the heuristic.
         use_exact_damping: `(A + damping·I)⁻¹`, through eigendecompositions.
-        cache: Keep the inverse blocks; otherwise they are formed at every product.
+        cache: Accepted for code written for curvlinops; inverse blocks are computed now, and kept.
         retry_double_precision: Try a failing Cholesky decomposition once more in float64.
 
     Raises:
@@ -49,8 +39,6 @@ class KFACInverseLinearOperator(Deferred):
         True
     """
 
-    SELF_ADJOINT: ClassVar[bool] = True
-
     def __init__(
         self,
         A: KFACLinearOperator,
@@ -66,62 +54,36 @@ class KFACInverseLinearOperator(Deferred):
                 f"The input `A` must be an instance of `KFACLinearOperator`, got {type(A).__name__}. Other "
                 "operators have `A.inverse(damping)`."
             )
-        if use_heuristic_damping and use_exact_damping:
-            raise ValueError("Either use heuristic damping or exact damping, not both.")
-        if (use_heuristic_damping or use_exact_damping) and isinstance(damping, tuple):
-            raise ValueError(f"Heuristic and exact damping require a single damping value. Got {damping}.")
         if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
             raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
         super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
-        self._A, self._damping = A, damping
-        self._use_heuristic_damping, self._min_damping = use_heuristic_damping, min_damping
-        self._use_exact_damping = use_exact_damping
-        self._cache, self._retry_double_precision = cache, retry_double_precision
-        self._operator: BlockDiagonal | None = None
-        self._inverted: BlockDiagonal | None = None  # whose inverse that is: blocks of `A` may be computed anew
+        chosen = {
+            "use_heuristic_damping": use_heuristic_damping,
+            "min_damping": min_damping,
+            "use_exact_damping": use_exact_damping,
+            "retry_double_precision": retry_double_precision,
+        }
+        by_factor = not (use_exact_damping or use_heuristic_damping or isinstance(damping, tuple))
+        self._A, self._options = A, {"damping": damping, "cache": cache, **chosen}
+        self._operator = A.inverse((damping, damping) if by_factor else damping, **chosen)
 
     @property
-    def operator(self) -> BlockDiagonal:
+    def operator(self) -> LinearOperator:
         """The inverse blocks as a plain operator."""
-        A = self._A.operator
-        if self._operator is not None and self._inverted is A:
-            return self._operator
-        operator = self._invert()
-        if self._cache:
-            self._operator, self._inverted = operator, A
-        return operator
+        return self._operator
 
-    def _invert(self) -> BlockDiagonal:
-        damping: Any = self._damping
-        if not (self._use_exact_damping or self._use_heuristic_damping or isinstance(damping, tuple)):
-            damping = (damping, damping)
-        inverse = self._A.inverse(
-            damping,
-            use_heuristic_damping=self._use_heuristic_damping,
-            min_damping=self._min_damping,
-            retry_double_precision=self._retry_double_precision,
-        )
-        assert isinstance(inverse, BlockDiagonal)
-        return inverse
-
-    # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """Options, and the state of the operator that is inverted. The inverse blocks follow from them."""
-        return {"A": self._A.state_dict(), **{name: getattr(self, f"_{name}") for name in _OPTIONS}}
+        return {"A": self._A.state_dict(), **self._options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over options and the inverted operator's blocks.
 
         Raises:
-            ValueError: If keys are missing, or the inverted operator's state does not fit; nothing has changed then.
+            ValueError: If the inverted operator's state does not fit.
         """
-        missing = [name for name in ("A", *_OPTIONS) if name not in state_dict]
-        if missing:
-            raise ValueError(f"The state lacks {missing}; is the file cut off, or not the state of an inverse?")
         self._A.load_state_dict(state_dict["A"])
-        for name in _OPTIONS:
-            setattr(self, f"_{name}", state_dict[name])
-        self._operator = None
+        KFACInverseLinearOperator.__init__(self, self._A, **{name: state_dict[name] for name in self._options})
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], A: KFACLinearOperator) -> KFACInverseLinearOperator:
@@ -134,6 +96,5 @@ class KFACInverseLinearOperator(Deferred):
         Raises:
             ValueError: If the state does not fit.
         """
-        inverse = cls(A, use_exact_damping=True)
-        inverse.load_state_dict(state_dict)
-        return inverse
+        A.load_state_dict(state_dict["A"])
+        return cls(A, **{name: option for name, option in state_dict.items() if name != "A"})

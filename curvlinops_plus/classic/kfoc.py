@@ -44,7 +44,6 @@ class KFOCLinearOperator(KFACLinearOperator):
         (torch.Size([3, 3]), {'weight': (6, 6), 'bias': (2, 2)})
     """
 
-    _SUPPORTED_FISHER_TYPE = (FisherType.TYPE2, FisherType.MC, FisherType.EMPIRICAL)
     _APPROXIMATION = NearestKronecker
 
     def __init__(

@@ -79,10 +79,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         ((26, 26), ['0', '2'], torch.Size([26]))
     """
 
-    _SUPPORTED_FISHER_TYPE: ClassVar[Any] = FisherType
-    _SUPPORTED_KFAC_APPROX: ClassVar[Any] = KFACType
     _APPROXIMATION: ClassVar[type[Accumulator]] = KFAC
-    SELF_ADJOINT: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -107,33 +104,20 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         offload: str | torch.device | None = None,
         **risk_options: Any,
     ) -> None:
-        if fisher_type not in self._SUPPORTED_FISHER_TYPE:
-            supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
-            raise ValueError(f"Invalid fisher_type: {fisher_type!r}. Supported by {type(self).__name__}: {supported}.")
-        if kfac_approx not in KFACType:
-            raise ValueError(f"Invalid kfac_approx: {kfac_approx!r}. Supported: {[item.value for item in KFACType]}.")
-        if fisher_type != FisherType.MC and mc_samples != 1:
-            raise ValueError(
-                f"Invalid mc_samples: {mc_samples}. fisher_type={FisherType(fisher_type).value!r} draws nothing, "
-                "so it must be 1."
-            )
-        risk_options["num_per_example_loss_terms"] = num_per_example_loss_terms
-        risk = build_risk(
-            model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, of_layers=True, **risk_options
-        )
-        approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
-        changed = {} if expand else {"kfac_approx": "reduce"}
-        vectors: Vectors = Empirical() if fisher_type == FisherType.EMPIRICAL else ForwardOnly()
-        if fisher_type == FisherType.MC:
+        fisher_type, expand = FisherType(fisher_type), KFACType(kfac_approx) is KFACType.EXPAND
+        if fisher_type is not FisherType.MC and mc_samples != 1:
+            raise ValueError(f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing.")
+        vectors: Vectors = Empirical() if fisher_type is FisherType.EMPIRICAL else ForwardOnly()
+        if fisher_type is FisherType.MC:
             vectors = MonteCarlo(mc_samples, seed)
-        elif fisher_type == FisherType.TYPE2:
+        elif fisher_type is FisherType.TYPE2:
             # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times
             # the passes. Per-example gradients need every term by itself.
-            vectors = Exact(signs=approximation is KFAC and expand, seed=seed)
-        risk.for_vectors(vectors).losses.require_likelihoods()  # now, not at first use
+            vectors = Exact(signs=self._APPROXIMATION is KFAC and expand, seed=seed)
+        risk_options["num_per_example_loss_terms"] = num_per_example_loss_terms
         super().__init__(
-            risk,
-            approximation.using(**changed) if changed else approximation,
+            build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options),
+            self._APPROXIMATION if expand else self._APPROXIMATION.using(kfac_approx="reduce"),
             vectors=vectors,
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
@@ -201,29 +185,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         K.check_deterministic = check_deterministic
         return K
 
-    # Libraries built on curvlinops 3.0.1 read these names.
+    # laplace-torch reads these names.
     _mapping = property(lambda self: self.mapping)
     _input_covariances = property(lambda self: self.input_covariances)
     _gradient_covariances = property(lambda self: self.gradient_covariances)
-    _separate_weight_and_bias = property(lambda self: self.separate_weight_and_bias)
-    _params = property(lambda self: list(self.risk.params.values()))
-    _in_shape = property(lambda self: list(self.in_shapes))
-    _out_shape = property(lambda self: list(self.out_shapes))
-    _fisher_type = property(lambda self: FisherType(self.vectors.fisher_type))
-    _mc_samples = property(lambda self: getattr(self.vectors, "samples", 1))
-    _seed = property(lambda self: self.vectors.seed)
-
-    @property
-    def _kfac_approx(self) -> KFACType:
-        return KFACType(next((e.approximation.options.get("kfac_approx", "expand") for e in self.plan), "expand"))
-
-    @property
-    def _N_data(self) -> int:
-        if self.risk.options.num_data is not None:
-            return self.risk.options.num_data
-        _ = self.operator
-        assert self.examples is not None
-        return self.examples
 
 
 class EKFACLinearOperator(KFACLinearOperator):
@@ -251,7 +216,6 @@ class EKFACLinearOperator(KFACLinearOperator):
         {0: (2, 3), 1: (2,)}
     """
 
-    _SUPPORTED_FISHER_TYPE = (FisherType.TYPE2, FisherType.MC, FisherType.EMPIRICAL)
     _APPROXIMATION = EKFAC
 
     _after_factors: Accumulation | None = None  # the sweep of the factors is done, that of the eigenvalues is not
@@ -326,7 +290,3 @@ class EKFACLinearOperator(KFACLinearOperator):
     def corrected_eigenvalues(self) -> FactorView:
         """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in `params`: tensor}."""
         return FactorView(self, "corrected_eigenvalues")
-
-    _input_covariances_eigenvectors = property(lambda self: self.input_covariances_eigenvectors)
-    _gradient_covariances_eigenvectors = property(lambda self: self.gradient_covariances_eigenvectors)
-    _corrected_eigenvalues = property(lambda self: self.corrected_eigenvalues)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
-from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import Adjoint
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
@@ -32,13 +30,10 @@ class GGNLinearOperator(GGN):
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
         batch_size_fn: Number of examples of an input that is no tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
-        mc_samples: With more than 0, the Monte-Carlo estimate of `FisherMCLinearOperator`, from so many draws.
-        seed: Where these draws start.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
-        ValueError: If `chunk_size` is less than one, `max_kept_bytes` or `mc_samples` negative, or `block_sizes` is
-            given.
+        ValueError: If `chunk_size` is less than one, or `block_sizes` is given.
 
     Example:
         >>> import torch
@@ -65,25 +60,12 @@ class GGNLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        mc_samples: int = 0,
-        seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
-        if (samples := whole(mc_samples)) is None or samples < 0:
-            raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 0, the draws per example.")
-        if samples and self._VECTORS is not None:
-            raise ValueError(f"{type(self).__name__} draws nothing: leave mc_samples={mc_samples} out.")
-        if isinstance(block_sizes, int):
-            raise TypeError(f"block_sizes={block_sizes} must be a list, how many parameters each block has.")
         if block_sizes is not None:
             raise ValueError(f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does.")
         risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
-        super().__init__(
-            risk,
-            MonteCarlo(samples, seed) if samples else self._VECTORS,
-            check_deterministic=check_deterministic,
-            chunk_size=chunk_size,
-        )
+        super().__init__(risk, self._VECTORS, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
 
 class EFLinearOperator(GGNLinearOperator):
@@ -148,16 +130,9 @@ class FisherMCLinearOperator(GGN):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        if (whole(mc_samples) or 0) < 1:
-            raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 1, the draws per example.")
         risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
-        self._seed, self._mc_samples = seed, mc_samples
-        super().__init__(
-            risk,
-            MonteCarlo(mc_samples, seed),
-            check_deterministic=check_deterministic,
-            chunk_size=chunk_size,
-        )
+        vectors = MonteCarlo(mc_samples, seed)
+        super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
 
 class HessianLinearOperator(Hessian):
@@ -236,11 +211,6 @@ class JacobianLinearOperator(Jacobian):
         risk = build_risk(model_func, unused, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
-    def adjoint(self) -> LinearOperator:
-        made = TransposedJacobianLinearOperator.__new__(TransposedJacobianLinearOperator)
-        Adjoint.__init__(made, self)
-        return made
-
 
 class TransposedJacobianLinearOperator(Adjoint):
     """`Jacobian(risk).T`: the transposed Jacobian `[P, N·C]`. Arguments as for `JacobianLinearOperator`.
@@ -268,18 +238,8 @@ class TransposedJacobianLinearOperator(Adjoint):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        J = JacobianLinearOperator(
-            model_func,
-            params,
-            data,
-            progressbar,
-            check_deterministic,
-            num_data,
-            batch_size_fn,
-            chunk_size=chunk_size,
-            **risk_options,
-        )
-        super().__init__(J)
+        options = {"num_data": num_data, "batch_size_fn": batch_size_fn, "chunk_size": chunk_size, **risk_options}
+        super().__init__(JacobianLinearOperator(model_func, params, data, progressbar, check_deterministic, **options))
 
     @property
     def risk(self) -> EmpiricalRisk:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FEW, Problem, close, problem, same, unchanged
-from torch import Tensor, nn
+from torch import Tensor
 
 import curvlinops_plus
 from curvlinops_plus import (
@@ -29,7 +29,6 @@ from curvlinops_plus import (
     KFACType,
     KFOCLinearOperator,
     MonteCarlo,
-    UnsupportedError,
     compute_eigenvalue_correction_linear_weight_sharing,
     curvature,
 )
@@ -88,24 +87,26 @@ def test_every_argument_and_option_arrives() -> None:
     )
     close(K.to_dense(), expected.to_dense())
     assert K.risk.options.check is False
-    assert (K._N_data, K._kfac_approx, K._mc_samples, K._seed) == (12, "reduce", 2, 3)
-    lazy = KFACLinearOperator(p.model, p.loss, p.params, p.data, check_deterministic=False)
-    assert lazy._N_data == sum(len(X) for X, _ in p.data)
+    assert list(K._mapping) == list(K._input_covariances) == list(K._gradient_covariances) == ["0", "2"]
     for kind in (KFACLinearOperator, KFOCLinearOperator, GGNDiagonalLinearOperator):
         weighted = kind(p.model, p.loss, p.params, p.data, weight=lambda X, y: torch.full((len(X),), 2.0))
         close(weighted.to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())  # a mean
-        with pytest.raises(TypeError, match=r"keyword 'wieght': an option neither of this operator nor of .EmpiricalR"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wieght'"):
             kind(p.model, p.loss, p.params, p.data, wieght=None)
 
 
 def test_fisher_and_kfac_types_are_strings_too() -> None:
     assert [item.value for item in FisherType] == ["type-2", "mc", "empirical", "forward-only"]
     assert [item.value for item in KFACType] == ["expand", "reduce"]
-    assert "mc" in FisherType
-    assert FisherType.MC in FisherType
-    assert "forward" not in FisherType
     assert FisherType.MC == "mc"
-    assert FisherType("type-2") is FisherType.TYPE2
+    p = problem("mlp")
+    for options, words in (
+        ({"fisher_type": "type2"}, "'type2' is not a valid FisherType"),
+        ({"kfac_approx": "both"}, "'both' is not a valid KFACType"),
+        ({"fisher_type": "type-2", "mc_samples": 2}, "draws nothing"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            KFACLinearOperator(p.model, p.loss, p.params, p.data, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
@@ -135,7 +136,7 @@ def test_every_fisher_type_is_its_vectors(kind: Any, name: str, approx: str, fis
     options: dict[str, Any] = {"mc_samples": 3} if fisher_type == "mc" else {}
     options |= {"seed": 5, "fisher_type": fisher_type, "kfac_approx": approx}
     if kind is EKFACLinearOperator and fisher_type == "forward-only":
-        with pytest.raises(ValueError, match="Invalid fisher_type: 'forward-only'"):
+        with pytest.raises(ValueError, match=r"ForwardOnly\(\) sends"):
             kind(p.model, p.loss, p.params, p.data, **options)
         return
     if fisher_type == "type-2" and name == "attention" and kind is KFACLinearOperator and approx == "expand":
@@ -342,16 +343,6 @@ def test_inputs_in_a_mapping(operator: Any) -> None:
     p, options = problem("mapping"), {"batch_size_fn": lambda X: len(X["u"])}
     K = operator(p.model, p.loss, p.params, [(UserDict(X), y) for X, y in p.data], **options)
     close(K.to_dense(), operator(p.model, p.loss, p.params, p.data, **options).to_dense())
-    if issubclass(operator, KFACLinearOperator):
-        with pytest.raises(ValueError, match="`batch_size_fn` is required"):
-            operator(p.model, p.loss, p.params, p.data)
-
-
-@pytest.mark.parametrize("kind", [EKFACLinearOperator, GGNDiagonalLinearOperator])
-def test_an_unknown_loss_is_refused_at_construction(kind: Any) -> None:
-    p = problem("mlp")
-    with pytest.raises(UnsupportedError, match="no likelihood is registered"):
-        kind(p.model, nn.HuberLoss(), p.params, p.data, check_deterministic=False)
 
 
 def test_positions_of_parameters() -> None:
