@@ -174,7 +174,6 @@ class Accumulation:
                     self.pending[layer][name] = result
                 else:
                     found = {name: result} if isinstance(result, LinearOperator) else result
-                    refuse_unread(self.risk, layer, found)
                     finished |= found
         if self._offload is not None:
             finished = {name: block.to(self._offload, self.risk.dtype) for name, block in finished.items()}
@@ -217,18 +216,6 @@ class Accumulation:
             raise ValueError(
                 f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
                 "every sweep must see the same data."
-            )
-
-
-def refuse_unread(risk: EmpiricalRisk, layer: Layer, blocks: Mapping[str, LinearOperator]) -> None:
-    """Refuse a parameter that no function was seen to read, and whose part of a block is zero."""
-    unread = risk.reads.unread & layer.params.keys() if risk.reads is not None else frozenset()
-    for group in layer.groups if unread else ():
-        diagonal = group.layout.split(blocks[group.name].diagonal()[:, None])
-        if missing := [key for key in group.keys if key in unread and not bool(diagonal[key].any())]:
-            raise ValueError(
-                f"{layer.title} ({type(layer.uses[0].owner).__name__}) never reads its parameters {missing} in any "
-                "batch, so they have no curvature here. Leave them out of `params`, or check the model's forward."
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulation import refuse_unread, take_reads
+from curvlinops_plus.blocks.accumulation import take_reads
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -23,12 +23,11 @@ from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
-from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.modules import preserve_state
-from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
 
@@ -382,8 +381,6 @@ class CurvatureEstimator:
                 f"layers; `uncalled` lists what is left out, {self.uncalled} now."
             )
         K, blocks = _with_layers(self._blank, [layer.name for layer in called]), sums.blocks()
-        for layer in called:
-            refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
         K._set_blocks(blocks, sum(self.risk.processes.gather(self.examples)))
         return K

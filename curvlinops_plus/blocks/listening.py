@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
-from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
-from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 if TYPE_CHECKING:
@@ -86,7 +85,8 @@ class Hearing:
     def begin(self) -> None:
         """The model is about to be called."""
         if self._passes is not None:
-            self._phase.enter_context(self._passes.recording(self.batch))
+            self._phase.enter_context(eager())  # hooks of a compiled model that ran before never fire
+            self._phase.enter_context(self._passes.recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
         """The model has returned."""

@@ -341,7 +341,7 @@ class Passes:
         if total is None:
             total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
         if self._itemsize is None:
-            met = {d for node, _ in postorder(nodes_of(F)) for d in (m.dtype for m in node._input_metadata)}
+            met = {d for node in postorder(nodes_of(F)) for d in (m.dtype for m in node._input_metadata)}
             dtypes = met | {t.dtype for t in (*F, *self.params)}
             self._itemsize = min([d.itemsize for d in dtypes if d.is_floating_point], default=8)
         sent = [(f, v) for f, v in zip(F, vectors, strict=True) if f.requires_grad]

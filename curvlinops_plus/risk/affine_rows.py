@@ -70,7 +70,7 @@ class AffineRows:
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
         if self.weight and (call := self._only_call) is not None:
-            a = call.rule.mean_inputs(call.use.module, self._upcast(call.input))
+            a = call.rule.mean_inputs(call.use.module, self._upcast(call.args[0]))
             a = a.unflatten(0, (self.num_examples, -1)).mean(1)
             return torch.cat([a, torch.full_like(a[..., :1], self.adds_bias(call))], -1) if self.bias else a
         a = self.inputs
@@ -117,7 +117,7 @@ class AffineRows:
         call = self._only_input
         if call is None:
             return None
-        a = call.rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        a = call.rule.stacked_inputs(call.use.module, self._upcast(call.args[0]))
         if not reduce or a is None or len(a) == self.num_examples:
             return a
         return a.unflatten(0, (self.num_examples, -1)).mean(1)
@@ -125,7 +125,7 @@ class AffineRows:
     def packed_inputs(self) -> PackedGram | None:
         """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
         call = self._only_input
-        return None if call is None else call.rule.packed_gram(call.use.module, self._upcast(call.input), self.bias)
+        return None if call is None else call.rule.packed_gram(call.use.module, self._upcast(call.args[0]), self.bias)
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""
@@ -243,7 +243,7 @@ class AffineRows:
         return self._shared[key]
 
     def _plain_rows(self, call: Call) -> Any:
-        a = call.rule.rows(call.use.module, self._upcast(call.input))
+        a = call.rule.rows(call.use.module, self._upcast(call.args[0]))
         if isinstance(a, SparseRows):
             return a.reshape(self.num_examples)
         return a.reshape(self.num_examples, -1, *a.shape[2:])
@@ -295,7 +295,7 @@ class AffineRows:
             rows = rows.to(a.dtype) if isinstance(rows, Tensor) else rows
             total = _squares(a.flatten(0, 1)) if diagonal else gram(a.flatten(0, 1))
             return total, rows if read is None else rows * read.to(a.dtype).view(-1, *[1] * (total.ndim - 1))
-        total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
+        total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.args[0]))
         count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
         if self.bias:
             adds = float(self.adds_bias(call))

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.random_state import RandomState, kept_random_state
-from curvlinops_plus.risk.backward_pass import VectorGroup
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
 from curvlinops_plus.risk.graph import gradients_of
@@ -42,11 +41,6 @@ _CAUSES = (
 )
 
 
-def _kind(recorder: Recorder) -> Any:
-    calls = {(c.call.use.name, c.expanded, *[axis is None for axis in c.call.in_axes or ()]) for c in recorder.calls}
-    return frozenset(calls), recorder.num_examples > 1, recorder.backward
-
-
 def look_at(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
 ) -> Look | None:
@@ -66,43 +60,28 @@ def look_at(
     Warns:
         CurvatureWarning: In training loops, of batch norm in training mode, where nothing is compared.
     """
-    risk.checked.batches += 1
-    number, every = risk.checked.batches, risk.options.check == "every"
-    due = every or number & (number - 1) == 0 or _kind(recorder) not in risk.checked.seen
-    if not risk.options.check or not due:
+    checked, check = risk.checked, risk.options.check
+    checked.batches += 1
+    kind = frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
+    new = kind not in checked.seen
+    if not check or not (new or check == "every" or checked.batches & (checked.batches - 1) == 0):
         return None
-    if norms := [*batch_norms(risk.model)]:
-        _report(risk, norms, repeatable)
+    if norms := [name for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)]:
+        said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other"
+        if repeatable:
+            raise UnsupportedError(
+                f"{said}. Call model.eval() first, or leave this check out with EmpiricalRisk(..., check=False)."
+            )
+        if "batch norm" not in checked.said:
+            checked.said.add("batch norm")
+            warn(
+                f"{said}. Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not "
+                "compared with those of single examples. The curvature of a trained model is that in evaluation mode.",
+                CurvatureWarning,
+                stacklevel=2,
+            )
         return None
-    recorder.require_unchanged()
-    look = Look(risk, recorder, batch, outputs, repeatable)
-    if recorder.backward:
-        return look
-    with look.undisturbed():
-        look.alone(None)
-    risk.checked.seen.add(_kind(recorder))
-    return None
-
-
-def batch_norms(model: nn.Module) -> dict[str, Any]:
-    """The batch norms of a model that are in training mode, by name."""
-    return {name: m for name, m in model.named_modules() if m.training and isinstance(m, _BatchNorm)}
-
-
-def _report(risk: EmpiricalRisk, norms: list[str], repeatable: bool) -> None:
-    said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other"
-    if repeatable:
-        raise UnsupportedError(
-            f"{said}. Call model.eval() first, or leave this check out with EmpiricalRisk(..., check=False)."
-        )
-    if "batch norm" not in risk.checked.said:
-        risk.checked.said.add("batch norm")
-        warn(
-            f"{said}. Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not "
-            "compared with those of single examples. The curvature of a trained model is that in evaluation mode.",
-            CurvatureWarning,
-            stacklevel=2,
-        )
+    return Look(risk, recorder, batch, outputs, repeatable, kind)
 
 
 class Look:
@@ -118,89 +97,61 @@ class Look:
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+        self,
+        risk: EmpiricalRisk,
+        recorder: Recorder,
+        batch: Batch,
+        outputs: Sequence[Tensor],
+        repeatable: bool,
+        kind: Any,
     ) -> None:
         self.risk, self.recorder, self.batch, self.outputs, self.repeatable = risk, recorder, batch, outputs, repeatable
-        generator, self.N = torch.Generator().manual_seed(0), batch.num_examples
+        self.kind, self.N, generator = kind, batch.num_examples, torch.Generator().manual_seed(0)
         # Not the first ones: what is mixed may be neighbours, or not.
-        few = 1 if _kind(recorder) in risk.checked.seen else _FEW
-        self.chosen = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
-        self.numbers = (0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)).tolist()
-        self.vectors: list[Tensor] = []
-        self.ours: dict[str, Tensor] = {}
-        self.theirs: dict[str, Tensor | None] = {}
+        few = 1 if kind in risk.checked.seen else _FEW
+        self.chosen: list[int] = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
+        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)
         self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
 
+    # ------------------------------------------------------------------------------------------ what autograd gives
+    def expect(self, outputs: Sequence[Tensor], vectors: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """What plain autograd makes of the first of some vectors; returns the same vectors."""
+        self.ours: dict[str, Tensor] = {}
+        self.theirs: dict[str, Tensor | None] = {}
+        if (first := next(vectors, None)) is None:
+            return vectors
+        sent = [*zip(outputs, first, strict=True)]  # two losses may read one output
+        self.vectors: list[Tensor] = []
+        for f in self.outputs:
+            at = [own is f for own, _ in sent]
+            self.vectors.append(sent.pop(at.index(True))[1].to(f) if True in at else torch.zeros_like(f))
+        params, self.recorder.see = self.risk.params, self.see
+        with self._undisturbed():
+            if False not in [p.requires_grad and not p._backward_hooks for p in params.values()]:
+                self.theirs = self._gradients(None, params)
+            else:  # frozen ones have no gradients, and hooks are the user's; modules may ask for the type of parameters
+                free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
+                self.theirs = self.risk.at(free, lambda model: self._gradients(model, free))
+        return chain([first], vectors)
+
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def _undisturbed(self) -> Iterator[None]:
         """Context for passes of the plain model."""
-        model = self.risk.model
+        model, backward = self.risk.model, self.recorder.backward
         kept = kept_random_state(), kept_attributes(model.modules()), copied_buffers(model)
-        with self.recorder.disabled, torch.set_grad_enabled(self.recorder.backward), eager(), kept[0], kept[1], kept[2]:
+        with self.recorder.disabled, torch.set_grad_enabled(backward), eager(), kept[0], kept[1], kept[2]:
             yield
 
-    def expect(self, group: VectorGroup) -> VectorGroup:
-        """What plain autograd makes of the first vector of a group; returns the same group."""
-        first = next(group.vectors, None)
-        self.ours, self.theirs = {}, {}
-        if first is None:
-            return group
-        sent = [*zip(group.outputs, first, strict=True)]  # two losses may read one output
-        self.vectors = []
-        for f in self.outputs:
-            at = next((k for k, (own, _) in enumerate(sent) if own is f), None)
-            self.vectors.append(torch.zeros_like(f) if at is None else sent.pop(at)[1].to(f))
-        with self.undisturbed():
-            self.theirs = self.by_autograd()
-        return replace(group, vectors=chain([first], group.vectors))
-
-    def see(self, batch: LayerBatch) -> None:
-        """Take Σ_n numbers[n] J_n of a layer over the three examples, by key, from what it gets of the first vector.
-
-        Raises:
-            OutsideReads: If the layer's rule fails.
-        """
-        layer = batch.layer
-        if not self.ours.keys().isdisjoint(layer.params):
-            return
-        try:
-            chosen = replace(batch.examples(self.chosen, slice(1)), mask=None, example_weights=None)
-            for group in layer.groups:
-                J = chosen.restrict(group).per_example_grads[0].flatten(1)
-                total = (torch.tensor(self.numbers, dtype=J.dtype, device=J.device) @ J)[:, None]
-                self.ours.update({key: g[..., 0] for key, g in group.layout.split(total).items()})
-        except (UnsupportedError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            kind = type(layer.uses[0].owner).__name__
-            raise OutsideReads(
-                f"{layer.title} ({kind}): the layer's rule failed on a recorded call, with {type(error).__name__}: "
-                f"{error}. {_CAUSES} Leave the parameters {list(layer.params)} out of `params`, or restructure "
-                "that part of the model.",
-                layer.params,
-            ) from error
-
-    def finish(self) -> None:
-        """All vectors were sent: a kind of batch in which each layer got a gradient need not be looked at again."""
-        if not self.zero:
-            self.risk.checked.seen.add(_kind(self.recorder))
-
-    def by_autograd(self) -> dict[str, Tensor | None]:
-        """The same sum from the plain model; None is zero, and what can't be told is missing."""
-        if all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
-            return self._gradients(None, self.risk.params)
-        # Frozen ones have no gradients, and hooks are the user's. Modules may ask for parameters by that type.
-        free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
-        return self.risk.at(free, lambda model: self._gradients(model, free))
-
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        alone = self.alone(model)
-        if alone is not None:
-            heads = [f for fs in alone for f in fs]
-            sent = [number * self._rows(v, n) for n, number in self._numbered() for v in self.vectors]
+        """The sum of the three by the plain model; None is zero, and what can't be told is missing."""
+        heads, sent = list[Tensor](), list[Tensor]()
+        if (alone := self._alone(model)) is not None:
+            for n, number, fs in zip(self.chosen, self.numbers.tolist(), alone, strict=True):
+                heads += fs
+                sent += [number * self._rows(v, n) for v in self.vectors]
         else:
             heads, sent = self.risk.run(self.batch, model)[0], [torch.zeros_like(v) for v in self.vectors]
-            for n, number in self._numbered():
+            for n, number in zip(self.chosen, self.numbers.tolist(), strict=True):
                 for v, kept in zip(self.vectors, sent, strict=True):
                     self._rows(kept, n).copy_(number * self._rows(v, n))
             if away := self._difference(heads, self.outputs):
@@ -211,16 +162,15 @@ class Look:
         if not live or not params:
             return dict.fromkeys(params)
         fs, vs = zip(*live, strict=True)
-        found = gradients_of(fs, [*params.values()], vs, retain_graph=heads is self.outputs)
-        return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(params, found, strict=True)}
+        return dict(zip(params, gradients_of(fs, [*params.values()], vs, heads is self.outputs), strict=True))
 
-    def alone(self, model: nn.Module | None) -> list[Sequence[Tensor]] | None:
+    def _alone(self, model: nn.Module | None) -> list[Sequence[Tensor]] | None:
         """What the losses read of each of the three by itself.
 
         None if the model can't run one, or returns something of another form; in training loops also if it returns
         something else than in the batch.
         """
-        before, found = RandomState.now(self.risk.device), []
+        before, found, theirs = RandomState.now(self.risk.device), list[Sequence[Tensor]](), list[Tensor]()
         for n in self.chosen:
             one = take_examples(self.batch, [n])
             try:
@@ -229,10 +179,11 @@ class Look:
                 raise
             except Exception:  # the whole batch, which is run instead, raises what else is wrong
                 return None
-            if not fs or any(f.shape != self._rows(F, n).shape for f, F in zip(fs, self.outputs, strict=True)):
+            rows = [self._rows(F, n) for F in self.outputs]
+            if not fs or [f.shape for f in fs] != [F.shape for F in rows]:
                 return None
             found.append(fs)
-        theirs = [self._rows(F, n) for n in self.chosen for F in self.outputs]
+            theirs += rows
         if away := self._difference([f for fs in found for f in fs], theirs):
             if self.repeatable:
                 raise self._why_different(away)
@@ -241,19 +192,17 @@ class Look:
             _refuse_draws(self.risk, before)
         return found
 
-    def _numbered(self) -> list[tuple[int, float]]:
-        return list(zip(self.chosen, self.numbers, strict=True))
-
     def _rows(self, t: Tensor, n: int) -> Tensor:
         """The rows of an example: several if its positions are on the same axis."""
         return t.unflatten(0, (self.N, -1))[n]
 
     def _difference(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
         """The relative difference of outputs if it is more than rounding, else 0."""
-        if any(f.shape != F.shape for f, F in zip(one, other, strict=True)):
+        if [f.shape for f in one] != [F.shape for F in other]:
             return 1.0
-        away = relative_difference(*(torch.cat([t.detach().flatten() for t in ts]) for ts in (one, other)))
-        return away if away > TOLERANCE[min(t.dtype.itemsize for t in (*other, *self.recorder.slots))] else 0.0
+        away = relative_difference(_joined(one), _joined(other))
+        dtypes = [*self.recorder.dtypes, *[F.dtype for F in other]]
+        return away if away > TOLERANCE[min([dtype.itemsize for dtype in dtypes])] else 0.0
 
     def _why_different(self, away: float) -> Exception:
         """The model is random, or its examples depend on each other."""
@@ -271,56 +220,89 @@ class Look:
             "EmpiricalRisk(..., check=False) goes on without this check."
         )
 
+    # -------------------------------------------------------------------------------------- what the layers' rules give
+    def see(self, batch: LayerBatch) -> None:
+        """Take the same sum of a layer, by key, from what it gets of the first vector.
+
+        Raises:
+            OutsideReads: If the layer's rule fails.
+        """
+        layer = batch.layer
+        if not self.ours.keys().isdisjoint(layer.params):
+            return
+        try:
+            chosen = replace(batch.examples(self.chosen, slice(1)), mask=None, example_weights=None)
+            for group in layer.groups:
+                J = chosen.restrict(group).per_example_grads[0].flatten(1)
+                for key, g in group.layout.split((self.numbers.to(J) @ J)[:, None]).items():
+                    self.ours[key] = g[..., 0]
+        except (UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise OutsideReads(
+                f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded call, "
+                f"with {type(error).__name__}: {error}. {_CAUSES} Leave the parameters {list(layer.params)} out of "
+                "`params`, or restructure that part of the model.",
+                layer.params,
+            ) from error
+
     def compare(self) -> None:
         """Refuse layers whose gradients by rule and by autograd differ.
 
         Raises:
             OutsideReads: If a layer's rule disagrees; names layer and parameter.
         """
-        layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
-        params = {key: p for layer in layers for key, p in layer.params.items()}
-        if not params:
-            return
-        widest = max([layer.accumulation_dtype for layer in layers], key=lambda dtype: dtype.itemsize)
-        mine, theirs = (
-            [_wide(found.get(key), p, widest) for key, p in params.items()] for found in (self.ours, self.theirs)
-        )
-        apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
-        # With one class, say, rounding is all that is left of every gradient: of the vectors' size.
-        vectors = torch.cat([v.detach().flatten() for v in self.vectors]).to(widest)
-        norms = torch._foreach_norm([*apart, *mine, *theirs, vectors])  # pyright: ignore[reportPrivateImportUsage]
-        *norms, scale = torch.stack(norms).tolist()
-        by_key = {key: norms[k :: len(params)] for k, key in enumerate(params)}
-        sizes = [[math.hypot(*part) for part in zip(*[by_key[key] for key in layer.params])] for layer in layers]
-        largest = max([size for _, _, size in sizes if math.isfinite(size)], default=0.0)
-        coarsest = min([slot.dtype.itemsize for slot in self.recorder.slots], default=8)
-        floor = 10 * torch.finfo(widest).eps * scale if math.isfinite(scale) else 0.0
-        for layer, (away, own, size) in zip(layers, sizes, strict=True):
+        layers, norms, zero = [], [_joined(self.vectors).norm().double()], set[str]()
+        for layer in self.recorder.layers:
+            if self.theirs.keys() >= layer.params.keys():
+                mine, theirs = _flat(self.ours, layer), _flat(self.theirs, layer)
+                layers.append(layer)
+                norms += [t.norm().double() for t in (mine - theirs, mine, theirs)]
+        scale, *found = torch.stack(norms).tolist()
+        largest = max([size for size in found[2::3] if math.isfinite(size)], default=0.0)
+        coarsest = min([dtype.itemsize for dtype in self.recorder.dtypes], default=8)
+        for layer, away, own, size in zip(layers, found[::3], found[1::3], found[2::3], strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
-            # A gradient of which rounding is all that is left is compared with the others; what is not finite is
-            # refused with the statistic that it makes.
-            if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest) + floor:
-                raise self._wrong_rule(layer, away, own, size)
-        zero = {layer.name for layer, (*_, size) in zip(layers, sizes, strict=True) if not size > 0}
+            # A gradient of which rounding is all that is left is compared with the others, or with the vectors: with
+            # one class, say, that is all. What is not finite is refused with the statistic that it makes.
+            rounding = torch.finfo(layer.accumulation_dtype).eps * scale
+            floor = 0.1 * tolerance * largest + (10 * rounding if math.isfinite(rounding) else 0.0)
+            if math.isfinite(away) and not away <= tolerance * size + floor:
+                called = layer in [self.recorder.layers[index] for index in self.recorder.by_layer]
+                raise OutsideReads(
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
+                    f"{len(self.chosen)} of {self.N} examples have norm {own:.4g} by the layer's rule and {size:.4g} "
+                    f"by autograd, and differ by {away:.2g}. "
+                    f"{_CAUSES if called else 'The layer was not called, so something else reads the parameters.'} "
+                    "Leave them out of `params`, or restructure that part of the model. EmpiricalRisk(..., "
+                    "check=False) goes on without this check, and with numbers that are wrong.",
+                    layer.params,
+                )
+            if not size > 0:
+                zero.add(layer.name)
         self.zero = zero if self.zero is None else self.zero & zero
 
-    def _wrong_rule(self, layer: Layer, away: float, mine: float, size: float) -> OutsideReads:
-        """What to say of two gradients that differ, unless functions that read the parameter are found."""
-        kind = type(layer.uses[0].owner).__name__
-        called = any(self.recorder.layers[recorded.layer] is layer for recorded in self.recorder.calls)
-        return OutsideReads(
-            f"{layer.title} ({kind}): gradients of {list(layer.params)} for {len(self.chosen)} of {self.N} examples "
-            f"have norm {mine:.4g} by the layer's rule and {size:.4g} by autograd, and differ by {away:.2g}. "
-            f"{_CAUSES if called else 'The layer was not called, so something else reads the parameters.'} Leave them "
-            "out of `params`, or restructure that part of the model. EmpiricalRisk(..., check=False) goes on without "
-            "this check, and with numbers that are wrong.",
-            layer.params,
-        )
+    def finish(self) -> None:
+        """All vectors were sent: a kind of batch in which each layer got a gradient need not be looked at again."""
+        if not self.recorder.backward:
+            with self._undisturbed():
+                self._alone(None)
+        if not self.zero:
+            self.risk.checked.seen.add(self.kind)
 
 
-def _wide(g: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient of a parameter, None for zero."""
-    return (torch.zeros_like(p) if g is None else g).detach().to(dtype)
+def _joined(ts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in ts])
+
+
+def _flat(found: Mapping[str, Tensor | None], layer: Layer) -> Tensor:
+    """A gradient in all parameters of a layer, one vector; zero where there is none."""
+    parts = []
+    for key, p in layer.params.items():
+        g = found.get(key)
+        g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        parts.append(g.detach().to(layer.accumulation_dtype).flatten())
+    return torch.cat(parts)
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

@@ -11,13 +11,13 @@ recording notices that something else than its layer reads a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import takewhile
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
 from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, is_iterator, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.modules import hookable_modules, preserve_state
-from curvlinops_plus.risk.process_state import Uncopied, eager, own_calls
+from curvlinops_plus.risk.process_state import eager, own_calls
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
 # A prime that hardly any other size of a tensor is a multiple of.
@@ -58,7 +57,6 @@ def _body(original: Any) -> Callable[..., Any]:
 class FunctionCalls(TorchFunctionMode):
     """While active, shows every call of a torch function, those inside `F.multi_head_attention_forward` included.
 
-    It also keeps attention and transformer layers off their fused inference path, which calls no submodule at all.
     Costs a few microseconds per call.
 
     Args:
@@ -72,7 +70,10 @@ class FunctionCalls(TorchFunctionMode):
         self.examples: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, outer = kwargs or {}, self.examples
+        # Activation checkpointing runs the model again inside of `grad`, and must see the same graph.
+        if func not in (F.multi_head_attention_forward, torch.autograd.grad):
+            return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
         if func is F.multi_head_attention_forward:
             query = args[0] if args else kwargs["query"]
             if query.ndim != 3:
@@ -80,26 +81,16 @@ class FunctionCalls(TorchFunctionMode):
                     f"Multi-head attention got a query of shape {list(query.shape)}, expected three dimensions with "
                     "the examples on one of them. Add the example dimension with `x[None]`."
                 )
-            outer, self.examples = self.examples, query.shape[1]
-            try:
-                with self:
-                    return _body(func)(*args, **kwargs)
-            finally:
-                self.examples = outer
-        if func is torch.autograd.grad:  # activation checkpointing runs the model again, and must see the same graph
+            self.examples = query.shape[1]
+        try:
             with self:
                 return _body(func)(*args, **kwargs)
-        return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
+        finally:
+            self.examples = outer
 
 
-@dataclass(frozen=True)
-class View:
-    """Rows of a parameter, transposed or not.
-
-    Attributes:
-        rows: Its rows.
-        transposed: Whether the view is the transpose of these rows.
-    """
+class View(NamedTuple):
+    """Rows of a parameter, transposed or not."""
 
     key: str
     rows: slice
@@ -118,109 +109,35 @@ class ParameterViews:
         >>> views = ParameterViews({"W": W})
         >>> views.find(W[1:3].T)
         View(key='W', rows=slice(1, 3, None), transposed=True)
-        >>> views.find(W[::2]), views.keys(W[::2]), views.keys(2 * W)
-        (None, ['W'], [])
+        >>> views.find(W[::2]), views.key(W[::2]), views.key(2 * W)
+        (None, 'W', None)
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._by_memory: dict[int, list[tuple[str, Tensor]]] = {}
-        for key, p in params.items():
-            self._by_memory.setdefault(id(_base(p)), []).append((key, p))
+        self._params, self._keys = params, {id(p): key for key, p in params.items()}
 
-    def keys(self, t: Tensor) -> list[str]:
-        """Keys of the parameters that a tensor shows numbers of."""
-        near = self._by_memory.get(id(_base(t)), [])
-        if len(near) > 1:  # parameters that are views of one tensor themselves
-            found = self.find(t)
-            return [key for key, _ in near] if found is None else [found.key]
-        return [key for key, _ in near]
+    def key(self, t: Tensor) -> str | None:
+        """Key of the parameter that a tensor shows numbers of."""
+        found = self._keys.get(id(t))
+        return found if found is not None or t._base is None else self._keys.get(id(t._base))
 
     def find(self, t: Tensor | None) -> View | None:
         """The parameter whose rows a tensor is; None if it is none, or any other view."""
-        if t is None:
+        if t is None or (key := self.key(t)) is None:
             return None
-        for key, p in self._by_memory.get(id(_base(t)), []):
-            if t is not p and p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
-                continue  # made under `no_grad`: nothing comes back to the parameter, though it requires a gradient
-            for transposed in (False, True) if t.ndim == 2 else (False,):
-                rows = _rows(t.T if transposed else t, p)
-                if rows is not None:
-                    return View(key, rows, transposed)
+        p = self._params[key]
+        if t is p:
+            return View(key, slice(0, len(p)), False) if p.ndim else None
+        if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
+            return None  # made under `no_grad`: nothing comes back to the parameter, though it requires a gradient
+        for transposed in (False, True) if t.ndim == 2 else (False,):
+            v = t.T if transposed else t
+            same = all(a == b for a, b, size in zip(v.stride(), p.stride(), v.shape) if size > 1)
+            if same and v.dtype == p.dtype and v.ndim == p.ndim > 0 and v.shape[1:] == p.shape[1:]:
+                start, rest = divmod(int(v.storage_offset() - p.storage_offset()), max(1, p.stride(0)))
+                if rest == 0 and 0 <= start <= len(p) - len(v):
+                    return View(key, slice(start, start + len(v)), transposed)
         return None
-
-
-def _base(t: Tensor) -> Tensor:
-    return t if t._base is None else t._base
-
-
-def _rows(t: Tensor, p: Tensor) -> slice | None:
-    """Which rows of `p` a view of the same memory shows, if it shows whole rows."""
-    if t is p:
-        return slice(0, len(p)) if p.ndim else None
-    if t.dtype != p.dtype or t.ndim != p.ndim or t.ndim == 0 or t.shape[1:] != p.shape[1:] or p.stride(0) == 0:
-        return None
-    if any(a != b for a, b, size in zip(t.stride(), p.stride(), t.shape) if size > 1):
-        return None
-    start, rest = divmod(int(t.storage_offset() - p.storage_offset()), p.stride(0))
-    return slice(start, start + len(t)) if rest == 0 and 0 <= start <= len(p) - len(t) else None
-
-
-class FunctionUses:
-    """Finds the layers to which a product belongs, among those that are read by functions.
-
-    A product inside a module that answers for the parameter itself belongs to that module.
-
-    Args:
-        uses: Indices of layers, and their uses by functions.
-        params: Key to the tensor that the model reads.
-    """
-
-    def __init__(self, uses: Sequence[tuple[int, ModuleUse]], params: Mapping[str, Tensor]) -> None:
-        self._uses = {(use.function, use.keys.get("weight"), use.keys.get("bias")): (i, use) for i, use in uses}
-        self._keys = {key for _, use in uses for key in use.keys.values()}
-        self._params = params
-        self._views = ParameterViews({key: params[key] for key in self._keys})
-        #: Keys of the modules that run at the moment, which answer for them.
-        self.inside: list[set[str]] = []
-
-    def watch(self, use: ModuleUse) -> list[Any]:
-        """Hooks that tell when a module runs, if functions read the same parameters outside of it."""
-        shared = self._keys & set(use.keys.values())
-        if not shared:
-            return []
-
-        def enter(module: nn.Module, args: Any) -> None:
-            self.inside.append(shared if use.holds(module, self._params) else set())
-
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            if self.inside:
-                self.inside.pop()
-
-        return [
-            use.module.register_forward_pre_hook(Uncopied(enter)),
-            use.module.register_forward_hook(Uncopied(leave), always_call=True),
-        ]
-
-    def of(self, product: Product) -> list[tuple[int, ModuleUse]]:
-        """The uses that a product is, with indices of their layers, for the rows that it reads."""
-        weight, bias = self._view(product.weight), self._view(product.bias)
-        function, w, b = product.function, weight and weight.key, bias and bias.key
-        if weight is not None and weight.transposed:
-            function = function.transpose()
-        whole, known = self._uses.get((function, w, b)), self._uses.get
-        if whole is None:  # the two belong to layers of their own, or only one is tracked
-            found = [(known((function, w, None)), weight), (known((LINEAR, None, b)) or known((BIAS, None, b)), bias)]
-        else:
-            found = [(whole, weight or bias)]
-        return [self._at(*known, view) for known, view in found if known is not None and view is not None]
-
-    def _view(self, t: Tensor | None) -> View | None:
-        view = self._views.find(t)
-        return None if view is None or any(view.key in keys for keys in self.inside) else view
-
-    def _at(self, index: int, use: ModuleUse, view: View) -> tuple[int, ModuleUse]:
-        assert isinstance(use.rule, AffineRule)
-        return index, replace(use, rule=use.rule.at(view.rows, len(self._params[view.key])))
 
 
 # ----------------------------------------------------------------------------------------------------- finding readers
@@ -256,7 +173,7 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
     before, keys = risk.reads, {*getattr(error, "keys", ())}
     known = {} if before is None else before.enclosing
     # First how functions read parameters; then the module around a layer of which recorded calls don't tell enough.
-    attempts = ([set()] if before is None else []) + ([keys] if keys - known.keys() else [])
+    attempts = ([set[str]()] if before is None else []) + ([keys] if keys - known.keys() else [])
     if attempts:
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
@@ -284,34 +201,25 @@ def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] 
     calls = [read.product for found in outside.values() for read in found if read.product is not None]
     # Without its weight, the bias of a convolution is on another axis than a vector that is added.
     taken |= {b for function, w, b in calls if b is not None and w in taken and function.name not in ("linear", "bias")}
-    found: dict[Any, ModuleUse] = {}
+    products: dict[Any, dict[str, str]] = {}
     for function, w, b in calls:
-        w, b = (None if key in taken else key for key in (w, b))
-        product = (function if w is not None else BIAS), w, b
-        if (w or b) and product not in found:
-            found[product] = _use(risk, uses, product[0], {n: k for n, k in (("weight", w), ("bias", b)) if k})
-    holders = {(use.name, key) for use in uses if use.without_rule for key in use.keys.values()}
+        keys = {name: key for name, key in (("weight", w), ("bias", b)) if key is not None and key not in taken}
+        if keys:
+            function = function if "weight" in keys else BIAS
+            products.setdefault((function, *keys.items()), keys)
     enclosing, modules = {}, dict(risk.model.named_modules())
     for key in [key for key in risk.params if key in taken]:  # sets have another order in other processes
-        around = zip(*(read.frames for read in reads[key]))
-        common = [*takewhile(lambda frames: len({frame.name for frame in frames}) == 1, around)]
+        common = takewhile(
+            lambda frames: len({frame.name for frame in frames}) == 1, zip(*[read.frames for read in reads[key]])
+        )
         names = [frames[0].name for frames in common if all(frame.rows for frame in frames)]
-        if key not in enclosed and any((name, key) in holders for name in names):
+        holders = {use.name for use in uses if use.without_rule and key in use.keys.values()}
+        if key not in enclosed and not holders.isdisjoint(names):
             continue  # its own module sees all of it
-        holds = [name for name in names if any(p is risk.params[key] for p in modules[name].parameters())]
-        if holds := [name for name in holds if key not in enclosed or (name, key) not in holders or name == ""]:
-            enclosing[key] = holds[-1]
-    claimed = {key for use in found.values() for key in use.keys.values()}
-    apart = [use for use in uses if use.without_rule or claimed & {*use.keys.values()}]
-    free = {key for use in apart for key in use.keys.values()} | {*enclosed}
-    return FoundReads(tuple(found.values()), enclosing, frozenset(free - reads.keys()))
-
-
-def _use(risk: EmpiricalRisk, uses: Sequence[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:
-    module, rule = function.module(*(risk.params[keys[name]] if name in keys else None for name in ("weight", "bias")))
-    first = next(iter(keys.values()))
-    holder = next(use for use in uses if first in use.keys.values())
-    return ModuleUse(first.removesuffix(".weight"), module, rule, keys, holder.owner, function)
+        around = [name for name in names if any(p is risk.params[key] for p in modules[name].parameters())]
+        if around := [name for name in around if key not in enclosed or name not in holders or name == ""]:
+            enclosing[key] = around[-1]
+    return FoundReads(tuple((function, keys) for (function, *_), keys in products.items()), enclosing)
 
 
 @dataclass(eq=False)
@@ -341,7 +249,7 @@ class _Read:
         product: Function, key of the weight and of the bias, if there is a rule for what it does.
     """
 
-    frames: tuple[_Frame, ...]
+    frames: list[_Frame]
     answered: bool
     product: tuple[Function, str | None, str | None] | None
 
@@ -393,7 +301,8 @@ class DryPass:
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         mine = [use for use in self.uses if use.name == name and use.function is None and not use.without_rule]
-        answers = {key for use in mine if use.holds(module, self._free) for key in use.keys.values()}
+        held = [use for use in mine if all(m._parameters.get(n) is self._free[k] for m, n, k in use.places(module))]
+        answers = {key for use in held for key in use.keys.values()}
         whole = all(
             child._parameters.get(local) is p
             for inside, child in module.named_modules(prefix=name)
@@ -407,7 +316,7 @@ class DryPass:
 
     def _has_rows(self, tree: Any) -> bool:
         """Whether some tensor may carry the examples on its first axis or the second."""
-        tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not self._views.keys(t)]
+        tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and self._views.key(t) is None]
         return any(n and n % self._examples == 0 for t in tensors for n in t.shape[:2])
 
     def _receive(
@@ -415,16 +324,17 @@ class DryPass:
     ) -> Any:
         """One function call."""
         given = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
-        read = {key for t in given for key in self._views.keys(t)}
+        read = {self._views.key(t) for t in given} - {None}
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad] if read else []
-        if not made or all(map(self._views.keys, made)):  # shapes, detached copies, and views of parameters
+        if all(self._views.key(t) is not None for t in made):  # shapes, detached copies, and views of parameters
             return out
-        known: dict[str, Any] = {}
+        known: dict[str | None, Any] = {}
         for product in products(function, args, kwargs):
             if (triple := self._product(product, examples)) is not None:
-                known |= {key: triple for key in triple[1:] if key is not None}
+                known |= dict.fromkeys(triple[1:], triple)
         for key in read:
-            frames = tuple(takewhile(lambda f, key=key: key not in f.answers and f.whole, self._stack))
+            assert key is not None
+            frames = [*takewhile(lambda f, key=key: key not in f.answers and f.whole, self._stack)]
             product = known.get(key)
             answered = any(key in frame.answers for frame in self._stack)
             answered |= product is not None and product[0] in (LINEAR, BIAS) and key in self._of_attention
@@ -433,33 +343,24 @@ class DryPass:
 
     def _product(self, product: Product, examples: int | None) -> tuple[Function, str | None, str | None] | None:
         """What a call multiplies with or adds, if there is a rule for it and it has rows of examples."""
-        function: Function | None = product.function
         weight, bias = self._views.find(product.weight), self._views.find(product.bias)
-        of_parameter = bool(self._views.keys(product.input))  # but what attention multiplies with is an input
-        if (weight is None and bias is None) or (of_parameter and examples is None):
-            return None
-        if weight is not None and weight.transposed and function is not None:
-            function = function.transpose()
+        function = product.function.transpose() if weight is not None and weight.transposed else product.function
+        of_parameter = self._views.key(product.input) is not None  # but what attention multiplies with is an input
         rows = product.input.shape[0]
-        own = rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
-        if function is None or not (own or examples is not None):
+        by_example = rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
+        if function is None or (examples is None and (of_parameter or not by_example)):
             return None
-        params = self.risk.params
-        if weight is None or bias is None:
-            fits = weight is not None or function.name in ("linear", "bias")
-        else:  # rows of a transposed weight are inputs
-            whole = bias.rows.stop - bias.rows.start == len(params[bias.key])
-            fits = whole if function.transposed else bias.rows == weight.rows
+        w, b = (None if view is None else self.risk.params[view.key] for view in (weight, bias))
+        if weight is None:
+            return (BIAS, None, bias.key) if bias is not None and function.name in ("linear", "bias") else None
+        read = slice(0, 0 if b is None else len(b)) if function.transposed else weight.rows  # else rows are inputs
+        if bias is not None and bias.rows != read:
+            return None
         try:
-            w, b = (None if view is None else params[view.key] for view in (weight, bias))
-            view = weight or bias
-            assert view is not None
-            if weight is not None:
-                function.module(w, b)[1].at(view.rows, len(params[view.key]))
+            function.module(w, b)[1].at(weight.rows, len(self.risk.params[weight.key]))
         except (ValueError, NotImplementedError):
             return None
-        keys = [None if view is None else view.key for view in (weight, bias)]
-        return (function if weight is not None else BIAS, keys[0], keys[1]) if fits else None
+        return function, weight.key, None if bias is None else bias.key
 
 
 # ---------------------------------------------------------------------------------------------------------- in a state
@@ -467,13 +368,11 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
     """What was found, in plain Python."""
     if reads is None:
         return None
-    found = []
-    for use in reads.products:
-        assert use.function is not None
-        function = asdict(use.function)
-        function["options"] = [[name, [*v] if isinstance(v, tuple) else v] for name, v in use.function.options]
-        found.append({"keys": dict(use.keys), "function": function})
-    return {"products": found, "enclosing": dict(reads.enclosing), "unread": sorted(reads.unread)}
+    products = [
+        {"keys": dict(keys), "function": {**asdict(function), "options": _plain(function.options, list)}}
+        for function, keys in reads.products
+    ]
+    return {"products": products, "enclosing": dict(reads.enclosing)}
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -484,15 +383,16 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     """
     if data is None:
         return None
-    named = {key for p in data["products"] for key in p["keys"].values()} | data["enclosing"].keys()
+    products = [
+        (Function(**{**p["function"], "options": _plain(p["function"]["options"], tuple)}), dict(p["keys"]))
+        for p in data["products"]
+    ]
+    named = {key for _, keys in products for key in keys.values()} | data["enclosing"].keys()
     if missing := named - risk.params.keys():
         raise ValueError(f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not.")
-    found = []
-    with risk.placed():
-        uses = find_uses(risk.model, risk.params)
-        for p in data["products"]:
-            options = tuple(
-                (name, tuple(value) if isinstance(value, list) else value) for name, value in p["function"]["options"]
-            )
-            found.append(_use(risk, uses, Function(**{**p["function"], "options": options}), dict(p["keys"])))
-    return FoundReads(tuple(found), dict(data["enclosing"]), frozenset(data["unread"]))
+    return FoundReads(tuple(products), dict(data["enclosing"]))
+
+
+def _plain(value: Any, kind: type[list[Any]] | type[tuple[Any, ...]]) -> Any:
+    """The same with lists for tuples, or the other way round."""
+    return kind([_plain(part, kind) for part in value]) if isinstance(value, (list, tuple)) else value

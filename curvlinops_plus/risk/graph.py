@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,8 +25,8 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
         return [t.grad_fn for t in tensors]
 
 
-def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Every node below some roots once, with its children towards the inputs, each after all of them.
+def postorder(roots: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Every node below some roots with its children towards the inputs, each after all of them.
 
     Args:
         roots: Nodes, as `tensor.grad_fn` gives them; None is skipped.
@@ -34,22 +34,25 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
     Example:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
-        >>> [type(node).__name__ for node, _ in postorder([(2 * x).sum().grad_fn])]
+        >>> [type(node).__name__ for node in postorder([(2 * x).sum().grad_fn])]
         ['AccumulateGrad', 'MulBackward0', 'SumBackward0']
     """
     below: dict[Any, list[Any]] = {}
-    stack = [(root, False) for root in roots if root is not None]
+    found: dict[Any, list[Any]] = {}
+    stack = [root for root in roots if root is not None]
     while stack:
-        node, ready = stack.pop()
-        if ready:
-            yield node, below[node]
-        elif node not in below:
-            children = below[node] = [child for child, _ in node.next_functions if child is not None]
-            if not children:
-                yield node, children
-                continue
-            stack.append((node, True))
-            stack += [(child, False) for child in children if child not in below]
+        node = stack[-1]
+        if node in below:  # what is below it has been found
+            stack.pop()
+            found.setdefault(node, below[node])
+            continue
+        children = below[node] = []
+        for child, _ in node.next_functions:
+            if child is not None:
+                children.append(child)
+                if child not in below:
+                    stack.append(child)
+    return found
 
 
 def gradients_of(
@@ -92,7 +95,7 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     Cost: a walk through the graph.
     """
     found = False
-    for node, _ in postorder(nodes_of(outputs)):
+    for node in postorder(nodes_of(outputs)):
         name = node.name()
         if "BatchNorm" in name:
             node.register_prehook(partial(_copy_ambiguous, num_examples))

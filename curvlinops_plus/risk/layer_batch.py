@@ -7,7 +7,7 @@ parameters as one matrix; see `AffineRows` for more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -78,36 +78,29 @@ class LayerBatch:
 
     def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
-
-        if not isinstance(chosen, slice) and len(chosen) == 1:
-            chosen = slice(chosen[0], chosen[0] + 1)
-
-        def pick(t: Tensor, axis: int = 0) -> Tensor:
-            if isinstance(chosen, slice):
-                return t[:, chosen] if axis else t[chosen]
-            return t.index_select(axis, torch.tensor(chosen, device=t.device))
-
-        N, calls = self.num_examples, []
+        N, calls = self.num_examples, list[Call]()
+        if isinstance(chosen, slice):
+            at, number = chosen, len(range(N)[chosen])
+        else:
+            at, number = torch.tensor(chosen, device=self.layer.device), len(chosen)
         for call in self.calls:
-            g = call.grads if isinstance(call.grads, Tensor) or call.grads is None else call.grads[0]
-            rows = N if g is None else g.shape[1]
+            args, kwargs, grads = call.args, call.kwargs, call.grads
+            if call.in_axes is None:
+                args = (_rows_of(args[0], 0, at, N),)
+            else:
+                axes, rows = iter(call.in_axes), (grads if isinstance(grads, Tensor) else grads[0]).shape[1]
 
-            axes = iter(call.in_axes or ())  # None: of a table for all examples, which may have as many rows
+                def take(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
+                    return t if next(axes) is None or len(t) != rows else _rows_of(t, 0, at, N)
 
-            def cut(t: Tensor, lead: int = 0, p: int = rows // N) -> Tensor:
-                t = t if p == 1 else t.unflatten(lead, (N, p))
-                t = pick(t, lead)
-                return t if p == 1 else t.flatten(lead, lead + 1)
-
-            def take(t: Tensor, rows: int = rows, axes: Iterator[int | None] = axes, cut: Any = cut) -> Tensor:
-                return cut(t) if next(axes, 0) is not None and t.ndim and t.shape[0] == rows else t
-
-            args = tuple(_mapped(take, arg) for arg in call.args)
-            kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
-            grads = _mapped(lambda t, cut=cut: cut(t if vectors is None else t[vectors], 1), call.grads)
-            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
-        mask, weights = (None if t is None else pick(t) for t in (self.mask, self.example_weights))
-        number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
+                args, kwargs = tree_map_only(Tensor, take, (args, dict(kwargs)))
+            several = grads if isinstance(grads, list) else [] if grads is None else [grads]
+            kept = []
+            for g in several:
+                kept.append(_rows_of(g if vectors is None else g[vectors], 1, at, N))
+            calls.append(replace(call, args=args, kwargs=kwargs, grads=kept if several is grads else (*kept, None)[0]))
+        mask = None if self.mask is None else self.mask[at]
+        weights = None if self.example_weights is None else self.example_weights[at]
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
@@ -315,12 +308,12 @@ class LayerBatch:
     def _call_grads(self, call: Call) -> dict[str, Tensor]:
         use = call.use
         try:
-            if isinstance(use.rule, AffineRule):
+            if isinstance(call.rule, AffineRule):
                 return self._rows_of_any_role.call_grads(call)
             several = not isinstance(call.grads, Tensor)
-            masked = [use.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
+            masked = [call.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
             g = masked if several else masked[0]
-            return use.rule.example_grads(use.module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+            return call.rule.example_grads(use.module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(use.name)}: {error}") from error
 
@@ -360,6 +353,9 @@ class LayerBatch:
         return groups[0]
 
 
-def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """A tree with its tensors replaced; most are one tensor."""
-    return function(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, function, tree)
+def _rows_of(t: Tensor, axis: int, at: slice | Tensor, N: int) -> Tensor:
+    """The rows of some examples on an axis with as many rows for each of N."""
+    positions = t.shape[axis] // N
+    t = t if positions == 1 else t.unflatten(axis, (N, positions))
+    t = t[:, at] if axis else t[at]
+    return t if positions == 1 else t.flatten(axis, axis + 1)

@@ -162,47 +162,44 @@ class FoundReads:
     """What a forward pass showed of how parameters are read, beyond the types of modules.
 
     Attributes:
-        products: Function calls that multiply with parameters, in addition to modules with rules of their own, and
-            instead of modules without.
+        products: Functions that multiply with parameters, or add them, in addition to modules with rules of their own,
+            and instead of modules without; each with the keys of "weight" and "bias".
         enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
             name of the innermost module in which they all are.
-        unread: Keys of parameters that no function was seen to read, of modules without a rule, or whose others are
-            read by functions.
     """
 
-    products: tuple[ModuleUse, ...] = ()
+    products: Sequence[tuple[Function, dict[str, str]]] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
 
 
 def _with_found(
     model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
 ) -> list[ModuleUse]:
     """The uses of modules, each followed by products that read its parameters; modules that enclose reads come last."""
-    enclosing = _enclosed(model, params, found)
-    claimed = {key for use in found.products for key in use.keys.values()}
-    merged: list[ModuleUse] = []
+    enclosing: dict[str, dict[str, str]] = {}
+    for key, name in found.enclosing.items():
+        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
+        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
+    merged, pending = list[ModuleUse](), [*found.products]
+    claimed = {key for _, keys in pending for key in keys.values()}
     for use in uses:
+        own = {*use.keys.values()}
         free = found.enclosing.keys() | (claimed if use.without_rule else set())
         keys = {local: key for local, key in use.keys.items() if key not in free}
         if use.without_rule and use.name in enclosing:  # it runs again anyway
             enclosing[use.name] = keys | enclosing[use.name]
         elif keys:
             merged.append(use if keys == use.keys else replace(use, keys=keys))
-        merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
+        for product in [product for product in pending if not own.isdisjoint(product[1].values())]:
+            pending.remove(product)
+            function, keys = product
+            module, rule = function.module(*(params[keys[n]] if n in keys else None for n in ("weight", "bias")))
+            name = next(iter(keys.values())).removesuffix(".weight")
+            merged.append(ModuleUse(name, module, rule, keys, use.owner, function))
     for name, keys in enclosing.items():
         module = model.get_submodule(name)
         merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
     return merged
-
-
-def _enclosed(model: nn.Module, params: Mapping[str, Tensor], found: FoundReads) -> dict[str, dict[str, str]]:
-    """Names of enclosing modules, each with the names of parameters in it and their keys."""
-    enclosing: dict[str, dict[str, str]] = {}
-    for key, name in found.enclosing.items():
-        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
-        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
-    return enclosing
 
 
 def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: bool) -> Layer:
@@ -323,13 +320,13 @@ class ModuleUse:
     owner: nn.Module
     function: Function | None = None
 
-    def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
-        """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
-        return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
-
-    def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
-        """Whether the module holds all of the parameters at the moment."""
-        return False not in [_slot(module, local) is params[key] for local, key in self.keys.items()]
+    def places(self, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+        """The modules that hold the parameters, which may be parametrizations or children; local names; keys."""
+        found = []
+        for local, key in self.keys.items():
+            inside, _, name = ("", "", local) if local in module._parameters else local.rpartition(".")
+            found.append((module.get_submodule(inside), name, key))
+        return found
 
     @property
     def without_rule(self) -> bool:
@@ -338,44 +335,68 @@ class ModuleUse:
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of one module.
+class Output:
+    """A tensor that a call returned, which is not kept: what it was like, and where its gradient arrives.
 
     Attributes:
-        use: The module and its rule.
+        axis: The axis that carries the examples.
+        fold: Number of examples if that axis carries positions and, inside them, examples.
+        edge: Where autograd delivers the gradient.
+        grad: The gradient that has arrived, for one vector or, with one more axis, for several.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    axis: int
+    fold: int | None
+    edge: Any = None
+    grad: Tensor | None = None
+
+    def gradient(self, V: int) -> Tensor:
+        """The gradient [V, *out], examples first; zeros if none has arrived."""
+        g = self.grad
+        if g is None:
+            g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
+        elif g.ndim == len(self.shape):
+            g = g.unsqueeze(0)
+        g = g if self.fold is None else g.unflatten(1, (-1, self.fold))
+        return g.movedim(self.axis + 1, 1) if self.axis else g
+
+
+@dataclass(eq=False)
+class Call:
+    """A recorded call of a module, or of a function with parameters.
+
+    Attributes:
+        use: The module or function.
+        rule: Its rule; of a function that reads some rows of a weight, that of these.
         args: Positional inputs, detached; per-example tensors carry the examples (times positions) on axis 0.
         kwargs: Keyword inputs, likewise.
+        in_axes: Where the module itself has the examples, for each tensor among its inputs; None for one that all
+            examples share. None for affine layers.
+        out_axes: The same for its outputs.
+        layer: Index of its layer.
+        expanded: Whether it returned one row for all examples, which was expanded.
+        outputs: The floating-point tensors that it returned.
+        versions: Its inputs and their versions, to notice changes in place.
+        single: Whether it returned just one tensor.
         grads: Output gradients [V, N * positions, *out], None before they are known; a list of them for a module that
             returns several tensors.
-        in_axes: Where the module itself has the examples, for each tensor among its inputs; None for one that all
-            examples share.
-        out_axes: The same for its outputs.
-        rule: The rule of an affine layer.
     """
 
     use: ModuleUse
+    rule: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    in_axes: Sequence[int | None] | None
+    out_axes: Sequence[int]
+    layer: int
+    expanded: bool
+    outputs: list[Output]
+    versions: list[tuple[Tensor, int]]
+    single: bool = True
     grads: Any = None
-    in_axes: Sequence[int | None] | None = None
-    out_axes: Sequence[int] | None = None
-    rule: AffineRule = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rule = self.use.rule  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def input(self) -> Tensor:
-        """What an affine layer multiplies: all that is noted of its inputs."""
-        return self.args[0]
-
-
-def _slot(module: nn.Module, local: str) -> Tensor | None:
-    """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
-    if local in module._parameters:
-        return module._parameters[local]
-    inside, _, name = local.rpartition(".")
-    return module.get_submodule(inside)._parameters.get(name)
 
 
 def title(name: str) -> str:

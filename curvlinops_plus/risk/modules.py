@@ -235,7 +235,7 @@ def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping
     Cost: a walk through the graph.
     """
     own = {id(p): key for key, p in params.items()}
-    read = {own.get(id(getattr(node, "variable", None))) for node, _ in postorder(nodes_of(tensors))} - {None}
+    read = {own.get(id(getattr(node, "variable", None))) for node in postorder(nodes_of(tensors))} - {None}
     if read:
         names = [key for key in params if key in read]
         raise UnsupportedError(

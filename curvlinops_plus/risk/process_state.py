@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.backends import mha
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,14 +67,17 @@ class _Eager:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Context in which compiled modules run eagerly: hooks of one that was compiled before never fire.
+    """Context in which compiled modules run eagerly, and transformers without fused inference: else no hooks fire.
 
     Counted, since these contexts need not be left in the opposite order: an inner one that restored what it had found
     would leave everything eager for good.
     """
     with exclusive():
-        if _Eager.depth == 0 and _is_compiler_loaded():
-            _Eager.contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        if _Eager.depth == 0:
+            _Eager.contexts.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
+            if _is_compiler_loaded():
+                _Eager.contexts.enter_context(torch.compiler.set_stance("force_eager"))
         _Eager.depth += 1
         try:
             yield

@@ -1,7 +1,7 @@
-"""Recording layers: their inputs in the forward pass, the gradients of their outputs in the backward pass.
+"""Recording layers: their inputs in the forward pass, the gradients of their outputs in backward passes.
 
 A forward hook stores a layer's detached input, and registers a hook for the gradient of its output. Gradients of
-parameters are not computed: `torch.autograd.grad` is asked for those of a few layer outputs only.
+parameters are not computed: autograd is asked for those of a few layer outputs only.
 
 Two details without which results would be silently wrong:
 
@@ -14,28 +14,32 @@ Two details without which results would be silently wrong:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.layer.functions import products
-from curvlinops_plus.risk.function_reads import FunctionCalls, FunctionUses
-from curvlinops_plus.risk.graph import postorder
-from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, title
-from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
+from curvlinops_plus.layer.functions import BIAS, LINEAR, Product, products
+from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
+from curvlinops_plus.risk.graph import gradients_of, postorder
+from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, title
+from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied, quiet
 
-Receive = Callable[["RecordedCall", "OutputSlot", Tensor], None]
+Consumer = Callable[[LayerBatch], None]
+#: The use that a call is, with the index of its layer and its rule.
+Found = tuple[int, ModuleUse, Any]
 
 
 class OutsideReads(UnsupportedError):
@@ -51,217 +55,157 @@ class OutsideReads(UnsupportedError):
         self.keys = tuple(keys)
 
 
-@dataclass(eq=False)
-class OutputSlot:
-    """One tensor that a call returned, and where its gradient arrives.
-
-    Attributes:
-        shape: Of the tensor, which is not kept.
-        dtype: Likewise.
-        device: Likewise.
-        axis: The axis that carries the examples.
-        fold: Number of examples if that axis carries positions and, inside them, examples.
-        expanded: Whether it was one row for all examples before.
-        edge: Where autograd delivers the gradient.
-        handle: Of the hook that receives it.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    axis: int
-    fold: int | None = None
-    expanded: bool = False
-    edge: Any = None
-    handle: Any = None
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are on the axis of the examples, when it is the first one; 0 if there is no such axis."""
-        return self.fold or (self.shape[self.axis] if len(self.shape) > self.axis else 0)
-
-    def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
-        """Let autograd deliver the gradient of the tensor to `receive`."""
-        node = t.grad_fn
-        if node is None or isinstance(node, torch._C._FunctionBase):
-            self.edge = get_gradient_edge(t)  # which keeps the graph of a node written in Python
-        else:
-            self.edge = GradientEdge(node, t.output_nr)
-        self.handle = t.register_hook(receive)
-
-    def gradient(self, g: Tensor | None, V: int) -> Tensor:
-        """A gradient [V, *out], examples first; zeros for None. That of a single vector comes without the axis V."""
-        if g is None:
-            g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
-        elif g.ndim == len(self.shape):
-            g = g.unsqueeze(0)
-        return examples_first(g, self.axis, self.fold, 1)
-
-
-@dataclass(eq=False)
-class RecordedCall:
-    """A recorded call, which lasts until the next batch.
-
-    Attributes:
-        call: What a `LayerBatch` shows of it.
-        layer: Index of its layer.
-        slots: What it returned, one slot per floating-point tensor.
-        single: Whether it returned just one tensor.
-        versions: Its inputs and their versions, to notice changes in place.
-        expanded: Whether it returned one row for all examples.
-    """
-
-    call: Call
-    layer: int
-    slots: list[OutputSlot]
-    single: bool
-    versions: list[tuple[Tensor, int]]
-    expanded: bool
-
-    def set_gradients(self, grads: dict[int, Tensor], V: int) -> None:
-        """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        found = [slot.gradient(grads.pop(id(slot), None), V) for slot in self.slots]
-        self.call.grads = found[0] if self.single else found
-
-
-def examples_first(t: Tensor, axis: int, fold: int | None = None, lead: int = 0) -> Tensor:
-    """The same numbers with the examples first, after `lead` leading axes."""
-    t = t if fold is None else t.unflatten(lead, (-1, fold))
-    return t.movedim(axis + lead, lead) if axis else t
-
-
 class Recorder:
     """Context manager that owns all hooks on the modules of `layers`.
 
     Args:
         example_axis: Module name to the axis of its inputs and outputs that carries the examples, where it is not 0.
-        intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
-        values: Key to the tensor that stands in for a parameter while the model runs, as inside `EmpiricalRisk.at`;
-            default: the layers' own.
+        backward: Whether gradients are wanted, too.
         own_pass: Whether the passes are made for recording. In those of others nothing is changed that shows: where
             recording would raise, or expand one row for all examples to one for each, the rest is left alone.
 
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
+        kinds: What was called in it: names, whether one row was returned for all examples, axes of the inputs.
+        dtypes: Those of what the calls returned.
+        numbers: How many numbers they returned.
+        reached: Indices of the layers that a gradient has reached.
         disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
-        receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
-    Use: inside the context, the model runs under `recording`; then `BackwardPasses` shows what was recorded to a
-    consumer. Nothing is left on the modules when the context ends, also after an exception.
+    Use: inside the context, the model runs under `recording`; after `begin`, vectors are sent back by `send`. Nothing
+    is left on the modules when the context ends, also after an exception.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        example_axis: Mapping[str, int],
-        backward: bool,
-        intercept: bool = False,
-        values: Mapping[str, Tensor] | None = None,
-        own_pass: bool = True,
+        self, layers: Sequence[Layer], example_axis: Mapping[str, int], backward: bool, own_pass: bool = True
     ) -> None:
-        self.layers, self.backward, self.intercept = layers, backward, intercept
-        self.calls: list[RecordedCall] = []
-        self.num_examples = 0
-        self.doubt: Exception | None = None
-        self.receive: Receive | None = None
-        self._axes, self._own_pass = example_axis, own_pass
+        self.layers, self.backward, self.own_pass, self._axes = layers, backward, own_pass, example_axis
+        self.calls: list[Call] = []
+        self.by_layer: dict[int, list[Call]] = {}
+        self.num_examples, self.disabled, self.doubt = 0, Depth(), None
+        self._recording, self._ours, self._handles = False, OwnThread(), list[Any]()
+        self._waiting: dict[int, int] | None = None  # while a vector is sent: gradients that each layer waits for
+        params = {key: p for layer in layers for key, p in layer.params.items()}
         functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
-        #: The tensors that the model reads, by key.
-        self._params = {key: p for layer in layers for key, p in layer.params.items()} | dict(values or {})
-        self._functions = FunctionUses(functions, self._params) if functions else None
-        self._mode = FunctionCalls(self._function_call) if intercept or functions else None
-        self._handles: list[Any] = []
-        self._recording, self.disabled = False, Depth()
-        self._ours = OwnThread()  # another thread may evaluate the model meanwhile
+        self._functions = {(u.function, u.keys.get("weight"), u.keys.get("bias")): (i, u) for i, u in functions}
+        read = {key: params[key] for _, use in functions for key in use.keys.values()}
+        self._params, self._views = params, ParameterViews(read)
+        self._mode = FunctionCalls(self._function_call) if functions else nullcontext()
+        self._inside: list[set[str]] = []  # what the modules that run answer for: functions in them don't count
 
     def __enter__(self) -> Recorder:
+        read = {key for _, use in self._functions.values() for key in use.keys.values()}
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if use.function is None:
-                    self._handles += self._functions.watch(use) if self._functions is not None else ()
-                    hook = Uncopied(self._module_call, index, use)
+                    own = [(module, name, self._params[key]) for module, name, key in use.places(use.module)]
+                    if shared := read & {*use.keys.values()}:
+                        enter = Uncopied(self._enter, own, shared)
+                        self._handles.append(use.module.register_forward_pre_hook(enter))
+                    hook = Uncopied(self._module_call, index, use, own, bool(shared))
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.unhook()
-        self._release()
-
-    def unhook(self) -> None:
-        """Remove the hooks from the modules; what was recorded stays."""
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Function calls are seen in here: in forward passes, and in backward passes, which may run modules again."""
-        return self._mode or nullcontext()
+        self._release()
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         self._release()
-        self.num_examples, self._recording, self.doubt = num_examples, True, None
-        self._ours = OwnThread()
+        self.num_examples, self._recording, self.doubt, self._ours = num_examples, True, None, OwnThread()
         try:
-            yield
+            with self._mode:
+                yield
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
                 raise refusal from error
             raise
         finally:
             self._recording = False
-            if self._functions is not None:
-                self._functions.inside.clear()
+            self._inside.clear()
 
     def _release(self) -> None:
-        # Nodes, their hooks and calls are a cycle that no garbage collector sees.
-        for slot in self.slots:
-            if slot.handle is not None:
-                slot.handle.remove()
-            slot.edge = slot.handle = None
-        self.calls, self.receive = [], None
+        # Nodes, their hooks, this object and edges are a cycle that no garbage collector sees.
+        for call in self.calls:
+            for output in call.outputs:
+                output.edge = None
+        self.calls, self.by_layer, self._waiting = [], {}, None
+        self.kinds, self.dtypes, self.numbers = set[Any](), set[torch.dtype](), 0
 
     # ------------------------------------------------------------------------------------------------------- hooks
+    def _enter(self, own: Sequence[Any], shared: set[str], module: nn.Module, args: Any) -> None:
+        """A module begins to run that reads parameters which functions read outside of it."""
+        if not self.disabled.depth and self._ours():
+            self._inside.append(shared if all(m._parameters.get(name) is p for m, name, p in own) else set())
+
     def _module_call(
         self,
         index: int,
         use: ModuleUse,
+        own: Sequence[Any],
+        shared: bool,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self.disabled.depth or self.doubt is not None or not self._handles or not self._ours():
+        if self.disabled.depth or not self._handles or not self._ours():
             return None
-        # With other tensors in place of its parameters, by functional_call, it is no call of the layer.
-        return self._note([(index, use)], (args, kwargs), out) if use.holds(module, self._params) else None
+        if shared and self._inside:
+            self._inside.pop()
+        if self.doubt is not None:
+            return None
+        for holder, name, p in own:  # with other tensors in place, by functional_call, it is no call of the layer
+            if holder._parameters.get(name) is not p:
+                return None
+        return self._note([(index, use, use.rule)], (args, kwargs), out, self._axes.get(use.name, 0))
 
     def _function_call(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self.disabled.depth or self.doubt is not None or self._functions is None:
+        if self.disabled.depth or self.doubt is not None:
             return out
         for product in products(function, args, kwargs):
-            if found := self._functions.of(product):
+            if found := self._uses_of(product):
                 # Inside attention examples are on axis 1, or on an axis with positions.
                 fold = None if examples is None or product.input.ndim == 3 else examples
-                made = self._note(found, ((product.input,), {}), out, None if examples is None else 1, fold)
+                axis = self._axes.get(found[0][1].name, 0) if examples is None else 1
+                made = self._note(found, ((product.input,), {}), out, axis, fold)
                 return out if made is None else made
         return out
 
+    def _uses_of(self, product: Product) -> list[Found]:
+        """The uses that a product is; one inside a module that answers for the parameter belongs to the module."""
+        weight, bias = map(self._views.find, (product.weight, product.bias))
+        weight, bias = (v and (None if any(v.key in keys for keys in self._inside) else v) for v in (weight, bias))
+        function, w, b = product.function, weight and weight.key, bias and bias.key
+        if weight is not None and weight.transposed:
+            function = function.transpose()
+        known = self._functions.get
+        whole, found = known((function, w, b)), list[Found]()
+        pairs = [(whole, weight or bias)]
+        if whole is None:  # the two belong to layers of their own, or only one is tracked
+            pairs = [(known((function, w, None)), weight), (known((LINEAR, None, b)) or known((BIAS, None, b)), bias)]
+        for entry, view in pairs:
+            if entry is not None and view is not None:
+                rule: Any = entry[1].rule
+                found.append((*entry, rule.at(view.rows, len(self._params[view.key]))))
+        return found
+
     def _note(
         self,
-        uses: Sequence[tuple[int, ModuleUse]],
+        found: Sequence[Found],
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
         out: Any,
-        axis: int | None = None,
+        axis: int,
         fold: int | None = None,
     ) -> Any:
         """Note a call for one layer, or several that read different parameters in it.
@@ -269,155 +213,278 @@ class Recorder:
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
-        use = uses[0][1]
+        use = found[0][1]
         try:
-            axis = self._axes.get(use.name, 0) if axis is None else axis
-            leaves, spec = ([out], None) if isinstance(out, Tensor) else tree_flatten(out)
-            at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-            packed = any(isinstance(t, PackedSequence) for t in (*given[0], *given[1].values()))
-            if packed or not at or (len(at) > 1 and isinstance(use.rule, AffineRule)):
-                what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-                raise OutsideReads(
-                    f"{_of(use)} returned {what}; expected floating-point tensors with examples on one axis. Leave its "
-                    f"parameters {list(use.keys.values())} out of `params`.",
-                    use.keys.values(),
-                )
-            tensors = [leaves[k] for k in at]
-            axes = [axis] if fold is not None else use.rule.axes(use.module, axis, tensors, inputs=False)
-            slots: list[OutputSlot] = []
-            for k, on in zip(at, axes, strict=True):
-                t = isolate(leaves[k], use, len(at) > 1) if self.backward else leaves[k]
-                # One row for all examples (position embeddings): each example gets a gradient of its own.
-                one_row = self.num_examples > 1 and t.ndim > on and t.shape[on] == 1 and fold is None
-                if one_row and not self._own_pass:
-                    raise _refusal_of_one_row(use, self.num_examples, "this is not done in passes of others")
-                if one_row:
-                    t = t.expand(*t.shape[:on], self.num_examples, *t.shape[on + 1 :])
-                leaves[k] = t
-                slots.append(OutputSlot(t.shape, t.dtype, t.device, on, fold, one_row))
-            for index, one in uses if self._recording else ():
-                own = slots if one is use else [OutputSlot(s.shape, s.dtype, s.device, s.axis, fold) for s in slots]
-                recorded = self._call(index, one, given, own, spec is None, axis)
-                for k, slot in zip(at, own, strict=True) if self.backward else ():
-                    slot.connect(leaves[k], partial(self._arrive, recorded, slot))
-                self.calls.append(recorded)
+            return self._noted(found, given, out, axis, fold)
         except Exception as error:
-            if self._own_pass and isinstance(error, (UnsupportedError, ValueError)):
+            if not self.own_pass:
+                # The rest of a pass of others is left alone; frames hold what the user's pass has computed.
+                self.doubt = error.with_traceback(None)
+                return None
+            if isinstance(error, (UnsupportedError, ValueError)):
                 raise
-            if self._own_pass:  # inside of `vmap`, with sparse tensors: what is around it may be run for each example
-                raise OutsideReads(f"{_of(use)} can't be recorded: {error}", use.keys.values()) from error
-            # The rest of a pass of others is left alone; frames hold what the user's pass has computed.
-            self.doubt = error.with_traceback(None)
-            return None
-        if not self.backward and not any(slot.expanded for slot in slots):
-            return None
-        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+            # Inside of `vmap`, or with sparse tensors: what is around it may be run for each example.
+            raise OutsideReads(f"{_of(use)} can't be recorded: {error}", use.keys.values()) from error
+
+    def _noted(self, found: Sequence[Found], given: Any, out: Any, axis: int, fold: int | None) -> Any:
+        (_, use, rule), N, expanded, changed = found[0], self.num_examples, False, self.backward
+        if self.backward and not torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
+                "use_reentrant=False; if it is a frozen part of the model, leave its parameters "
+                f"{list(use.keys.values())} out of `params`."
+            )
+        leaves, spec = ([out], None) if isinstance(out, Tensor) else tree_flatten(out)
+        at, affine = list[int](), isinstance(rule, AffineRule)
+        for k, t in enumerate(leaves):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                at.append(k)
+        tensors = [leaves[k] for k in at]
+        packed = spec is not None and any(isinstance(t, PackedSequence) for t in (*given[0], *given[1].values()))
+        if not at or packed or (affine and len(at) > 1):
+            raise self._not_by_example(use, f"returned a {getattr(out, 'dtype', None) or type(out).__name__}")
+        axes = [axis] if fold is not None else rule.axes(use.module, axis, tensors, False)
+        for place, (k, on) in enumerate(zip(at, axes, strict=True)):
+            t = leaves[k]
+            if self.backward:
+                alias = not t.requires_grad or len(at) > 1 or t._is_view()
+                # Neither a leaf nor a view: in-place operations keep its edge. Of several tensors one may be computed
+                # from another inside the module: what arrives at it must have come from outside. A module of unknown
+                # code may have saved its output for backward, and an alias has a version counter of its own.
+                t = t if t.requires_grad else t.detach().requires_grad_()
+                t = t if not alias else torch.ops.aten._unsafe_view(t, t.shape) if affine else t.clone()
+            # One row for all examples (position embeddings): each example gets a gradient of its own.
+            if N > 1 and t.ndim > on and t.shape[on] == 1 and fold is None:
+                if not self.own_pass:
+                    raise _refusal_of_one_row(use, N, "this is not done in passes of others")
+                t, expanded, changed = t.expand(*t.shape[:on], N, *t.shape[on + 1 :]), True, True
+            leaves[k] = tensors[place] = t
+        for index, one, own_rule in found if self._recording else ():
+            call = self._call(index, one, own_rule, given, tensors, axes, axis, fold, expanded)
+            call.single = spec is None
+            for place, t in enumerate(tensors if self.backward else ()):
+                call.outputs[place].edge = get_gradient_edge(t)
+                t.register_hook(partial(self._arrive, len(self.calls), place))
+            self.calls.append(call)
+        return None if not changed else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _call(
         self,
         index: int,
         use: ModuleUse,
+        rule: Any,
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
-        slots: list[OutputSlot],
-        single: bool,
+        tensors: Sequence[Tensor],
+        axes: Sequence[int],
         axis: int,
-    ) -> RecordedCall:
+        fold: int | None,
+        expanded: bool,
+    ) -> Call:
         """A call with its inputs, the examples first.
 
         Raises:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around may tell them apart.
         """
-        N, slot = self.num_examples, slots[0]
-        rows, expanded = slot.num_rows, any(slot.expanded for slot in slots)
-        sizes = {s.num_rows for s in slots}
-        if len(sizes) > 1 or not rows or rows % N or (slot.axis != 0 and rows != N and use.function is None):
-            raise self._not_by_example(use, f"returned {[list(s.shape) for s in slots]}")
+        N, of_function, rows = self.num_examples, use.function is not None, 0
+        outputs = list[Output]()
+        for t, on in zip(tensors, axes):
+            size = fold or (t.shape[on] if t.ndim > on else 0)
+            if not size or size % N or (rows and size != rows) or (on != 0 and size != N and not of_function):
+                raise self._not_by_example(use, f"returned {list(t.shape)}")
+            rows = size
+            outputs.append(Output(t.shape, t.dtype, t.device, on, fold))
+            self.dtypes.add(t.dtype)
+            self.numbers += t.numel()
 
         def first(t: Tensor, on: int) -> tuple[Tensor, int]:
-            if slot.fold is not None:
-                t = t.unflatten(0, (-1, slot.fold))
-            moved = on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
+            if fold is not None:
+                t = t.unflatten(0, (-1, fold))
+            moved = on != 0 and t.ndim > on and (of_function or t.shape[on] in (1, N))
             t = t.movedim(on, 0) if moved else t
             return (t.expand(N, *t.shape[1:]) if expanded and t.ndim and len(t) == 1 else t), on if moved else 0
 
-        out_axes = [slot.axis for slot in slots]
-        if isinstance(use.rule, AffineRule):  # it reads one tensor; the rest is not kept alive
-            read = use.rule.input_of(use.module, *given).detach()
-            x, moved = first(read, axis if slot.fold is None else 1)
-            if x.shape[0] != rows:
-                raise self._not_by_example(use, f"got {list(read.shape)} and returned {list(slot.shape)}")
-            call, inputs = Call(use, (x,), {}, None, [moved], out_axes), [read]
+        in_axes, kwargs = None, {}
+        if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
+            inputs = [rule.input_of(use.module, *given).detach()]
+            x, _ = first(inputs[0], axis)
+            if len(x) != rows:
+                raise self._not_by_example(use, f"got {list(inputs[0].shape)} and returned {list(tensors[0].shape)}")
+            args: tuple[Any, ...] = (x,)
         else:
             leaves, spec = tree_flatten((tuple(given[0]), dict(given[1])))
             at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
             inputs, in_axes = [leaves[k].detach() for k in at], list[int | None]()
-            for k, t, on in zip(at, inputs, use.rule.axes(use.module, axis, inputs, inputs=True), strict=True):
+            for k, t, on in zip(at, inputs, rule.axes(use.module, axis, inputs, True), strict=True):
                 t, moved = leaves[k], _ = first(t, on)
                 in_axes.append(moved if moved or (t.ndim > 0 and len(t) == rows) else None)
-            positional, named = tree_unflatten(leaves, spec)
-            call = Call(use, positional, named, None, in_axes, out_axes)
+            args, kwargs = tree_unflatten(leaves, spec)
         versions = [(t, t._version) for t in inputs if not t.is_inference()]
-        return RecordedCall(call, index, slots, single, versions, expanded)
+        self.kinds.add((use.name, expanded, in_axes and tuple(in_axes)))
+        return Call(use, rule, args, kwargs, in_axes, axes, index, expanded, outputs, versions)
 
     def _not_by_example(self, use: ModuleUse, what: str) -> OutsideReads:
         """The error about rows of a layer that don't belong to examples."""
         return OutsideReads(
-            f"{_of(use)} {what} in a batch of {self.num_examples} examples: its first axis should carry the examples, "
-            f"or a multiple of them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
-            "A table for all examples, as of positions, needs an axis of size 1 for them, as embedding(places[None]). "
-            f"Or leave its parameters {list(use.keys.values())} out of `params`.",
+            f"{_of(use)} {what} in a batch of {self.num_examples} examples: expected floating-point numbers, whose "
+            "first axis carries the examples, or a multiple of them. If another does, say "
+            f"EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). A table for all examples, as of positions, "
+            "needs an axis of size 1 for them, as embedding(places[None]). Or leave its parameters "
+            f"{list(use.keys.values())} out of `params`.",
             use.keys.values(),
         )
 
     def refusal_of_one_row(self, why: str) -> OutsideReads | None:
         """What to raise if this could come from one row for all examples, which was expanded; None if none was."""
-        expanded = [recorded.call.use for recorded in self.calls if recorded.expanded]
+        expanded = [call.use for call in self.calls if call.expanded]
         return _refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
 
-    def _arrive(self, recorded: RecordedCall, slot: OutputSlot, g: Tensor) -> None:
-        """The hook of one output tensor."""
-        if self.receive is not None:
-            self.receive(recorded, slot, g)
+    # --------------------------------------------------------------------------------------------- sending vectors back
+    def begin(
+        self,
+        consume: Consumer,
+        mask: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> None:
+        """Vectors will be sent through what was recorded.
 
-    # ---------------------------------------------------------------------------------------------- what was recorded
-    @property
-    def slots(self) -> list[OutputSlot]:
-        """What all calls returned."""
-        return [slot for recorded in self.calls for slot in recorded.slots]
+        Args:
+            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+            mask: Positions that count, [N, T] bool; None for all.
+            weight: Weights of the examples [N]; None for ones.
 
-    def by_layer(self) -> dict[int, list[RecordedCall]]:
-        """Index of a layer to its calls."""
-        by_layer: dict[int, list[RecordedCall]] = {}
-        for recorded in self.calls:
-            by_layer.setdefault(recorded.layer, []).append(recorded)
-        return dict(sorted(by_layer.items()))
+        Raises:
+            UnsupportedError: If the input of a layer was written to since it was read.
+        """
+        self._consume, self._mask, self._weight = consume, mask, weight
+        self._first, self._power, self.reached, self.by_layer = True, 1.0, set[int](), {}
+        #: What sees each `LayerBatch` first.
+        self.see: Consumer | None = None
+        for call in self.calls:
+            self.by_layer.setdefault(call.layer, []).append(call)
+            for t, version in call.versions:
+                if t._version != version:
+                    raise UnsupportedError(
+                        f"the input of {title(call.use.name)} was modified in place after the layer read it, so its "
+                        "curvature can't be computed from it. Replace the in-place operation (for instance `x += y` by "
+                        "`x = x + y`)."
+                    )
 
-    def require_unchanged(self) -> None:
-        """Refuse layers whose input was written to since they read it."""
-        for recorded in self.calls:
-            if any(t._version != version for t, version in recorded.versions):
-                raise UnsupportedError(
-                    f"the input of {title(recorded.call.use.name)} was modified in place after the layer read it, "
-                    "so its curvature can't be computed from it. "
-                    "Replace the in-place operation (for instance `x += y` by `x = x + y`)."
-                )
+    def show_inputs(self) -> None:
+        """Pass on batches with the layers' inputs alone; there are no gradients."""
+        for index in self.by_layer:
+            self._show(index, 0)
+            self.reached.add(index)
 
-    def sources(self, outputs: Sequence[Tensor]) -> list[Any]:
+    def send(
+        self, outputs: Sequence[Tensor], vectors: Iterator[Sequence[Tensor]], number: int, at_once: int, keep: bool
+    ) -> None:
+        """Send vectors back.
+
+        Args:
+            outputs: Of the recorded pass, with its graph.
+            vectors: Each has a part for every output.
+            number: Of vectors.
+            at_once: How many to send in one vectorised pass; 1 streams them.
+            keep: Keep the graph: somebody goes back through it afterwards.
+        """
+        with self._mode:
+            while at_once > 1 and (chunk := list(islice(vectors, at_once))):
+                if len(chunk) == 1 or not self._send_at_once(outputs, [torch.stack(part) for part in zip(*chunk)]):
+                    self._stream(outputs, iter(chunk), len(chunk), True)
+            if at_once == 1:
+                self._stream(outputs, vectors, number, keep)
+
+    def _stream(self, outputs: Sequence[Tensor], vectors: Iterator[Sequence[Tensor]], number: int, keep: bool) -> None:
+        """One vector at a time; each layer is consumed, and its gradient freed, as soon as it is complete."""
+        sources = self._sources(outputs)
+        for left, vector in enumerate(vectors, 1 - number):
+            waiting = dict.fromkeys(self.by_layer, 0)
+            for call in self.calls:
+                waiting[call.layer] += len(call.outputs)
+            self._waiting = waiting
+            try:
+                if sources:
+                    gradients_of(outputs, sources, self._in_range(vector, outputs), keep or left < 0)
+            finally:
+                self._waiting = None
+            for index, missing in waiting.items():
+                if missing:  # some call, or all of them, does not reach the output: its gradient is zero
+                    self._show(index)
+            self._first = False
+
+    def _sources(self, outputs: Sequence[Tensor]) -> list[Any]:
         """Edges with no other recorded edge between them and the input: asking for these visits all.
 
         An edge outside the graph of the outputs is no source: its layer does not reach them.
-
-        Cost: a walk through the graph.
         """
-        edges = [slot.edge for slot in self.slots if slot.edge is not None]
+        edges = [output.edge for call in self.calls for output in call.outputs]
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
-        for node, below in postorder([t.grad_fn for t in outputs]):
+        for node, below in postorder([t.grad_fn for t in outputs]).items():
             found = False
             for child in below:
                 found = found or child in marked or above[child]
             above[node] = found
         return [edge for edge in edges if above.get(edge.node) is False]
+
+    def _in_range(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Vectors from outputs on: in float16, times a power of two that leaves room on both sides."""
+        if torch.float16 not in self.dtypes and torch.float16 not in [f.dtype for f in outputs]:
+            return vectors
+        largest = max(float(v.detach().abs().amax()) for v in vectors)
+        self._power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+        return [(v * self._power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)]
+
+    def _arrive(self, number: int, place: int, g: Tensor) -> None:
+        """The hook of one output tensor of a call."""
+        if (waiting := self._waiting) is not None:
+            call = self.calls[number]
+            call.outputs[place].grad = g.detach()
+            self.reached.add(call.layer)
+            waiting[call.layer] -= 1
+            if waiting[call.layer] == 0:
+                self._show(call.layer)
+
+    def _send_at_once(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> bool:
+        """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
+        times V. Returns False where an operation can't be vectorised.
+        """
+        places = [(call, output) for call in self.calls for output in call.outputs]
+        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+        edges, sent = [output.edge for _, output in places], self._in_range(vectors, outputs)
+        try:
+            with quiet():
+                arrived = torch.autograd.grad(outputs, edges, sent, **options) if places else ()
+        except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again
+            return False
+        for (call, output), g in zip(places, arrived, strict=True):
+            output.grad = g
+            if g is not None:
+                self.reached.add(call.layer)
+        for index in self.by_layer:
+            self._show(index, len(vectors[0]))
+        self._first = False
+        return True
+
+    def _show(self, index: int, V: int = 1) -> None:
+        """Pass one layer's batch to the consumer, which may run modules again: those calls are not recorded."""
+        layer, calls, power = self.layers[index], self.by_layer[index], self._power
+        for call in calls if V else ():
+            grads = []
+            for output in call.outputs:
+                grads.append(output.gradient(V))
+                output.grad = None
+            call.grads = grads[0] if call.single else grads
+            if power != 1:
+                call.grads = tree_map_only(Tensor, lambda g: g.float() / power, call.grads)
+        group = layer.groups[0] if len(layer.groups) == 1 else None
+        batch = LayerBatch(layer, calls, self.num_examples, self._first, self._mask, self._weight, group)
+        with self.disabled, plain_mode(layer.device.type):
+            if self.see is not None:
+                self.see(batch)
+            self._consume(batch)
+        for call in calls:
+            call.grads = None
 
 
 def _of(use: ModuleUse) -> str:
@@ -431,29 +498,3 @@ def _refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideR
         f"parameters {list(use.keys.values())} out of `params`; if a row, expand it to the batch in the model.",
         use.keys.values(),
     )
-
-
-def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
-    """The same numbers, differentiable, and neither a leaf nor a view: in-place operations keep its edge.
-
-    Args:
-        several: Whether it is one of several tensors, of which one may be computed from another inside the module:
-            what arrives at it must have come from outside.
-
-    Raises:
-        UnsupportedError: If gradients are switched off.
-    """
-    if not torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
-            "use_reentrant=False; if it is a frozen part of the model, leave its parameters "
-            f"{list(use.keys.values())} out of `params`."
-        )
-    if not out.requires_grad:
-        out = out.detach().requires_grad_()
-    elif not several and not out._is_view():
-        return out
-    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own.
-    if not isinstance(use.rule, AffineRule):
-        return out.clone()
-    return torch.ops.aten._unsafe_view(out, out.shape)

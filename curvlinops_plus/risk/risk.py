@@ -27,7 +27,7 @@ from curvlinops_plus.risk.batches import (
 from curvlinops_plus.risk.graph import prepare_graph
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms, gradient_pass, loss_pass, with_consistent_weights
+from curvlinops_plus.risk.losses import Losses, Terms, gradient_pass, loss_pass, with_consistent_weights
 from curvlinops_plus.risk.modules import preserve_state, refuse_outside_reads
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
 from curvlinops_plus.risk.process_state import untraced
@@ -67,7 +67,6 @@ class Checked:
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
-        fused: Whether the model has modules whose inference PyTorch fuses; None before it was recorded.
     """
 
     in_modules: bool = False
@@ -78,7 +77,6 @@ class Checked:
     shift: bool | None = None
     batch_norm: bool = True
     modes: set[tuple[bool, ...]] = field(default_factory=set)
-    fused: bool | None = None
 
 
 class EmpiricalRisk(ModelParameters):
@@ -196,8 +194,8 @@ class EmpiricalRisk(ModelParameters):
             mask,
             example_axes(modules, example_axis),
             batch_size_fn,
-            _number(num_data),
-            _number(num_per_example_loss_terms),
+            num_data,
+            num_per_example_loss_terms,
             shift_labels,
             progressbar,
             reduction,
@@ -287,7 +285,7 @@ class EmpiricalRisk(ModelParameters):
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with self.placed() if model is None else nullcontext():
+        with self.placed() if model is None and self._elsewhere else nullcontext():
             out = call_model(call, batch)
         found = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
@@ -302,21 +300,15 @@ class EmpiricalRisk(ModelParameters):
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
-        outputs, targets, class_axes = zip(
-            *map(self.aligned, self.losses, outputs, self.losses.targets(batch.y), class_axes)
-        )
-        return outputs, targets, class_axes
-
-    def aligned(self, one: OutputLoss, f: Tensor, y: Any, class_axis: int | None) -> tuple[Tensor, Any, int | None]:
-        """Output, target and class axis of a loss, by position where labels are those of the next one.
-
-        Raises:
-            ValueError: If the output has no such positions.
-        """
+        targets = self.losses.targets(batch.y)
         shifts = self.options.shift_labels
-        if self.checked.shift if shifts is None else shifts:
-            return *shifted_labels(f, y), one.beside_positions(f, class_axis)
-        return f, y, class_axis
+        if self.checked.shift if shifts is None else shifts:  # labels are those of the next position
+            parts = [
+                (*shifted_labels(f, y), one.beside_positions(f, axis))
+                for one, f, y, axis in zip(self.losses, outputs, targets, class_axes, strict=True)
+            ]
+            outputs, targets, class_axes = zip(*parts, strict=True)
+        return outputs, targets, class_axes
 
     def terms(
         self, outputs: Sequence[Tensor], targets: Sequence[Any], batch: Batch, class_axes: Sequence[int | None]
@@ -352,16 +344,23 @@ class EmpiricalRisk(ModelParameters):
         """
 
         def agreed() -> T:
+            self.require_in_place()
             self.whole.renew()
-            require_replicas(self, over_data, same)
+            if self.processes.world > 1:
+                require_replicas(self, over_data, same)
             return work()
 
-        return self.processes.together(agreed)
+        return agreed() if self.processes.world == 1 else self.processes.together(agreed)
 
     @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
-        return self._value(self.together(lambda: self._preserved(loss_pass)))
+
+        def work() -> Totals:
+            with preserve_state(self.model, self.data):
+                return loss_pass(self)
+
+        return self._value(self.together(work))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
@@ -374,16 +373,13 @@ class EmpiricalRisk(ModelParameters):
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`. Collective."""
 
-        def own(risk: EmpiricalRisk) -> tuple[dict[str, Tensor], Totals]:
-            return with_consistent_weights(risk, lambda weights: gradient_pass(risk, weights))
+        def work() -> tuple[dict[str, Tensor], Totals]:
+            with preserve_state(self.model, self.data):
+                return with_consistent_weights(self, lambda weights: gradient_pass(self, weights))
 
-        sums, totals = self.together(lambda: self._preserved(own))
+        sums, totals = self.together(work)
         c = self.scale(totals)
         return {key: g * c for key, g in sums.items()}, self._value(totals)
-
-    def _preserved(self, work: Callable[[EmpiricalRisk], T]) -> T:
-        with preserve_state(self.model, self.data):
-            return work(self)
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
@@ -395,50 +391,31 @@ class EmpiricalRisk(ModelParameters):
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
-def _number(given: Any) -> Any:
-    """A count as a number, also from a 0-d tensor."""
-    return given.item() if isinstance(given, Tensor) and given.ndim == 0 else given
-
-
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    for name, number, what in (
-        ("num_data", options.num_data, "examples"),
-        ("num_per_example_loss_terms", options.num_per_example_loss_terms, "loss terms per example"),
-    ):
+    counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
+    for name, what in counts.items():
+        number = getattr(options, name)
         if number is not None and not 0 < float(number) < float("inf"):
             raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
-    if options.weight is not None:
-        _check_weighted(options, losses)
-    if losses.form != "single":
-        about_one = {
-            "shift_labels": "Shift output and target yourself, in `output=` and in the data.",
-            "num_per_example_loss_terms": "Leave it out.",
-        }
-        for name, advice in about_one.items():
-            if getattr(options, name):
-                raise UnsupportedError(
-                    f"{name} is about one loss, and there are losses for the outputs {losses.keys}. {advice}"
-                )
-
-
-def _check_weighted(options: RiskOptions, losses: Losses) -> None:
-    """Refuse what weights of examples leave without a meaning."""
-    for name in ("num_data", "num_per_example_loss_terms"):
-        if getattr(options, name) is not None:
+        if number is not None and options.weight is not None:
             raise UnsupportedError(
                 f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
                 'weights. Use reduction="sum", with what shall be divided by in the weights.'
             )
-    for one in losses:
-        if not one.known:
+    if unknown := [one for one in losses if options.weight is not None and not one.known]:
+        raise UnsupportedError(
+            f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole batch is known, not "
+            "that of each example. Register one, see register_likelihood."
+        )
+    for name in ("shift_labels", "num_per_example_loss_terms"):
+        if losses.form != "single" and getattr(options, name):
             raise UnsupportedError(
-                f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not that "
-                "of each example. Register one, see register_likelihood."
+                f"{name} is about one loss, and there are losses for the outputs {losses.keys}. Leave it out; shift "
+                "outputs and targets yourself, in `output=` and in the data."
             )
 
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
@@ -450,11 +427,11 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = args[constructor:] or ([kwargs["risk"]] if "risk" in kwargs else [])
-        if given and not isinstance(given[0], EmpiricalRisk):
+        risk = args[constructor] if len(args) > constructor else kwargs.get("risk")
+        if risk is not None and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__
             raise TypeError(
-                f"{owner} takes an EmpiricalRisk, got a {type(given[0]).__name__}: make one of model, loss and data "
+                f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data "
                 "first, EmpiricalRisk(model, loss, data)."
             )
         return function(*args, **kwargs)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.losses import LossWeights, Terms, loss_weights
-from curvlinops_plus.risk.modules import modules_of
+from curvlinops_plus.risk.losses import Losses, LossWeights, OutputLoss, Terms, loss_weights
 from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.record import OutsideReads, Recorder
+from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
@@ -92,43 +91,17 @@ class RecordedPasses:
         repeatable: bool = True,
     ) -> None:
         self.risk, self.vectors, self.weights, self.repeatable = risk, vectors, weights, repeatable
-        # Fused inference of transformers calls no submodule, so that no hook would fire.
-        fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-        if risk.checked.fused is None:
-            risk.checked.fused = any(isinstance(m, fused) for m in modules_of(risk.model).values())
-        options = risk.options
-        self.recorder = Recorder(
-            layers,
-            options.example_axis or {},
-            vectors.backward,
-            risk.checked.fused,
-            own_pass=own_pass,
-        )
-        self._own_pass = own_pass
-        # Between passes of others no mode of ours is on.
-        self._watching = nullcontext if own_pass else self.recorder.watching
+        self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, own_pass)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Context in which the hooks are on the modules."""
-        risk, recorder = self.risk, self.recorder
-        if not self._own_pass:
-            with risk.placed(), recorder:
+        if not self.recorder.own_pass:
+            with self.risk.placed(), self.recorder:
                 yield
             return
         gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
-        with torch.inference_mode(False), gradients, recorder.watching(), eager(), risk.placed(), recorder:
-            yield
-
-    def recording(self, batch: Batch) -> AbstractContextManager[None]:
-        """Context for one forward pass of the model on a batch."""
-        recording = self.recorder.recording(batch.num_examples)
-        return recording if self._own_pass else self._among_others(recording)
-
-    @contextmanager
-    def _among_others(self, recording: AbstractContextManager[None]) -> Iterator[None]:
-        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with eager(), self._watching(), recording:
+        with torch.inference_mode(False), gradients, eager(), self.risk.placed(), self.recorder:
             yield
 
     def observe(
@@ -143,7 +116,7 @@ class RecordedPasses:
         Args:
             check: Called with what the losses read.
         """
-        with self.recording(batch):
+        with self.recorder.recording(batch.num_examples):
             outputs = self.risk.run(batch)
             if check is not None:
                 check(outputs[0])
@@ -178,33 +151,108 @@ class RecordedPasses:
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
         draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples))
-        batch_totals = terms.totals
-        with self._watching():
-            look = look_at(risk, recorder, batch, fs, self.repeatable)
-            see = look.see if look is not None else None
-            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight, see)
-            batch_totals.called = passes.called
-            if not vectors.backward:
-                passes.inputs_only()
-            else:
-                batch_totals.weights = self.weights.of(batch_totals)
-                groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
-                for group in groups:
-                    last = group is groups[-1]
-                    _announce(risk, vectors, group)
-                    group = group if look is None else look.expect(group)
-                    passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or not last)
-                    if look is not None:
-                        look.compare()
+        totals = terms.totals
+        recorder.begin(consume, _read_mask(risk, batch), batch.weight)
+        look = look_at(risk, recorder, batch, fs, self.repeatable)
+        totals.called = {*recorder.by_layer}
+        if vectors.backward:
+            totals.weights = self.weights.of(totals)
+            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, totals.weights)
+            for group in groups:
+                _announce(risk, vectors, group)
+                sent = group.vectors if look is None else look.expect(group.outputs, group.vectors)
+                keep = keep_graph or group is not groups[-1]
+                recorder.send(group.outputs, sent, group.number, _vectors_at_once(recorder, group.number), keep)
                 if look is not None:
-                    look.finish()
-        batch_totals.reached = passes.reached
-        return batch_totals
+                    look.compare()
+        else:
+            recorder.show_inputs()
+        if look is not None:
+            look.finish()
+        totals.reached = recorder.reached
+        return totals
+
+
+@dataclass(eq=False)
+class VectorGroup:
+    """Vectors that are backpropagated one after the other, through the same outputs.
+
+    Attributes:
+        number: Of vectors.
+        vectors: The vectors, each with a part for every output, of the outputs' shapes.
+        terms: Loss terms per example, R, where vectors are those of one loss.
+        where: Which loss, in words.
+    """
+
+    outputs: Sequence[Tensor]
+    number: int
+    vectors: Iterator[tuple[Tensor, ...]]
+    terms: int = 1
+    where: str = ""
+
+
+def vector_groups(
+    losses: Losses,
+    vectors: Vectors,
+    outputs: Sequence[Tensor],
+    terms: Terms,
+    class_axes: Sequence[int | None],
+    draws: Draws,
+    weights: Sequence[float],
+) -> list[VectorGroup]:
+    """What is backpropagated together in one batch; outputs without a graph are left out.
+
+    Args:
+        outputs: What the losses read, attached to the graph.
+        terms: The same in canonical form, and targets.
+        class_axes: Of the outputs.
+    """
+    groups, numbers = list[VectorGroup](), set[int]()
+    for k, (one, f, F, factor) in enumerate(
+        zip(losses, outputs, terms.outputs, losses.vector_factors(weights, vectors.of_loss), strict=True)
+    ):
+        number = vectors.count(one.likelihood, F)
+        numbers.add(number)
+        if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
+            sent = vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k))
+            restored = _restored(sent, number, type(vectors).__name__, one, f, F, class_axes[k], factor, terms.weight)
+            where = "" if one.key is None else f" for output {one.key!r}"
+            groups.append(VectorGroup([f], number, restored, F.shape[1], where))
+    if len(groups) > 1 and vectors.together and len(numbers) == 1:
+        together = (tuple(part for (part,) in parts) for parts in zip(*[g.vectors for g in groups], strict=True))
+        return [VectorGroup([g.outputs[0] for g in groups], groups[0].number, together)]
+    return groups
+
+
+def _restored(
+    sent: Iterator[Tensor],
+    number: int,
+    name: str,
+    loss: OutputLoss,
+    f: Tensor,
+    F: Tensor,
+    class_axis: int | None,
+    factor: float,
+    weight: Tensor | None,
+) -> Iterator[tuple[Tensor]]:
+    """The vectors of one loss times their factor, of the output's shape.
+
+    Raises:
+        ValueError: If there are more than `count` says: the graph is freed with the last one.
+    """
+    for k, v in enumerate(sent, 1):
+        if k > number:
+            raise ValueError(f"{name} sends more vectors than its `count` says, {number}.")
+        v = v if factor == 1 else v * factor
+        if weight is not None:  # of the examples: squares of vectors are weighted
+            v = v * weight.sqrt().to(v)[:, None, None]
+        restored = loss.likelihood.restore(v, f.shape, F.shape[0], class_axis)
+        yield (restored.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
 
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:
     """Say once what exact vectors cost when there are several loss terms per example."""
-    if group.terms == 1 or not isinstance(vectors, Exact) or vectors.signs or "announced" in risk.checked.said:
+    if group.terms == 1 or not isinstance(vectors, Exact) or vectors.together or "announced" in risk.checked.said:
         return
     risk.checked.said.add("announced")
     warn(
@@ -220,9 +268,8 @@ def _vectors_at_once(recorder: Recorder, number: int) -> int:
     """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
     if number == 1:
         return 1
-    slots = recorder.slots
-    limit = 2**26 if slots and slots[0].device.type == "cuda" else 2**14
-    return max(1, min(number, limit // max(sum(slot.shape.numel() for slot in slots), 1)))
+    limit = 2**26 if recorder.layers and recorder.layers[0].device.type == "cuda" else 2**14
+    return max(1, min(number, limit // max(recorder.numbers, 1)))
 
 
 def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor | None:

@@ -66,6 +66,18 @@ class Vectors(ABC):
     #: Several losses: whether a vector is linear in its loss, like a gradient; else its square is.
     of_loss: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the options of those that have some, as dataclasses do."""
+        kind, options = type(self).__name__, vars(self)
+        for name in {"samples", "seed"} & options.keys():
+            if (found := whole(options[name])) is None:
+                raise TypeError(f"{kind} needs an integer, got {name}={options[name]!r}.")
+            object.__setattr__(self, name, found)  # as a frozen dataclass sets its fields
+        if options.get("samples", 1) < 1:
+            raise ValueError(f"{kind} needs at least one sample, got samples={options['samples']}.")
+        if self.matrix not in (None, "fisher", "ggn"):
+            raise ValueError(f'{kind}(matrix={self.matrix!r}) must be None, "fisher" or "ggn".')
+
     @property
     def random(self) -> bool:
         """Whether random numbers are drawn."""
@@ -127,9 +139,6 @@ class Exact(Vectors):
     # Not shown: it says what is refused, and states saved with another value hold the same numbers.
     matrix: str | None = field(default=None, repr=False)
     fisher_type = "type-2"
-
-    def __post_init__(self) -> None:
-        _check_matrix(self)
 
     @property
     def needs_likelihood(self) -> bool:
@@ -196,10 +205,6 @@ class CurvaturePropagation(Vectors):
     fisher_type = "curvature-propagation"
     together = True
 
-    def __post_init__(self) -> None:
-        _check_samples(self, self.samples)
-        _check_matrix(self)
-
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         self.check(likelihood)
         return self.samples
@@ -230,9 +235,6 @@ class MonteCarlo(Vectors):
     seed: int = 0
     fisher_type = "mc"
     together = True
-
-    def __post_init__(self) -> None:
-        _check_samples(self, self.samples)
 
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         return self.samples
@@ -306,21 +308,6 @@ class ForwardOnly(Vectors):
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         return iter(())
-
-
-def _check_samples(vectors: MonteCarlo | CurvaturePropagation, samples: int) -> None:
-    kind = type(vectors).__name__
-    for name, number in {"samples": samples, "seed": vectors.seed}.items():
-        if (found := whole(number)) is None:
-            raise TypeError(f"{kind} needs an integer, got {name}={number!r}.")
-        object.__setattr__(vectors, name, found)  # as a frozen dataclass sets its fields
-    if samples < 1:
-        raise ValueError(f"{kind} needs at least one sample, got samples={samples}.")
-
-
-def _check_matrix(vectors: Vectors) -> None:
-    if vectors.matrix not in (None, "fisher", "ggn"):
-        raise ValueError(f'{type(vectors).__name__}(matrix={vectors.matrix!r}) must be None, "fisher" or "ggn".')
 
 
 #: Vectors by the words of `FisherType` and by the modes of kfac_jax.

@@ -232,39 +232,6 @@ def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
         assert sorted(positions) == list(range(len(p.params)))
 
 
-UNREAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "beside a product": (lambda: own(lambda s, x: x @ s.w.T, w=(2, 3), unread=(2,)), "unread"),
-    "inside what is run again": (lambda: own(lambda s, x: x @ s.w.exp().T, w=(2, 3), unread=(2,)), "unread"),
-    "in a child": (
-        lambda: own(lambda s, x: s.l(s.c(x)), l=nn.Linear(3, 2), c=own(lambda s, x: x * s.a, a=(3,), unread=(3,))),
-        "c.unread",
-    ),
-    "the bias of a weight": (
-        lambda: own(lambda s, x: s.l(x @ s.c.weight.T), l=nn.Linear(3, 2), c=nn.Linear(3, 3)),
-        "c.bias",
-    ),
-    "a module": (lambda: own(lambda s, x: s.l(x), l=nn.Linear(3, 2), c=nn.Linear(3, 2, bias=False)), "c.weight"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*exact diagonal")
-@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
-@pytest.mark.parametrize("name", UNREAD)
-def test_unread_parameters_are_refused_by_name(name: str, approximation: Any) -> None:
-    make, key = UNREAD[name]
-    model, batch = make(), (torch.rand(6, 3).double(), torch.rand(6, 2).double())
-    words = rf"(never (reads|called)|never called).*'{key}'\].*no curvature.*(`params`|leave_out_uncalled)"
-    with pytest.raises(ValueError, match=words):
-        curvature(EmpiricalRisk(model, nn.MSELoss(), [batch]), approximation)
-    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), approximation)
-    estimator.update(batch)
-    with pytest.raises(ValueError, match=words):
-        _ = estimator.operator
-    others = {other: p for other, p in model.named_parameters() if other != key}
-    K = curvature(EmpiricalRisk(model, nn.MSELoss(), [batch], others), approximation)
-    assert bool(K.diagonal().all())
-
-
 @pytest.mark.filterwarnings("ignore:.*exact diagonal")
 def test_what_later_batches_read_is_right() -> None:
     def run(s: Any, x: Tensor) -> Tensor:

@@ -592,7 +592,7 @@ def test_modules_that_cannot_be_run_with_other_values() -> None:
 
     model = Own(run, l=linear(3, 3))
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS)])
-    with pytest.raises(UnsupportedError, match=r"Own can't be run again.*\['l.bias'\].*Leave these out of `params`"):
+    with pytest.raises(UnsupportedError, match=r"Own can't be run again.*\['l.bias'\].*leave these out of `params`"):
         curvature(risk, DiagonalBlock).compute()
 
 
