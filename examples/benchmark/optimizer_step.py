@@ -69,9 +69,8 @@ class Training:
         self.work = work
         self.optimizer = KFACOptimizer(work.model, work.loss, **{"lr": 1e-4, "inverse_every": PERIOD, **options})
         self.turns: list[dict[str, float]] = []  # seconds of each part
-        inverse = self.optimizer.curvature.inverse
-        for name, part in (("refresh_if_due", "refresh"), ("apply", "apply")):
-            setattr(inverse, name, self._clocked(part, getattr(inverse, name)))
+        for owner, name in ((self.optimizer.curvature, "refresh"), (self.optimizer, "_precondition")):
+            setattr(owner, name, self._clocked(name, getattr(owner, name)))
 
     def _clocked(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
         def run(*args: Any, **options: Any) -> T:
@@ -97,10 +96,11 @@ class Training:
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part in a step, medians over the turns but the first one."""
-        return {
-            part: statistics.median(turn[part] / PERIOD for turn in self.turns[1:])
-            for part in ("passes", "step", "refresh", "apply")
-        }
+        passes, step, refresh, precondition = (
+            statistics.median(turn[part] / PERIOD for turn in self.turns[1:])
+            for part in ("passes", "step", "refresh", "_precondition")
+        )
+        return {"passes": passes, "step": step, "refresh": refresh, "apply": precondition - refresh}
 
 
 def applying(work: Workload, limits: Limits, factored: bool) -> Task:

@@ -1,26 +1,504 @@
-"""K-FAC as a PyTorch optimizer."""
+"""K-FAC as a PyTorch optimizer, and its direction alone, for any other optimizer to use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.optim.kfac.flat import Flat, Vectors
+from curvlinops_plus.blocks import KFAC, CurvatureEstimator
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
+from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.optim.kfac.flat import Flat, norm
+from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
+    GroupOptions,
     LevenbergMarquardt,
     NormConstraint,
+    Norms,
     StepReport,
     WeightDecay,
-    as_weight_decay,
+    as_policy,
     number,
+    one_of,
 )
-from curvlinops_plus.optim.kfac.preconditioner import Inverse, KFACPreconditioner
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
+from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.replicas import wrapped_processes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Inverse = Literal["exact", "factored"]
+
+
+class KFACPreconditioner(torch.optim.Optimizer):
+    """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
+
+    `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
+    rewrites `.grad` and leaves parameters alone. Training loops are recorded as by `KFACOptimizer`. Gradients of
+    parameters without curvature stay as they are.
+
+    Args:
+        model: The network.
+        loss: The loss, or several, as for `EmpiricalRisk`.
+        damping: `λ`, or a function of the number of steps before.
+        params: Parameters, or groups of them with options of their own (`damping`, `norm_constraint`); default: all
+            that require a gradient. Parameters of one block belong in one group.
+        approximation, default: As for `curvature`.
+        vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
+        decay: Of the statistics' moving average, per update.
+        statistics_every: Steps between two updates of the statistics.
+        inverse_every: Steps between two refreshes of the inverse.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
+            between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
+        power: Of `K + λI`, below 0.
+        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`; None: no limit. Before
+            an optimizer with momentum give one, such as 1e-2 for `lr=0.1`: else steps get too long.
+        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
+        risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
+
+    Raises:
+        ValueError: If an option is out of range, or options contradict each other.
+
+    Cost: as for `KFACOptimizer`.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> preconditioner, sgd = KFACPreconditioner(model, loss), torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
+        >>> for _ in range(3):
+        ...     sgd.zero_grad()
+        ...     loss(model(X), y).backward()
+        ...     preconditioner.step()
+        ...     sgd.step()
+        >>> preconditioner.last_step.examples
+        8
+    """
+
+    #: What evaluates the loss of a step's batches once more, if anything does.
+    trust: Trust | None = None
+    # Options of groups besides damping and norm constraint.
+    _group_options: Mapping[str, Any] = {}
+    # What gradients are multiplied with; whether there is a velocity.
+    _sign, _moves = 1, False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        damping: float | Callable[[int], float] = 1e-3,
+        *,
+        params: Any = None,
+        approximation: Any = KFAC,
+        default: Any = KFAC,
+        vectors: SentBack | str | None = None,
+        decay: float = 0.95,
+        statistics_every: int = 1,
+        inverse_every: int = 10,
+        inverse: Inverse = "exact",
+        power: float = -1.0,
+        norm_constraint: float | NormConstraint | None = None,
+        strict: bool = True,
+        **risk_options: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
+                f"{type(self).__name__}(model, loss, params=...)."
+            )
+        one_of("inverse", inverse, "exact", "factored")
+        number("-power", -power, strict=True)
+        if inverse == "factored" and power != -1:
+            raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
+        if "weight" in risk_options:
+            raise UnsupportedError(
+                f"{type(self).__name__}(weight=...): the optimizer takes the gradient of your loss as it is, and can't "
+                "see whether it has the weights of the examples. Accumulate weighted curvature by "
+                "CurvatureEstimator(risk, ...).update(batch)."
+            )
+        if params is None:
+            params = [p for p in model.parameters() if p.requires_grad]
+        self._schedule = damping if callable(damping) else None
+        damping = damping(0) if callable(damping) else damping
+        super().__init__(
+            params.values() if isinstance(params, Mapping) else params,
+            {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
+        )
+        risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
+        own = [p for group in self.param_groups for p in group["params"]]
+        risk = EmpiricalRisk(model, loss, (), own, **risk_options)
+        if decay == 1 and risk.losses.reduction == "sum":
+            raise ValueError('decay=1 with reduction="sum" would add up the curvature of all steps; give one below 1.')
+        #: The statistics.
+        self.curvature = CurvatureEstimator(
+            risk,
+            approximation,
+            default=default,
+            vectors=MonteCarlo() if vectors is None else vectors,
+            decay=decay,
+            leave_out_uncalled=True,
+        )
+        self._strict, self._inverse, self._power, self._inverse_every = strict, inverse, power, inverse_every
+        self._hooks = Hooks(model, self.curvature, statistics_every)
+        self._keys = {p: key for key, p in risk.params.items()}
+        #: Key of a parameter to the number of its group.
+        self._groups = {self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]}
+        self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh, by block
+        self._P: tuple[dict[str, float], BlockDiagonal] | None = None  # the inverse with these dampings
+        self._flat: Flat | None = None
+        #: What the last step did.
+        self.last_step = StepReport(-1)
+        #: Report norms of each parameter in `last_step`.
+        self.report_norms = False
+        self._read_options()
+
+    def _read_options(self) -> None:
+        """Read the options of all groups, and refuse those that are out of range."""
+        self._options = [self._of_group(group) for group in self.param_groups]
+        for c in (options.norm_constraint for options in self._options):
+            if c is not None and c.norm != "euclidean" and self._power != -1:
+                raise ValueError(
+                    f"A norm constraint in the {c.norm} norm is for inverses; with power={self._power:g} use "
+                    'NormConstraint(..., norm="euclidean"), or None.'
+                )
+        self._hooks.keeps = self._looks_again
+
+    def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
+        constraint = as_policy(NormConstraint, group["norm_constraint"])
+        return GroupOptions(1.0, 0.0, number("damping", group["damping"]), constraint, WeightDecay(0.0))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: no layer is listened to for parameters that the optimizer was made without."""
+        if hasattr(self, "curvature"):
+            raise ValueError(
+                "No layer is listened to for parameters that come later. Give all of them to the constructor: those "
+                "that are frozen, and have no gradient, are left alone until they have one."
+            )
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------------------------------------------- batches
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return self._hooks.steps
+
+    @property
+    def _looks_again(self) -> bool:
+        """Whether the next step runs the model on its batches once more."""
+        return False
+
+    @contextmanager
+    def listen(self, batch: Any) -> Iterator[None]:
+        """Add a batch to the statistics of this step from the forward pass that happens inside.
+
+        For losses that are functions, and models that are called inside of other code: call the model once in here, and
+        go backward afterwards. Several batches before a step are one update, each weighed by its examples.
+
+        Args:
+            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
+
+        Raises:
+            ValueError: If the model was not called exactly once, or its graph is gone.
+            NumericsError: If a statistic is NaN or infinite; nothing has changed then.
+        """
+        with self._hooks.listen(batch):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of the model and the losses in here are none of this optimizer's training."""
+        with self._hooks.pause():
+            yield
+
+    def warmup(self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False) -> None:
+        """Add batches to the statistics, with equal weights, without moving parameters: before the first step.
+
+        Args:
+            batches: As for `listen`; the model is run on each.
+            steps: How many of them; default: all.
+
+        Raises:
+            ValueError: If a step was taken already, or the loss is a sum, whose batches would be added up.
+
+        Source: kfac_jax's burn-in.
+        """
+        reduction = self.curvature.risk.losses.reduction
+        if self.steps or reduction == "sum":
+            raise ValueError(
+                "warmup(...) averages batches before the first step, of losses that are means. Here "
+                f"{self.steps} steps were taken, and the reduction is {reduction!r}."
+            )
+        for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
+            self.curvature.update(batch, decay=1.0)
+        self._hooks.forget()
+
+    def close(self) -> None:
+        """Remove all hooks from model and losses."""
+        self._hooks.forget()
+        self._hooks.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------------------------- steps
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step.
+
+        Args:
+            closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
+                once.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: If statistics were due, and no batch was recorded since the last step.
+            NumericsError: If a gradient or a statistic is NaN or infinite; parameters and velocities have not changed
+                then.
+            ValueError: If some parameters of a block have a gradient, and others have none; or the model holds other
+                tensors than when the optimizer was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), outside_autocast(self.curvature.risk.device):
+            self.curvature.risk.require_in_place()
+            if self._schedule is not None:
+                for group in self.param_groups:
+                    group["damping"] = self._schedule(self.steps)
+            self._read_options()
+            self.last_step = StepReport(self.steps, damping=[options.damping for options in self._options])
+            try:
+                self._finish_and_step(self.last_step)
+            finally:
+                self._hooks.forget()
+            self._hooks.steps += 1
+            self._hooks.keeps = self._looks_again
+        return loss
+
+    def _finish_and_step(self, report: StepReport) -> None:
+        gradients = {
+            self._keys[p]: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        }
+        gradients = {key: g.to_dense() if g.is_sparse else g for key, g in gradients.items()}
+        heard, kept, uncalled, error = self._finish_statistics()
+        if gradients and not isfinite(norm(list(gradients.values()))):
+            bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
+            error = NumericsError(
+                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. "
+                "Look for a loss that diverged (a larger damping or a smaller lr helps), for NaN in the batch, or for "
+                "overflow in half precision."
+            )
+        if error is not None:
+            return self._not_finite(error, report)
+        if (self._hooks.keeps and not kept) or (
+            self._hooks.due and not heard and (self._strict or not self.curvature.updates)
+        ):
+            names = ", ".join(one.title for one in self.curvature.risk.losses)
+            raise RuntimeError(
+                "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "
+                f"gradients, and then of {names}, as the optimizer was given it, on what the model returned:\n"
+                "    loss(model(X), y).backward()\n    optimizer.step()\n"
+                "For losses that are functions, and for outputs that are changed before the loss:\n"
+                "    with optimizer.listen((X, y)):\n        output = model(X)\n"
+                "    function(output, y).backward()\n    optimizer.step()\n"
+                "strict=False steps with the statistics of before."
+            )
+        if self.steps == 0 and self.curvature.risk.processes.world == 1:
+            self._hooks.warn_of_factors()  # several processes multiply parts of different size with other numbers
+        report.examples, report.left_alone = self._hooks.examples, list(self._keys.values())
+        if gradients and (flat := self._precondition(gradients, uncalled, report)) is not None:
+            report.left_alone = [key for key in report.left_alone if key not in flat.keys]
+            self._apply(flat, [self._options[k] for k in flat.groups], report)
+
+    def _finish_statistics(self) -> tuple[bool, bool, set[str], NumericsError | None]:
+        """What all processes have recorded. Collective.
+
+        Returns:
+            Whether a batch was added, and whether one was kept, in any of them; layers that none has called yet; the
+            error of a batch that could not be added.
+        """
+        hooks, processes, uncalled = self._hooks, self.curvature.risk.processes, set(self.curvature.uncalled)
+        if processes.world == 1:
+            return hooks.batches > 0, bool(hooks.kept), uncalled, hooks.error
+        own = hooks.error, hooks.batches, bool(hooks.kept), self.curvature.called_in_step, uncalled
+        errors, batches, kept, called, of_processes = zip(*processes.gather(own), strict=True)
+        if any(batches) and not hooks.batches:  # else the moving averages of the processes would weigh differently
+            self.curvature.add_nothing()
+        self.curvature.enter(set[int]().union(*called))
+        found = [
+            hooks.error or type(error)(f"Process {rank} of {processes.world}: {error}")
+            for rank, error in enumerate(errors)
+            if error is not None
+        ]
+        return any(batches), any(kept), set.intersection(*of_processes), found[0] if found else None
+
+    def _not_finite(self, error: NumericsError, report: StepReport) -> None:
+        """Statistics or gradients are not finite."""
+        raise error from None
+
+    def _precondition(self, gradients: Mapping[str, Tensor], uncalled: set[str], report: StepReport) -> Flat | None:
+        """Begin a step with `P g`; None if no parameter with a gradient has a curvature yet.
+
+        Args:
+            gradients: Key of a parameter to its gradient.
+            uncalled: Layers that no batch has called yet.
+        """
+        curvature = self.curvature
+        known = 0 if self._refreshed is None else len(curvature.refreshed.plan)
+        report.refreshed = known < len(curvature.plan) - len(uncalled) or self.steps % self._inverse_every == 0
+        if report.refreshed:
+            called = [entry.layer for entry in curvature.plan if entry.layer.name not in uncalled]
+            dampings = self._dampings({group.name: group.layout for layer in called for group in layer.groups})
+            curvature.refresh(self._of_blocks(dampings))
+            self._refreshed, self._P = dampings, None
+            for kept in self.state.values():
+                kept.pop("curved_velocity", None)
+            if self._flat is not None:
+                self._flat.renew(curvature.refreshed.operator)
+        K, flat = curvature.refreshed.operator, self._flat
+        assert self._refreshed is not None
+        if self._moves and not self.state:
+            flat = None  # somebody has cleared the state, to begin without a velocity
+        if flat is None or flat.known != K.layouts.keys() or flat.given != gradients.keys():
+            self._keep(flat)
+            if not any(key in gradients for layout in K.layouts.values() for key in layout.names):
+                self._flat = None
+                return None
+            groups, params = {key: self._groups[key] for key in gradients}, {key: p for p, key in self._keys.items()}
+            self._flat = flat = Flat(K, groups, params, self.state, curvature.risk.dtype)
+            for p in set(self.state) - set(flat.params):  # what is kept of the others is a part of larger tensors
+                self.state[p] = {name: t.clone() for name, t in self.state[p].items()}
+            self._keep(flat)
+        dampings = self._refreshed if self._inverse == "factored" else self._dampings(K.layouts)
+        if self._P is None or self._P[0] != dampings:
+            of_blocks = self._of_blocks(dampings)
+            P = curvature.inverse(of_blocks) if self._power == -1 else curvature.refreshed.power(self._power, of_blocks)
+            assert isinstance(P, BlockDiagonal)
+            self._P = dampings, P
+        options = [self._options[k] for k in flat.groups]
+        coupled = [o.decay("coupled") for o in options]
+        flat.precondition(gradients, self._P[1], [dampings[names[0]] for names in flat.blocks], coupled, self._sign)
+        self._bound(flat, "step", options)
+        return flat
+
+    def _dampings(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
+        """The damping of each block, with weight decay in the curvature; refuses options that differ within one."""
+        found = {}
+        for name, layout in layouts.items():
+            first, *others = (self._options[k] for k in dict.fromkeys(self._groups[key] for key in layout.names))
+            for other in others:
+                if other.of_blocks != first.of_blocks:
+                    raise ValueError(
+                        f"The parameters {list(layout.names)} are one block of the curvature, and (lr, momentum, "
+                        f"damping, norm constraint) are {first.of_blocks} and {other.of_blocks}, the damping with "
+                        "weight decay in the curvature. Put them in one group. Weight decay of weights alone is "
+                        "possible if it is decoupled, a number."
+                    )
+            found[name] = first.shift
+        return found
+
+    def _of_blocks(self, dampings: dict[str, float]) -> Any:
+        return HeuristicDamping(dampings, min=0.0) if self._inverse == "factored" else dampings
+
+    def _keep(self, flat: Flat | None) -> None:
+        """Show the velocity in the state."""
+        if self._moves and flat is not None:
+            flat.keep(self.state)
+
+    def _bound(self, flat: Flat, of: str, options: Sequence[GroupOptions]) -> None:
+        lr = [1.0 if o.lr == "adaptive" else o.lr for o in options]
+        flat.bound(of, [o.norm_constraint for o in options], lr, [o.shift for o in options])
+
+    def _apply(self, flat: Flat, options: Sequence[GroupOptions], report: StepReport) -> None:
+        """Take the step along `P g`; the options are those of each vector."""
+        flat.combine([-1.0] * len(options), [0.0] * len(options))
+        self._bound(flat, "update", options)
+        flat.displace([1.0] * len(options), [])
+        self._report(flat, report)
+        for p, d in zip(flat.params, flat.split(flat.displacement), strict=True):
+            assert p.grad is not None
+            if p.grad.is_sparse:
+                p.grad = d.to(p.grad.dtype, copy=True)
+            else:
+                p.grad.copy_(d)  # in place: it may be a view of another's buffer
+
+    def _report(self, flat: Flat, report: StepReport) -> None:
+        """Say how long an update is, before it is added."""
+        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
+        if self.report_norms:
+            vectors = flat.gradient, [d[0] for d in flat.direction], flat.displacement
+            columns = (flat.params, *map(flat.split, vectors))
+            table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
+            report.norms = {key: Norms(*row) for key, row in zip(flat.keys, table.tolist(), strict=True)}
+
+    # --------------------------------------------------------------------------------------------------------- state
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature".
+
+        Parameters have their names in it, so their order does not matter.
+        """
+        self._keep(self._flat)
+        names = [self._keys[p] for group in self.param_groups for p in group["params"]]
+        state = super().state_dict()
+
+        def plain(value: Any) -> Any:
+            policy = isinstance(value, (NormConstraint, WeightDecay))
+            return asdict(value) if policy else value.clone() if isinstance(value, Tensor) else value
+
+        return state | {
+            "state": {names[i]: {name: plain(t) for name, t in kept.items()} for i, kept in state["state"].items()},
+            "param_groups": [
+                {name: plain(value) for name, value in group.items()} | {"params": [names[i] for i in group["params"]]}
+                for group in state["param_groups"]
+            ],
+            "steps": self.steps,
+            "heard": [self._hooks.batches, self._hooks.examples],
+            "dampings": self._refreshed,
+            "curvature": self.curvature.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where another optimizer with the same arguments stopped.
+
+        Raises:
+            ValueError: If the state is of another network, other groups or other approximations.
+        """
+        own = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
+        theirs = [group["params"] for group in state_dict["param_groups"]]
+        if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
+            raise ValueError(f"The state is of groups with the parameters {theirs}, and this optimizer has {own}.")
+        self.curvature.load_state_dict(state_dict["curvature"])
+        policies = {"norm_constraint": NormConstraint, "weight_decay": WeightDecay}
+        groups = [
+            {name: policies[name](**value) if isinstance(value, Mapping) else value for name, value in group.items()}
+            for group in state_dict["param_groups"]
+        ]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        params = {key: p for p, key in self._keys.items()}
+        for key, kept in state_dict["state"].items():  # PyTorch would cast it to the parameters' dtype
+            self.state[params[key]] = {name: t.to(params[key].device, copy=True) for name, t in kept.items()}
+        self._hooks.load(state_dict["steps"], *state_dict["heard"])
+        self._refreshed, self._flat, self._P = state_dict["dampings"], None, None
+        self._read_options()
 
 
 class KFACOptimizer(KFACPreconditioner):
@@ -95,6 +573,8 @@ class KFACOptimizer(KFACPreconditioner):
         (2, 8)
     """
 
+    _moves = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -123,16 +603,13 @@ class KFACOptimizer(KFACPreconditioner):
         adaptive = "adaptive" in (lr, momentum)
         if norm_constraint == "auto":
             norm_constraint = None if adaptive else 1e-3
-        if quadratic_model not in (None, "blocks", "exact"):
-            raise ValueError(f'quadratic_model={quadratic_model!r}; expected "blocks", "exact" or None.')
+        one_of("quadratic_model", quadratic_model or "blocks", "blocks", "exact")
         if reject is not None and (number("reject", reject, low=1.0) and callable(damping)):
-            raise ValueError(
-                "reject= multiplies the damping, which is a schedule here. Give a number, or LevenbergMarquardt."
-            )
-        levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._maximize = maximize
-        self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
-        self._options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+            raise ValueError("reject= multiplies the damping, which is a schedule here; give a number.")
+        self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
+        self._reject, self._sign = reject, -1 if maximize else 1
+        self._exact_model = quadratic_model == "exact" or (quadratic_model is None and adaptive)
+        self._group_options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model,
             loss,
@@ -150,132 +627,95 @@ class KFACOptimizer(KFACPreconditioner):
             strict=strict,
             **risk_options,
         )
-        if levenberg is not None or reject is not None:
-            self.trust = Trust(self.curvature, self._hearing.kept, self._exact_model, levenberg, reject)
 
-    def _check_groups(self) -> None:
-        super()._check_groups()
-        adaptive = False
-        for group in self.param_groups:
-            as_weight_decay(group["weight_decay"])
-            for name in ("lr", "momentum"):
-                if (value := group[name]) == "adaptive":
-                    adaptive = True
-                    if group["norm_constraint"] is not None:
-                        raise ValueError(
-                            "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; "
-                            "give one."
-                        )
-                elif not isinstance(value, Tensor):  # which others may write to, as schedulers do
-                    group[name] = number(name, value)
-                else:
-                    number(name, value)
-        if adaptive:
-            for name in ("lr", "momentum"):
-                values = {group[name] for group in self.param_groups}
-                if "adaptive" in values and len(values) > 1:
-                    raise ValueError(
-                        f"{name} is adaptive in one group and a number in another; one value serves all then."
-                    )
-            if self.trust is None:
-                self.trust = Trust(self.curvature, self._hearing.kept, self._exact_model, None, None)
+    def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
+        lr, momentum = (v if (v := group[name]) == "adaptive" else number(name, v) for name in ("lr", "momentum"))
+        decay = as_policy(WeightDecay, group["weight_decay"]) or WeightDecay(0.0)
+        return super()._of_group(group)._replace(lr=lr, momentum=momentum, weight_decay=decay)
+
+    def _read_options(self) -> None:
+        self._options = list(map(self._of_group, self.param_groups))
+        self._adaptive = any("adaptive" in options[:2] for options in self._options)
+        if self.trust is None and (self._adaptive or self._levenberg is not None or self._reject is not None):
+            self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
+        super()._read_options()
+        for name, values in zip(("lr", "momentum"), list(zip(*self._options))[:2]) if self._adaptive else ():
+            if "adaptive" in values and len(set(values)) > 1:
+                raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
+        if self._adaptive and any(options.norm_constraint is not None for options in self._options):
+            raise ValueError("Adaptive coefficients and a norm constraint can't both choose the length of a step.")
 
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
-        levenberg = None if self.trust is None else self.trust.levenberg
-        return levenberg is not None and (self._hearing.steps + 1) % levenberg.interval == 0
-
-    @property
-    def _adaptive(self) -> bool:
-        """Whether the quadratic model gives a coefficient."""
-        return any(isinstance(group[name], str) for group in self.param_groups for name in ("lr", "momentum"))
+        return self._levenberg is not None and (self.steps + 1) % self._levenberg.interval == 0
 
     @property
     def _looks_again(self) -> bool:
-        if self.trust is None:
-            return False
-        return self._adapts or self.trust.reject is not None or (self._adaptive and self._exact_model)
+        return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
 
-    # --------------------------------------------------------------------------------------------------------- a step
-    def _gradient(self) -> dict[str, Tensor]:
-        """The gradient of what is minimised: with the sign of `maximize`, and with coupled weight decay."""
-        found = super()._gradient()
-        if self._maximize:
-            found = {key: -g for key, g in found.items()}
-        for group in self.param_groups:
-            decay = as_weight_decay(group["weight_decay"])
-            if decay.kind == "coupled" and decay.strength:
-                for p in group["params"]:
-                    if (g := found.get(key := self._keys[p])) is not None:
-                        found[key] = g + decay.strength * p.to(g.dtype)
-        return found
+    def _apply(self, flat: Flat, options: Sequence[GroupOptions], report: StepReport) -> None:
+        lr, momentum = ([1.0 if v == "adaptive" else v for v in vs] for vs in list(zip(*options))[:2])
+        known, w = None, [1.0, 1.0]  # factors of both directions, from a quadratic model if they are adaptive
+        if self.trust is not None and self._adaptive:
+            fixed = [None if "adaptive" in values else 1.0 for values in list(zip(*options))[:2]]
+            along = [
+                [d[0] * -α for d, α in zip(flat.direction, lr, strict=True)],
+                [u[0] * (μ * α) for u, μ, α in zip(flat.velocity, momentum, lr, strict=True)],
+            ]
+            known = self.trust.model(flat, along, options)
+            w = known.minimizer(fixed)
+        report.lr, report.momentum = (sorted({f * v for v in vs}) for f, vs in zip(w, (lr, momentum), strict=True))
+        flat.combine([w[0]] * len(lr), [w[1] * μ for μ in momentum], undoable=self._reject is not None)
+        self._bound(flat, "update", options)
+        shrink = [
+            w[0] * lr[k] * self._options[self._groups[key]].decay("decoupled") for key, k in zip(flat.keys, flat.at)
+        ]
+        flat.displace(lr, shrink)
+        self._report(flat, report)
+        if self.trust is None or not (self._adapts or self._reject is not None):
+            return flat.move()
+        if known is None or any(shrink):
+            known, w = self.trust.model(flat, [flat.displacement], options), [1.0]
+        self._move_and_look(self.trust, flat, known, w, report)
 
-    def _step(self, flat: Flat, report: StepReport) -> None:
-        lr, momentum, trust = flat.option("lr"), flat.option("momentum"), self.trust
-        known: tuple[QuadraticModel, list[float]] | None = None  # a model, and the update in its coordinates
-        if trust is not None and self._adaptive:
-            lr, momentum, model, w = trust.coefficients(flat, lr, momentum)
-            known = model, w
-        report.lr, report.momentum = sorted(set(lr)), sorted(set(momentum))
-        flat.combine(lr, momentum, undoable=trust is not None and trust.reject is not None)
-        displacement = flat.with_decay()
-        self._report(flat, displacement, report)
-        if trust is not None and (self._adapts or trust.reject is not None):
-            if known is None or displacement is not flat.update:
-                known = trust.model(flat, [displacement]), [1.0]
-            self._add_and_look(trust, flat, displacement, known, report)
-        else:
-            flat.add_to_params(displacement)
-        if not report.rejected:
-            flat.remember(self.state)
-
-    def _add_and_look(
-        self,
-        trust: Trust,
-        flat: Flat,
-        displacement: Vectors,
-        known: tuple[QuadraticModel, list[float]],
-        report: StepReport,
+    def _move_and_look(
+        self, trust: Trust, flat: Flat, model: QuadraticModel, w: Sequence[float], report: StepReport
     ) -> None:
         """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step.
 
         Args:
-            displacement: What is added to the parameters.
-            known: A quadratic model, and the displacement in its coordinates.
+            model: A quadratic model, and
+            w: the displacement in its coordinates.
         """
-        model, w = known
-        levenberg = trust.levenberg
-        report.quadratic_change = predicted = model.change(w, levenberg is not None and levenberg.include_damping)
-        before, report.loss = [p.clone() for p in flat.params], self._objective(trust)
-        flat.add_to_params(displacement)
+        rule = self._levenberg
+        report.quadratic_change = predicted = model.change(w, rule is not None and rule.include_damping)
+        report.loss = self._objective(trust)
+        flat.move()
         report.new_loss = self._objective(trust)
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
-        if trust.reject is not None and not report.new_loss <= report.loss:
-            for p, old in zip(flat.params, before, strict=True):
-                p.copy_(old)
-            self._reject_step(trust, report)
-        elif self._adapts and levenberg is not None and (report.update_norm or report.scale < 1):
+        if self._reject is not None and not report.new_loss <= report.loss:
+            flat.undo()
+            self._raise_damping(report)
+        elif self._adapts and rule is not None and (report.update_norm or report.scale < 1):
             for group in self.param_groups:
-                group["damping"] = levenberg.adapted(group["damping"], report.rho)
+                group["damping"] = rule.adapted(float(group["damping"]), report.rho)
 
     def _objective(self, trust: Trust) -> float:
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
-        value = -trust.loss() if self._maximize else trust.loss()
-        for group in self.param_groups:
-            if decay := as_weight_decay(group["weight_decay"]).curvature:
+        value = self._sign * trust.loss()
+        for options, group in zip(self._options, self.param_groups, strict=True):
+            if decay := options.decay_in_curvature:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
 
     def _not_finite(self, error: NumericsError, report: StepReport) -> None:
-        if self.trust is None or self.trust.reject is None:
+        if self._reject is None:
             raise error from None
-        self._reject_step(self.trust, report)
+        self._raise_damping(report)
 
-    def _reject_step(self, trust: Trust, report: StepReport) -> None:
-        assert trust.reject is not None
-        report.rejected = True
+    def _raise_damping(self, report: StepReport) -> None:
+        """The step is rejected."""
+        report.rejected, limit = True, float("inf") if self._levenberg is None else self._levenberg.max
         for group in self.param_groups:
-            group["damping"] *= trust.reject
-            if trust.levenberg is not None:
-                group["damping"] = min(group["damping"], trust.levenberg.max)
+            group["damping"] = min(group["damping"] * self._reject, limit)

@@ -3,33 +3,34 @@ step has done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
 from math import inf, isfinite, isnan
-from numbers import Real
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Any, Literal, NamedTuple
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
-    """A finite number in `[low, high]`, or above `low` if `strict`; 0-d tensors are numbers.
+    """A number in `[low, high]`, or above `low` if `strict`; 0-d tensors are numbers.
 
     Raises:
-        TypeError: If it is none.
         ValueError: If it is outside.
     """
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.item()
-    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected a number.")
     found = float(value)
-    if not (low < found if strict else low <= found) or found > high or isnan(found):
-        bounds = f"above {low:g}" if strict else f"at least {low:g}"
-        raise ValueError(
-            f"{name}={found:g}; expected a number {bounds}{f' and at most {high:g}' if high < inf else ''}."
-        )
+    if not low <= found <= high or (strict and found == low):
+        bounds = f"{'above' if strict else 'at least'} {low:g}{f' and at most {high:g}' if high < inf else ''}"
+        raise ValueError(f"{name}={found:g}; expected a number {bounds}.")
     return found
+
+
+def one_of(name: str, value: str, *known: str) -> None:
+    """Refuse an unknown word."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}.")
+
+
+def as_policy(kind: Callable[[float], Any], value: Any) -> Any:
+    """A policy, which a number stands for."""
+    return value if value is None or is_dataclass(value) else kind(value)
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,11 @@ class LevenbergMarquardt:
     include_damping: bool = False
 
     def __post_init__(self) -> None:
-        number("initial", self.initial, strict=True)
         number("decay", self.decay, high=1.0, strict=True)
-        number("min", self.min)
+        number("interval", self.interval, low=1)
         number("max", self.max, low=self.min)
         number("initial", self.initial, low=self.min, high=self.max)
-        if not isinstance(self.interval, int) or self.interval < 1:
-            raise ValueError(f"interval={self.interval!r}; expected a number of steps, at least 1.")
-        low, high = self.thresholds
-        if not low < high:
-            raise ValueError(f"thresholds={self.thresholds}; expected the first one to be less than the second.")
+        number("The second threshold", self.thresholds[1], low=self.thresholds[0], strict=True)
 
     def adapted(self, damping: float, rho: float) -> float:
         """The damping after a step with the ratio `rho`."""
@@ -112,16 +108,12 @@ class NormConstraint:
 
     def __post_init__(self) -> None:
         number("The norm constraint", self.c, strict=True)
-        for name, value, known in (("of", self.of, ("update", "step")), ("norm", self.norm, _NORMS)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}.")
+        one_of("of", self.of, "update", "step")
+        one_of("norm", self.norm, "damped", "fisher", "euclidean")
 
     def factor(self, square: float) -> float:
         """What a vector of this squared norm is multiplied with, at most 1."""
         return 1.0 if square <= self.c else (self.c / square) ** 0.5 if isfinite(square) else 0.0
-
-
-_NORMS = ("damped", "fisher", "euclidean")
 
 
 @dataclass(frozen=True)
@@ -144,36 +136,41 @@ class WeightDecay:
 
     def __post_init__(self) -> None:
         number("The weight decay", self.strength)
-        if self.kind not in (known := ("decoupled", "coupled", "in_loss")):
-            raise ValueError(f"kind={self.kind!r}; expected one of {', '.join(map(repr, known))}.")
+        one_of("kind", self.kind, "decoupled", "coupled", "in_loss")
 
-    #: What is added to the diagonal of the curvature.
+
+class GroupOptions(NamedTuple):
+    """The options of a parameter group in a step.
+
+    Attributes:
+        lr: Learning rate, or "adaptive".
+        momentum: Momentum, or "adaptive".
+    """
+
+    lr: Any
+    momentum: Any
+    damping: float
+    norm_constraint: NormConstraint | None
+    weight_decay: WeightDecay
+
     @property
-    def curvature(self) -> float:
-        return 0.0 if self.kind == "decoupled" else self.strength
+    def decay_in_curvature(self) -> float:
+        """The weight decay that is added to the diagonal of the curvature."""
+        return 0.0 if self.weight_decay.kind == "decoupled" else self.weight_decay.strength
 
+    @property
+    def shift(self) -> float:
+        """All that is added to this diagonal."""
+        return self.damping + self.decay_in_curvature
 
-def plain_policy(value: Any) -> Any:
-    """An option of a group in plain Python, from which `as_weight_decay` and `as_norm_constraint` make it again."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return asdict(value) if isinstance(value, (NormConstraint, WeightDecay)) else value
+    @property
+    def of_blocks(self) -> tuple[Any, ...]:
+        """What all parameters of a block have in common."""
+        return self.lr, self.momentum, self.shift, self.norm_constraint
 
-
-def as_weight_decay(value: Any) -> WeightDecay:
-    """A number is decoupled weight decay."""
-    if isinstance(value, Mapping):
-        return WeightDecay(**value)
-    return value if isinstance(value, WeightDecay) else WeightDecay(number("weight_decay", value))
-
-
-def as_norm_constraint(value: Any) -> NormConstraint | None:
-    """A number bounds the whole update in the damped norm; None bounds nothing."""
-    if value is None or isinstance(value, NormConstraint):
-        return value
-    if isinstance(value, Mapping):
-        return NormConstraint(**value)
-    return NormConstraint(number("norm_constraint", value, strict=True))
+    def decay(self, kind: str) -> float:
+        """The weight decay, if it is of this kind."""
+        return self.weight_decay.strength if self.weight_decay.kind == kind else 0.0
 
 
 @dataclass(frozen=True)

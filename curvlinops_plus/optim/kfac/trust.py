@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors
-from curvlinops_plus.optim.kfac.policies import LevenbergMarquardt, as_weight_decay
+from curvlinops_plus.optim.kfac.policies import GroupOptions
 from curvlinops_plus.risk.batches import Batch
 
 
@@ -69,20 +68,10 @@ class Trust:
         estimator: The statistics.
         batches: Of the step of now, with what their forward passes began with.
         exact: Whether the quadratic model has the exact GGN of the batches instead of the statistics.
-        levenberg: How the damping adapts.
-        reject: The factor of the damping after a step that was undone.
     """
 
-    def __init__(
-        self,
-        estimator: CurvatureEstimator,
-        batches: Sequence[tuple[Batch, PassStart]],
-        exact: bool,
-        levenberg: LevenbergMarquardt | None,
-        reject: float | None,
-    ) -> None:
-        self._estimator, self._exact, self.levenberg, self.reject = estimator, exact, levenberg, reject
-        self._batches = batches
+    def __init__(self, estimator: CurvatureEstimator, batches: Sequence[tuple[Batch, PassStart]], exact: bool) -> None:
+        self._estimator, self._batches, self._exact = estimator, batches, exact
         self._risk = estimator.risk.with_data(self)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -99,45 +88,21 @@ class Trust:
         """How the model is differentiated is found out once."""
         return GGN(self._risk, check_deterministic=False)
 
-    def _form(self, flat: Flat, directions: Sequence[Vectors]) -> Tensor:
-        """`⟨v_i, C v_j⟩`, `[k, k]`."""
-        rows = flat.split([torch.stack(parts) for parts in zip(*directions, strict=True)])
+    def model(self, flat: Flat, directions: Sequence[Vectors], options: Sequence[GroupOptions]) -> QuadraticModel:
+        """The quadratic model of this step's loss along some directions.
+
+        Args:
+            options: Of each vector.
+        """
+        rows = flat.split([torch.stack(parts) for parts in zip(*directions, strict=True)])  # each [k, *shape]
         V, k = dict(zip(flat.keys, rows, strict=True)), len(directions)
         C, params = self._ggn if self._exact else self._estimator.operator, self._estimator.risk.params
         V = {key: V[key] if key in V else params[key].new_zeros((k, *params[key].shape)) for key in C.in_space.names}
-        return C.quadratic_form(V)
-
-    def model(self, flat: Flat, directions: Sequence[Vectors]) -> QuadraticModel:
-        """The quadratic model of this step's loss along some directions."""
-        A, k, inner = self._form(flat, directions).double().cpu(), len(directions), []
-        for *v, g in zip(*directions, flat.gradient, strict=True):
-            rows = torch.stack((*v, g))
-            inner.append(rows[:k] @ rows.mT)
-        table = torch.stack(inner).double().cpu()  # [groups, k, k + 1]
-        decays = [as_weight_decay(group["weight_decay"]).curvature for group in flat.groups]
+        A = C.quadratic_form(V).double().cpu()
+        vectors = [torch.stack((*v, g)) for *v, g in zip(*directions, flat.gradient, strict=True)]
+        table = torch.stack([v[:k] @ v.mT for v in vectors]).double().cpu()  # [groups, k, k + 1]
         R, D = (
             (torch.tensor(factors, dtype=table.dtype) @ table[..., :k].flatten(1)).view(k, k)
-            for factors in (decays, flat.option("damping"))
+            for factors in ([o.decay_in_curvature for o in options], [o.damping for o in options])
         )
         return QuadraticModel((A + A.T) / 2, R, D, table[..., k].sum(0))
-
-    def coefficients(
-        self, flat: Flat, lr: Sequence[Any], momentum: Sequence[Any]
-    ) -> tuple[list[float], list[float], QuadraticModel, list[float]]:
-        """Learning rates and momenta, those that are "adaptive" from the minimum of the quadratic model.
-
-        Returns:
-            Both of each vector; the model, and its minimizer.
-        """
-        # The model chooses factors of both directions; a number of a group is part of its direction, times 1.
-        fixed = [None if "adaptive" in values else 1.0 for values in (lr, momentum)]
-        lr, momentum = ([1.0 if value == "adaptive" else value for value in values] for values in (lr, momentum))
-        model = self.model(
-            flat,
-            [
-                [-α * d for α, d in zip(lr, flat.direction, strict=True)],
-                [μ * v for μ, v in zip(momentum, flat.velocity, strict=True)],
-            ],
-        )
-        w = model.minimizer(fixed)
-        return [w[0] * α for α in lr], [w[1] * μ for μ in momentum], model, w

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import frexp, isfinite
 from typing import Any
 from warnings import warn
@@ -16,16 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvlinops_plus.blocks import CurvatureEstimator, listening
-from curvlinops_plus.blocks.listening import PassStart
+from curvlinops_plus.blocks import CurvatureEstimator
+from curvlinops_plus.blocks.listening import Hearing, PassStart
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, copied, tensors_of
 from curvlinops_plus.risk.process_state import NoHook, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
 _WAITING = 4
-_KEPT = 1024
 
 
 @dataclass(eq=False)
@@ -35,14 +32,14 @@ class _Call:
     Attributes:
         batch: Without targets.
         heard: The recording, if statistics are due.
-        start: What it began with, if the step looks at it once more.
+        start: What it began with, if the step evaluates it once more.
         output: What the model returned.
         versions: Of the tensors in it, by identity.
         targets: Of the losses that were called, by their index.
     """
 
     batch: Batch
-    heard: listening.Hearing | None
+    heard: Hearing | None
     start: PassStart | None
     output: Any = None
     versions: dict[int, int] = field(default_factory=dict)
@@ -53,51 +50,43 @@ class _Call:
             self.heard.close()
 
 
-class Hearing:
-    """Hears the batches of a step: by hooks on the model and on its losses, or in `listen`.
+class Hooks:
+    """Records the batches of a step.
 
-    A call of the model in training mode with gradients is recorded if its step updates the statistics or looks at
+    A call of the model in training mode with gradients is recorded if its step updates the statistics or evaluates
     its batches once more. Calls that no loss is applied to are dropped, and so are outputs that were written to.
-
-    Losses that are functions take no hooks.
 
     Args:
         model: What is called, which may be a wrapper.
         estimator: The statistics that batches are added to.
         every: Steps between two updates of the statistics.
-        keeps: Whether the step of now looks at its batches once more.
 
     Attributes:
         steps: That were taken.
         batches: That were added since the last step.
-        kept: Those that the step looks at once more, with what their forward passes began with.
+        keeps: Whether this step evaluates its batches once more.
+        kept: These, with what their forward passes began with.
         error: Of a batch that could not be added.
-        paused: Whether calls are ignored: somebody else hears them.
+        paused: Whether calls are none of this training.
     """
 
-    def __init__(self, model: nn.Module, estimator: CurvatureEstimator, every: int, keeps: Callable[[], bool]) -> None:
-        self._estimator, self._every, self._keeps = estimator, every, keeps
+    def __init__(self, model: nn.Module, estimator: CurvatureEstimator, every: int) -> None:
+        self._estimator, self._every = estimator, every
         self.steps = self.batches = self._before = 0
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
-        self.paused = False
+        self.keeps = self.paused = False
         self._open: _Call | None = None  # the call that the model is in
         self._waiting: list[_Call] = []
         self._factors: dict[int, list[Tensor]] = {}  # index of a loss to what it was multiplied with in the first step
-        losses = [one.loss for one in estimator.risk.losses]
-        handles: list[RemovableHandle] = []
-        if all(isinstance(loss, nn.Module) for loss in losses):
+        losses, handles = [one.loss for one in estimator.risk.losses], []
+        if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
             handles = [
                 model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
                 model.register_forward_hook(_Hook(self._leave), always_call=True),
                 *(m.register_forward_hook(_Hook(self._loss, i), with_kwargs=True) for i, m in enumerate(losses)),
             ]
-        self._remove = weakref.finalize(self, _remove, handles)
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self.forget()
-        self._remove()
+        self.remove = weakref.finalize(self, _remove, handles)
 
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
@@ -105,6 +94,11 @@ class Hearing:
             call.close()
         self._waiting, self.batches, self.error, self._before = [], 0, None, self._estimator.examples
         self.kept.clear()
+
+    def load(self, steps: int, batches: int, examples: int) -> None:
+        """Go on after these steps, with this many batches and examples since the last one."""
+        self.forget()
+        self.steps, self.batches, self._before = steps, batches, self._before - examples
 
     @property
     def due(self) -> bool:
@@ -115,6 +109,11 @@ class Hearing:
     def examples(self) -> int:
         """Examples that were added since the last step."""
         return self._estimator.examples - self._before
+
+    @property
+    def _decay(self) -> float | None:
+        """Several batches of a step are one update."""
+        return 1.0 if self.batches else None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -129,91 +128,56 @@ class Hearing:
     def listen(self, batch: Any) -> Iterator[None]:
         """Add a batch from the forward pass inside, as `CurvatureEstimator.listen`, if statistics are due."""
         risk, due = self._estimator.risk, self.due
-        start = PassStart.now(risk.model) if self._keeps() else None
+        start = PassStart.now(risk.model) if self.keeps else None
         with self.pause(), self._estimator.listen(batch, self._decay) if due else nullcontext():
             yield
         self.batches += due
         if start is not None:
             self._keep(risk.read(batch), start)
 
-    @property
-    def _decay(self) -> float | None:
-        """Several batches of a step are one update."""
-        return 1.0 if self.batches else None
-
     def _keep(self, batch: Batch, start: PassStart) -> None:
-        if len(self.kept) >= _KEPT:
-            self.kept.clear()
-            raise RuntimeError(
-                f"{_KEPT} batches were seen since the last step, and kept, since the step looks at them once more "
-                "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
-                "without this optimizer, call optimizer.close() before."
-            )
         # A loader may fill the same memory anew for the next batch of the step.
         self.kept.append((replace(batch, X=copied(batch.X), y=copied(batch.y)), start))
 
-    def load(self, steps: int, batches: int, examples: int) -> None:
-        """Go on after these steps, with this many batches and examples since the last one."""
-        self.forget()
-        self.steps, self.batches, self._before = steps, batches, self._before - examples
-
-    def warn_of_factors(self) -> None:
-        """Warn of losses that were multiplied with something before their backward pass, in the first step.
-
-        Parts of a sum and the scales of gradient scalers are none of what is minimised.
-        """
-        factors, self._factors = self._factors, {}
-        for index, found in factors.items():
-            loss = self._estimator.risk.losses[index]
-            numbers = [abs(float(g)) / loss.weight for g in found if g.numel() == 1]
-            if not all(map(_is_part, numbers)) and not _is_part(sum(numbers)):
-                warn(
-                    f"{loss.title} is multiplied by {sum(numbers):.4g} before its backward pass, beside the weight "
-                    "that it was given with, and the curvature is that without this factor. Give the optimizer "
-                    "(loss, weight), or divide the damping by it.",
-                    CurvatureWarning,
-                    stacklevel=level_of_user(),
-                )
-
     @property
-    def _is_deaf(self) -> bool:
+    def _deaf(self) -> bool:
         """Whether a call is none of the user's loop: our own passes, calls again in backward passes."""
         return self.paused or own_passes.depth > 0 or torch._C._current_graph_task_id() != -1
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_deaf or not module.training or not torch.is_grad_enabled():
+        due, estimator = self.due, self._estimator
+        if self._deaf or not module.training or not torch.is_grad_enabled() or not (due or self.keeps):
             return
         if self._open is not None:  # a call that was interrupted, or has called the model itself
             self._open.close()
             self._open = None
-        risk, due, keeps = self._estimator.risk, self.due, self._keeps()
-        if not (due or keeps) or not _is_in_place(risk):  # with other tensors it is another model
+        try:
+            estimator.risk.require_in_place()
+        except ValueError:  # with other tensors it is another model
             return
         single = len(args) == 1 and not kwargs
-        X = args[0] if single else _by_name(module, args, kwargs)
-        start = PassStart.now(module) if keeps else None
-        batch = risk.read_input(X, not single)
-        heard = self._estimator.hear(batch) if due else None
-        self._open = _Call(batch, heard, start)
-        if heard is not None:
-            heard.begin()
+        X = args[0] if single else _named(inspect.signature(module.forward), args, kwargs)
+        start = PassStart.now(module) if self.keeps else None
+        batch = estimator.risk.read_input(X, not single)
+        self._open = _Call(batch, estimator.hear(batch) if due else None, start)
+        if self._open.heard is not None:
+            self._open.heard.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_deaf or self._open is None:
+        if self._deaf or self._open is None:
             return
         call, self._open = self._open, None
         if output is None:  # the call has failed
             return call.close()
         if call.heard is not None:
             call.heard.end(output)
-        call.output = output
-        call.versions = {id(t): t._version for t in tensors_of(output) if not t.is_inference()}
+        call.output, call.versions = output, {id(t): t._version for t in tensors_of(output)}
         self._waiting.append(call)
         if len(self._waiting) > _WAITING:
             self._waiting.pop(0).close()
 
     def _loss(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        if self._is_deaf or not self._waiting:
+        if self._deaf or not self._waiting:
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
         risk = self._estimator.risk
@@ -224,17 +188,15 @@ class Hearing:
         else:
             return
         if self.steps == 0 and isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(partial(_append, self._factors.setdefault(index, [])))
+            value.register_hook(self._factors.setdefault(index, []).append)
         call.targets.setdefault(index, given[1])
-        if len(call.targets) == len(risk.losses):  # else others will be called on this output
-            self._waiting.remove(call)
-            self._add(call, risk.losses.joined([call.targets[i] for i in range(len(risk.losses))]))
-
-    def _add(self, call: _Call, y: Any) -> None:
-        """Add a batch, whose targets are known now."""
+        if len(call.targets) < len(risk.losses):  # others will be called on this output
+            return
+        self._waiting.remove(call)
         if self.error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self.error = self.error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
+        y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
             self._keep(replace(call.batch, y=y), call.start)
         if call.heard is not None:
@@ -244,18 +206,31 @@ class Hearing:
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error
 
+    def warn_of_factors(self) -> None:
+        """Warn of losses that were multiplied with something before their backward pass.
 
-def _is_in_place(risk: EmpiricalRisk) -> bool:
-    """Whether the model holds its own tensors."""
-    try:
-        risk.require_in_place()
-    except ValueError:
-        return False
-    return True
+        Parts of a sum and the scales of gradient scalers are none of what is minimised.
+        """
+        for index, found in self._factors.items():
+            loss = self._estimator.risk.losses[index]
+            factors = [abs(float(g)) / loss.weight for g in found if g.numel() == 1]
+            if not all(map(_is_part, factors)) and not _is_part(sum(factors)):
+                warn(
+                    f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, beside the weight "
+                    "that it was given with, and the curvature is that without this factor. Give the optimizer "
+                    "(loss, weight), or divide the damping by it.",
+                    CurvatureWarning,
+                    stacklevel=level_of_user(),
+                )
+        self._factors = {}
 
 
-def _append(found: list[Tensor], g: Tensor) -> None:
-    found.append(g.detach())
+def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    named = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        named |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named
 
 
 def _is_part(factor: float) -> bool:
@@ -286,18 +261,3 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         return NoHook, ()
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    signature = inspect.signature(module.forward)
-    named = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            raise ValueError(
-                f"{type(module).__name__} was called with several inputs that have no names. Call it inside "
-                "`with optimizer.listen((X, y)):`, or give its inputs names."
-            )
-        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return named
