@@ -204,18 +204,17 @@ class AffineRows:
     @property
     def _only_call(self) -> Call | None:
         """The call, if there is one, all of its positions count and it reads all matrices."""
-        call, *others = self.calls
-        if others or self._mask_of(call) is not None or call.rule.reads(call.use.module) is not None:
-            return None
-        return call
+        call = self.calls[0]
+        masked = (self.mask is not None or call.rule.sparse) and self._mask_of(call) is not None
+        return None if len(self.calls) > 1 or masked or call.rule.reads(call.use.module) is not None else call
 
     @property
     def _only_input(self) -> Call | None:
         """The same, if besides all rows count alike, and each is extended by a 1 if the bias is tracked."""
-        call = self._only_call
-        if call is None or not self.weight or self.sparse or self.example_weights is not None:
+        if not self.weight or self.sparse or self.example_weights is not None:
             return None
-        return call if not self.bias or "bias" in call.use.keys else None
+        call = self._only_call
+        return call if call is None or not self.bias or "bias" in call.use.keys else None
 
     def _upcast(self, t: Tensor) -> Tensor:
         if t.dtype == self.layer.accumulation_dtype or not t.is_floating_point():

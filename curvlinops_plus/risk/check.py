@@ -179,11 +179,13 @@ class Look:
                 raise
             except Exception:  # the whole batch, which is run instead, raises what else is wrong
                 return None
-            rows = [self._rows(F, n) for F in self.outputs]
-            if not fs or [f.shape for f in fs] != [F.shape for F in rows]:
+            if not fs:
                 return None
+            for f, F in zip(fs, self.outputs, strict=True):
+                theirs.append(self._rows(F, n))
+                if f.shape != theirs[-1].shape:
+                    return None
             found.append(fs)
-            theirs += rows
         if away := self._difference([f for fs in found for f in fs], theirs):
             if self.repeatable:
                 raise self._why_different(away)

@@ -140,7 +140,8 @@ class LayerBatch:
                 f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
                 f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
-        keys, role = self.keys, self.role or layer.roles[0]
+        keys = layer.params if self.group is None else self.group.keys
+        role = self.role or layer.roles[0]
         bias = layer.bias in keys and not (self.role is not None and self.role.transposed)
         sparse = layer.sparse or (
             several and all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)

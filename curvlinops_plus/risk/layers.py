@@ -88,7 +88,7 @@ class Layer:
         self.affine = self.sparse = bool(self.roles)
         for role in self.roles:
             for use in role.uses:
-                self.sparse &= isinstance(use.rule, AffineRule) and use.rule.sparse and not role.transposed
+                self.sparse &= _is_sparse(use) and not role.transposed
         for use in self.roles[0].uses if self.roles else self.uses[:1]:
             for local, key in use.keys.items():
                 if local == "bias":
@@ -142,12 +142,6 @@ def find_layers(
             members += joined
             pending = [use for use in pending if use not in joined]
         layers.append(_make_layer(members, params, separate_weight_and_bias))
-    _require_names(layers)
-    return layers
-
-
-def _require_names(layers: Sequence[Layer]) -> None:
-    """Refuse two blocks of one name."""
     names = [group.name for layer in layers for group in layer.groups]
     if len({*names}) < len(names):
         twice = {name for name in names if names.count(name) > 1}
@@ -155,6 +149,7 @@ def _require_names(layers: Sequence[Layer]) -> None:
             f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the name of a module. Give "
             "it another key in `params`."
         )
+    return layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,66 +233,46 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     for use in uses:
         if not isinstance(use.rule, AffineRule):
             return ()
-    if len(uses) == 1 or _share_only_a_bias(uses):
+    if len(uses) == 1:
         return (Role(tuple(uses)),)
-    if not _share_one_weight(uses):
+    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
+    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
+        return (Role(tuple(uses)),)
+    if len(weights) > 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
         return ()
     by_matrix: dict[str, list[ModuleUse]] = {}
     for use in uses:
-        local = next(local for local in use.keys if local != "bias")
-        by_matrix.setdefault(_canonical(use.rule.patterns(use.module)[local]), []).append(use)
+        by_matrix.setdefault(_matrix_of(use), []).append(use)
     # A module with dense rows says what the matrix is: it may have a bias, which is one more column.
-    ordered = sorted(
-        by_matrix.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _affine(item[1][0]).sparse)
+    (lead, _), *others = ordered = sorted(
+        by_matrix.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _is_sparse(item[1][0]))
     )
-    lead = ordered[0][0]
-    if any(_transposed(pattern) != lead for pattern, _ in ordered[1:]):
+    flipped = " ".join(reversed(re.findall(r"\([^()]*\)|\w+", lead)))
+    if any(pattern != flipped for pattern, _ in others):
         return ()
-    roles = tuple(Role(tuple(members), pattern != lead) for pattern, members in ordered)
-    return roles if _biases_fit(roles, separate) else ()
-
-
-def _share_only_a_bias(uses: list[ModuleUse]) -> bool:
-    """Whether one bias is all that is tracked of these modules."""
-    return all(set(use.keys) == {"bias"} for use in uses) and len({use.keys["bias"] for use in uses}) == 1
-
-
-def _share_one_weight(uses: list[ModuleUse]) -> bool:
-    """Whether each module reads the same single weight, as one matrix."""
-    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
-    return len(weights) == 1 and len(next(iter(weights))) == 1 and not any(use.rule.sizes(use.module) for use in uses)
-
-
-def _biases_fit(roles: tuple[Role, ...], separate: bool) -> bool:
-    """Whether the modules of a role have the same bias, or none, and no role but the first has one."""
-    for position, role in enumerate(roles):
-        biases = {use.keys.get("bias") for use in role.uses}
+    for position, (_, members) in enumerate(ordered):
+        biases = {use.keys.get("bias") for use in members}
         # A separate block of a bias that only some of them add needs a gradient factor of its own.
         several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
-        if several or (biases != {None} and (position or (separate and len(roles) > 1))):
-            return False
-    return True
+        if several or (biases != {None} and (position or (separate and len(ordered) > 1))):
+            return ()
+    return tuple(Role(tuple(members), pattern != lead) for pattern, members in ordered)
 
 
-def _affine(use: ModuleUse) -> AffineRule:
-    assert isinstance(use.rule, AffineRule)
-    return use.rule
+def _is_sparse(use: ModuleUse) -> bool:
+    return isinstance(use.rule, AffineRule) and use.rule.sparse
+
+
+def _matrix_of(use: ModuleUse) -> str:
+    """The pattern that makes a matrix of the weight, with axes named after their positions in the parameter."""
+    local = next(local for local in use.keys if local != "bias")
+    left, right = use.rule.patterns(use.module)[local].split("->")
+    names = {axis: f"d{k}" for k, axis in enumerate(_axes(left))}
+    return " ".join(re.sub(r"[A-Za-z_]\w*", lambda found: names[found[0]], right).split())
 
 
 def _axes(pattern: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w*", pattern)
-
-
-def _canonical(pattern: str) -> str:
-    """The pattern with axes named after their positions in the parameter."""
-    names = {axis: f"d{k}" for k, axis in enumerate(dict.fromkeys(_axes(pattern.split("->")[0])))}
-    right = re.sub(r"[A-Za-z_]\w*", lambda found: names[found[0]], pattern.split("->")[1])
-    return " ".join(right.split())
-
-
-def _transposed(canonical: str) -> str:
-    """The canonical pattern of the transposed matrix."""
-    return " ".join(reversed(re.findall(r"\([^()]*\)|\w+", canonical)))
 
 
 @dataclass(frozen=True, eq=False)

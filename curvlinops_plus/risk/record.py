@@ -235,11 +235,11 @@ class Recorder:
                 f"{list(use.keys.values())} out of `params`."
             )
         leaves, spec = ([out], None) if isinstance(out, Tensor) else tree_flatten(out)
-        at, affine = list[int](), isinstance(rule, AffineRule)
+        at, tensors, affine = list[int](), list[Tensor](), isinstance(rule, AffineRule)
         for k, t in enumerate(leaves):
             if isinstance(t, Tensor) and t.is_floating_point():
                 at.append(k)
-        tensors = [leaves[k] for k in at]
+                tensors.append(t)
         packed = spec is not None and any(isinstance(t, PackedSequence) for t in (*given[0], *given[1].values()))
         if not at or packed or (affine and len(at) > 1):
             raise self._not_by_example(use, f"returned a {getattr(out, 'dtype', None) or type(out).__name__}")
@@ -297,16 +297,16 @@ class Recorder:
             self.numbers += t.numel()
 
         def first(t: Tensor, on: int) -> tuple[Tensor, int]:
-            if fold is not None:
-                t = t.unflatten(0, (-1, fold))
+            t = t if fold is None else t.unflatten(0, (-1, fold))
             moved = on != 0 and t.ndim > on and (of_function or t.shape[on] in (1, N))
             t = t.movedim(on, 0) if moved else t
             return (t.expand(N, *t.shape[1:]) if expanded and t.ndim and len(t) == 1 else t), on if moved else 0
 
         in_axes, kwargs = None, {}
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
-            inputs = [rule.input_of(use.module, *given).detach()]
-            x, _ = first(inputs[0], axis)
+            x = rule.input_of(use.module, *given).detach()
+            inputs = [x]
+            x = first(x, axis)[0] if axis or expanded or fold is not None else x
             if len(x) != rows:
                 raise self._not_by_example(use, f"got {list(inputs[0].shape)} and returned {list(tensors[0].shape)}")
             args: tuple[Any, ...] = (x,)
@@ -318,7 +318,10 @@ class Recorder:
                 t, moved = leaves[k], _ = first(t, on)
                 in_axes.append(moved if moved or (t.ndim > 0 and len(t) == rows) else None)
             args, kwargs = tree_unflatten(leaves, spec)
-        versions = [(t, t._version) for t in inputs if not t.is_inference()]
+        versions = list[tuple[Tensor, int]]()
+        for t in inputs:
+            if not t.is_inference():
+                versions.append((t, t._version))
         self.kinds.add((use.name, expanded, in_axes and tuple(in_axes)))
         return Call(use, rule, args, kwargs, in_axes, axes, index, expanded, outputs, versions)
 
@@ -417,8 +420,11 @@ class Recorder:
 
         An edge outside the graph of the outputs is no source: its layer does not reach them.
         """
-        edges = [output.edge for call in self.calls for output in call.outputs]
-        marked = {edge.node for edge in edges}
+        edges, marked = list[Any](), set[Any]()
+        for call in self.calls:
+            for output in call.outputs:
+                edges.append(output.edge)
+                marked.add(output.edge.node)
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         for node, below in postorder([t.grad_fn for t in outputs]).items():
             found = False
@@ -429,7 +435,7 @@ class Recorder:
 
     def _in_range(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Vectors from outputs on: in float16, times a power of two that leaves room on both sides."""
-        if torch.float16 not in self.dtypes and torch.float16 not in [f.dtype for f in outputs]:
+        if torch.float16 not in self.dtypes.union([f.dtype for f in outputs]):
             return vectors
         largest = max(float(v.detach().abs().amax()) for v in vectors)
         self._power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
@@ -479,10 +485,14 @@ class Recorder:
                 call.grads = tree_map_only(Tensor, lambda g: g.float() / power, call.grads)
         group = layer.groups[0] if len(layer.groups) == 1 else None
         batch = LayerBatch(layer, calls, self.num_examples, self._first, self._mask, self._weight, group)
-        with self.disabled, plain_mode(layer.device.type):
-            if self.see is not None:
-                self.see(batch)
-            self._consume(batch)
+        self.disabled.depth += 1
+        try:
+            with plain_mode(layer.device.type):
+                if self.see is not None:
+                    self.see(batch)
+                self._consume(batch)
+        finally:
+            self.disabled.depth -= 1
         for call in calls:
             call.grads = None
 

@@ -152,17 +152,19 @@ class RecordedPasses:
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
         draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples))
         totals = terms.totals
-        recorder.begin(consume, _read_mask(risk, batch), batch.weight)
+        recorder.begin(consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight)
         look = look_at(risk, recorder, batch, fs, self.repeatable)
         totals.called = {*recorder.by_layer}
         if vectors.backward:
             totals.weights = self.weights.of(totals)
             groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, totals.weights)
             for group in groups:
-                _announce(risk, vectors, group)
+                if group.terms > 1:
+                    _announce(risk, vectors, group)
                 sent = group.vectors if look is None else look.expect(group.outputs, group.vectors)
                 keep = keep_graph or group is not groups[-1]
-                recorder.send(group.outputs, sent, group.number, _vectors_at_once(recorder, group.number), keep)
+                at_once = 1 if group.number == 1 else _vectors_at_once(recorder, group.number)
+                recorder.send(group.outputs, sent, group.number, at_once, keep)
                 if look is not None:
                     look.compare()
         else:
@@ -214,7 +216,7 @@ def vector_groups(
         number = vectors.count(one.likelihood, F)
         numbers.add(number)
         if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
-            sent = vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k))
+            sent = vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k) if k else draws)
             restored = _restored(sent, number, type(vectors).__name__, one, f, F, class_axes[k], factor, terms.weight)
             where = "" if one.key is None else f" for output {one.key!r}"
             groups.append(VectorGroup([f], number, restored, F.shape[1], where))
@@ -252,7 +254,7 @@ def _restored(
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:
     """Say once what exact vectors cost when there are several loss terms per example."""
-    if group.terms == 1 or not isinstance(vectors, Exact) or vectors.together or "announced" in risk.checked.said:
+    if not isinstance(vectors, Exact) or vectors.together or "announced" in risk.checked.said:
         return
     risk.checked.said.add("announced")
     warn(
@@ -266,20 +268,17 @@ def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None
 
 def _vectors_at_once(recorder: Recorder, number: int) -> int:
     """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
-    if number == 1:
-        return 1
     limit = 2**26 if recorder.layers and recorder.layers[0].device.type == "cuda" else 2**14
     return max(1, min(number, limit // max(recorder.numbers, 1)))
 
 
-def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor | None:
+def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor:
     """The user's mask of one batch.
 
     Raises:
         ValueError: If it is no bool tensor [N, T].
     """
-    if risk.options.mask is None:
-        return None
+    assert risk.options.mask is not None
     mask, N = risk.options.mask(batch.X, batch.y), batch.num_examples
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != N:
         what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

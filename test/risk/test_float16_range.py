@@ -115,10 +115,8 @@ def test_autocast_to_float16() -> None:
 EXACT: dict[str, Any] = {
     "GGN": lambda risk, v: GGN(risk) @ v,
     "GGN, columns": lambda risk, v: GGN(risk) @ torch.stack([v, 1e-3 * v.flip(0)], 1),
-    "GGN, dense": lambda risk, v: GGN(risk).to_dense(),
     "Hessian": lambda risk, v: Hessian(risk) @ v,
     "Jacobian": lambda risk, v: Jacobian(risk) @ v,
-    "Jacobian, transposed": lambda risk, v: Jacobian(risk).T @ v[:1].expand(96).clone(),
     "factor": lambda risk, v: GGNFactor(risk).T @ v,
 }
 
@@ -139,8 +137,3 @@ def test_exact_operators_are_finite_where_they_are(name: str, length: float, fac
     else:
         found = EXACT[name](risk, v)
         assert torch.dist(found.double(), expected) <= 3e-2 * expected.norm()
-
-
-def test_vectors_that_are_not_finite_stay_so() -> None:
-    v = torch.full((83,), torch.inf)
-    assert not (GGN(risk_of(net(1, 1))) @ v).isfinite().all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +28,10 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
-    EKFACLinearOperator,
     EmpiricalRisk,
     ForwardOnly,
     FullBlock,
     GGNLinearOperator,
-    HessianLinearOperator,
-    KFACLinearOperator,
     UnsupportedError,
     curvature,
 )
@@ -96,16 +93,6 @@ def scaled_call(s: Any, x: Tensor) -> Tensor:
     return s.o(torch.tanh(s.l(functional_call(s.l, {"weight": s.l.weight / 2}, (x,)))))
 
 
-def transposed_call(s: Any, x: Tensor) -> Tensor:
-    return s.o(torch.tanh(functional_call(s.l, {"weight": s.l.weight.t()}, (x,))))
-
-
-def constant_call(s: Any, x: Tensor) -> Tensor:
-    """The layer with numbers that are no parameters."""
-    other = {"weight": torch.eye(3).double(), "bias": torch.ones(3).double()}
-    return s.o(torch.tanh(s.l(functional_call(s.l, other, (x,)))))
-
-
 def swapped(s: Any, x: Tensor) -> Tensor:
     """Other parameters in their place around one call."""
     w, b = s.l.weight, s.l.bias
@@ -113,11 +100,6 @@ def swapped(s: Any, x: Tensor) -> Tensor:
     h = s.l(x)
     s.l.weight, s.l.bias = w, b
     return s.o(torch.tanh(s.l(h)))
-
-
-def cached(s: Any, x: Tensor) -> Tensor:
-    with parametrize.cached():
-        return s.o(torch.tanh(s.l(torch.tanh(s.l(x)))))
 
 
 def cached_outside(s: Any, x: Tensor) -> Tensor:
@@ -205,12 +187,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         ROWS,
         "w v",
     ),
-    "matrix on the left": (
-        lambda: Own(lambda s, x: s.o(torch.tanh(s.w @ x)).sum(1), w=(5, 4), o=linear(3, 2)),
-        SEQUENCES,
-        "o",
-    ),
-    "bilinear": (lambda: Own(lambda s, x: F.bilinear(x, torch.sin(x), s.w, s.b), w=(2, 3, 3), b=(2,)), ROWS, ""),
     "convolutions": (
         lambda: Own(
             lambda s, x: F.conv_transpose2d(
@@ -222,11 +198,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             c=(3,),
         ),
         IMAGES,
-        "w",
-    ),
-    "convolution by two strides": (
-        lambda: Own(lambda s, x: F.conv1d(x, s.w).sum(2) + F.conv1d(x, s.w, None, 2, "valid").sum(2), w=(2, 4, 2)),
-        SEQUENCES,
         "w",
     ),
     "embedding": (
@@ -282,13 +253,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         ROWS,
         "",
     ),
-    "tied and scaled": (
-        lambda: Own(
-            lambda s, x: F.linear(torch.tanh(s.h(s.e(x))), s.e.weight / 2).sum(1), e=nn.Embedding(7, 3), h=linear(3, 3)
-        ),
-        TOKENS,
-        "h",
-    ),
     "lists": (
         lambda: Own(
             listed,
@@ -305,16 +269,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             v=(4, 3),
             o=linear(4, 2),
         ),
-        ROWS,
-        "o",
-    ),
-    "masked": (
-        lambda: Own(lambda s, x: s.o(torch.tanh(F.linear(x, s.w.tril(), s.b))), w=(3, 3), b=(3,), o=linear(3, 2)),
-        ROWS,
-        "o",
-    ),
-    "stacked": (
-        lambda: Own(lambda s, x: s.o(F.linear(torch.tanh(F.linear(x, s.w[0])), s.w[1])), w=(2, 3, 3), o=linear(3, 2)),
         ROWS,
         "o",
     ),
@@ -343,16 +297,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         ROWS,
         "h o",
     ),
-    "weights from parameters": (
-        lambda: Own(lambda s, x: s.o(F.linear(x, F.linear(s.z, s.h).view(2, 3))), z=(1, 4), h=(6, 4), o=linear(2, 2)),
-        ROWS,
-        "o",
-    ),
-    "used before its bias": (
-        lambda: Own(lambda s, x: (lambda h: s.o(torch.tanh(h + s.b) + h))(x @ s.w), w=(3, 3), b=(3,), o=linear(3, 2)),
-        ROWS,
-        "w o",
-    ),
     "norm's weight outside": (
         lambda: Own(lambda s, x: s.o(s.n(s.l(x)) * s.n.weight), l=linear(3, 4), n=nn.LayerNorm(4), o=linear(4, 2)),
         ROWS,
@@ -365,25 +309,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         "a.in_proj a.out_proj o",
     ),
     "shared in_proj_weight": (shares("in_proj_weight"), normal(4, 3, 4), "a.out_proj c.out_proj o"),
-    "shared in_proj_bias": (shares("in_proj_bias"), normal(4, 3, 4), "a.out_proj c.out_proj o"),
     "shared out_proj.weight": (shares("out_proj.weight"), normal(4, 3, 4), "a.in_proj c.in_proj o"),
     "one bias": (one_bias, ROWS, "biased o"),
     "functional_call with a multiple": (lambda: Own(scaled_call, l=linear(3, 3), o=linear(3, 2)), ROWS, "o"),
-    "functional_call with the transpose": (lambda: Own(transposed_call, l=linear(3, 3), o=linear(3, 2)), ROWS, "o"),
-    "functional_call with constants": (lambda: Own(constant_call, l=linear(3, 3), o=linear(3, 2)), ROWS, "l o"),
-    "functional_call of a norm": (
-        lambda: Own(
-            lambda s, x: s.o(functional_call(s.n, {"weight": s.n.weight * 2}, (x,))), n=nn.LayerNorm(3), o=linear(3, 2)
-        ),
-        ROWS,
-        "o",
-    ),
     "weights swapped around a call": (lambda: Own(swapped, l=linear(3, 3), o=linear(3, 2)), ROWS, "l o"),
-    "cached parametrization": (
-        lambda: Own(cached, l=parametrizations.weight_norm(linear(3, 3)), o=linear(3, 2)),
-        ROWS,
-        "o",
-    ),
     "cached parametrization outside": (
         lambda: Own(cached_outside, l=parametrizations.weight_norm(linear(3, 3)), o=linear(3, 2)),
         ROWS,
@@ -479,16 +408,6 @@ def test_factors(name: str, separate: bool) -> None:
     K.verify()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["functions", "matmul on sequences", "tied decoder", "rows of one weight", "norm's weight outside", "one bias"],
-)
-def test_vectors_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = curvature(risk_of(name), EKFAC).to_dense()
-    monkeypatch.setattr("curvlinops_plus.risk.sweep._vectors_at_once", lambda recorder, number: 2)
-    close(curvature(risk_of(name), EKFAC).to_dense(), streamed)
-
-
 @pytest.mark.parametrize("name", ["functions", "matmul on sequences", "tied decoder", "called and read", "low-rank"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 def test_inside_activation_checkpointing(name: str, frozen: bool) -> None:
@@ -566,22 +485,6 @@ def test_weights_for_all_examples_are_enclosed() -> None:
     )
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS[:, :2])])
     close(curvature(risk, DiagonalBlock).diagonal(), exact(risk).diagonal())
-
-
-def test_modules_that_put_other_weights_in_and_out_again() -> None:
-    def run(s: Any, x: Tensor) -> Tensor:
-        w = s.l.weight
-        s.l.weight = nn.Parameter(torch.eye(3).double())
-        h = s.l(x)
-        s.l.weight = w
-        return s.l(h)
-
-    model = Own(run, l=linear(3, 3))
-    K = curvature(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), [(ROWS, ROWS)]), DiagonalBlock)
-    W, b = (p.detach() for p in model.l.parameters())  # f = W (x + b) + b
-    of_weight = 2 * (ROWS + b).square().sum(0).expand(3, 3)
-    of_bias = 2 * len(ROWS) * (W + torch.eye(3)).square().sum(0)
-    close(K.diagonal(), torch.cat([of_weight.flatten(), of_bias]))
 
 
 def test_modules_that_cannot_be_run_with_other_values() -> None:
@@ -700,28 +603,6 @@ def test_states_say_what_functions_read(name: str) -> None:
     same(other.to_dense(), expected)
 
 
-def function(params: Mapping[str, Tensor], X: Tensor) -> Tensor:
-    return F.linear(torch.tanh(F.linear(X, params["w"], params["b"])), params["v"])
-
-
-@pytest.mark.parametrize(
-    "operator", [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator]
-)
-def test_models_that_are_functions_and_other_values(operator: Any) -> None:
-    """A function of the parameters, and a module at other values than its own, are the module at these values."""
-    risk = risk_of("functions")
-    model, options = risk.model, {"fisher_type": "type-2"} if issubclass(operator, KFACLinearOperator) else {}
-    expected = operator(model, nn.MSELoss(), list(model.parameters()), risk.data, **options).to_dense()
-    values = {key: p.detach().clone() for key, p in model.named_parameters()}
-    close(operator(function, nn.MSELoss(), values, risk.data, **options).to_dense(), expected)
-    elsewhere = MODELS["functions"][0]()
-    with torch.no_grad():
-        for p in elsewhere.parameters():
-            p.mul_(3)
-    with unchanged(elsewhere):
-        close(operator(elsewhere, nn.MSELoss(), values, risk.data, **options).to_dense(), expected)
-
-
 @pytest.mark.parametrize("name", ["rows of a module's weight", "norm's weight outside", "attention by the function"])
 def test_layers_at_other_values(name: str) -> None:
     risk = risk_of(name)
@@ -739,12 +620,6 @@ def test_layers_at_other_values(name: str) -> None:
         close(other.loss(), risk.loss())
         for key, g in risk.gradient().items():
             close(other.gradient()[key], g)
-
-
-def test_values_of_another_shape_are_refused() -> None:
-    model = linear(3, 2)
-    with pytest.raises(ValueError, match=r"params\['weight'\] with shape \[3, 2\].*its own 'weight' has \[2, 3\]"):
-        EmpiricalRisk(model, nn.MSELoss(), [], {"weight": torch.ones(3, 2)})
 
 
 def test_listening_needs_the_model_s_own_values() -> None:
@@ -799,24 +674,6 @@ def test_a_table_for_all_examples_is_enclosed(N: int, approximation: Any, reshap
     close(K.trace, exact.trace())
     if approximation is DiagonalBlock:
         close(K.diagonal(), exact.diagonal())
-
-
-def test_several_tables_in_a_stream_too() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.head = Relative(False), Relative(True), nn.Linear(2, 2).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.one(x)) + self.two(x.flip(1)))
-
-    X = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0)).double()
-    model, data = Twice(), [(X, torch.zeros(5, 2).double())]
-    exact = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).to_dense().trace()
-    close(curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock).trace, exact)
-    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), DiagonalBlock)
-    estimator.update(data[0])
-    close(estimator.operator.trace, exact)
 
 
 def test_a_table_of_as_many_rows_as_examples() -> None:

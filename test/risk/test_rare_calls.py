@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from curvlinops_plus import (
     EKFAC,
     KFAC,
-    Accumulator,
     CurvatureWarning,
     DiagonalBlock,
     EmpiricalRisk,
@@ -23,8 +22,7 @@ from curvlinops_plus import (
     FullBlock,
     curvature,
 )
-from curvlinops_plus.layer import SparseRows
-from curvlinops_plus.linalg import Diagonal, nearest_kronecker
+from curvlinops_plus.linalg import nearest_kronecker
 from curvlinops_plus.risk import LayerBatch, find_layers
 from curvlinops_plus.risk import sweep as sweep_file
 from curvlinops_plus.risk.sweep import sweep
@@ -109,43 +107,6 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------- sparse rows, in a basis
-@pytest.mark.parametrize("pieces", [False, True])
-@pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
-def test_squares_of_sparse_rows_in_a_basis_of_the_columns(
-    module: Any, pieces: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The package asks for no basis there; an accumulator of one's own may."""
-    from curvlinops_plus.risk import layer_batch
-
-    if pieces:
-        monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)
-    QG, QA = (torch.linalg.qr(normal(n, n, seed=n)).Q.contiguous() for n in (3, 5))
-
-    class InABasis(Accumulator):
-        affine = True
-
-        def update(self, batch: LayerBatch) -> None:
-            assert isinstance(batch.rows.inputs, SparseRows)
-            self.add("d", batch.squared_grads(QG, QA))
-            self.add("half", batch.squared_grads(QG))
-            self.add("plain", batch.squared_grads(None, QA))
-
-        def finish(self) -> Any:
-            found.update({name: self.value(name) for name in self.sums})
-            return Diagonal(self.value("d").flatten())
-
-    found: dict[str, Tensor] = {}
-    model = set_numbers(nn.Sequential(module(5, 3), nn.Tanh()))
-    data = [(torch.tensor([[0, 4, 2], [2, 2, 1]]), normal(2, *((3,) if module is nn.EmbeddingBag else (3, 3))))]
-    risk = EmpiricalRisk(model, nn.MSELoss(), data)
-    curvature(risk, InABasis)
-    exact = curvature(risk, FullBlock).blocks["0"].to_dense()  # of the rows of W = tableᵀ
-    eye3, eye5 = (torch.eye(n, dtype=torch.float64) for n in (3, 5))
-    for name, G, A in (("d", QG, QA), ("half", QG, eye5), ("plain", eye3, QA)):
-        basis = torch.kron(G, A)
-        close(found[name].flatten(), (basis.T @ exact @ basis).diagonal())
-
-
 # ------------------------------------------------------------------------------------- attention under checkpointing
 class Attending(nn.Module):
     def __init__(self, checkpointed: bool, batch_first: bool) -> None:

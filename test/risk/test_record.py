@@ -10,9 +10,8 @@ import torch
 from cases import APPROXIMATIONS, NETS, close, problem
 from torch import Tensor, nn
 
-from curvlinops_plus import KFAC, Accumulator, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
+from curvlinops_plus import KFAC, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.risk import sweep as sweep_file
 
 
@@ -62,27 +61,6 @@ def test_functions_that_cannot_be_vectorised(approximation: Any) -> None:
     many = MonteCarlo(samples=7, seed=1)
     one, other = (curvature(EmpiricalRisk(m, p.loss, p.data), KFAC, vectors=many).to_dense() for m in (custom, plain))
     close(one, other, 1e-12)
-
-
-def test_accumulators_of_one_layer_do_not_share_sums() -> None:
-    """Statistics that a batch computes once are shared by its readers; what they add up is not."""
-
-    class Gradients(Accumulator):
-        affine = True
-
-        def update(self, batch: Any) -> None:
-            self.add("G", batch.rows.grad_gram())
-
-        def finish(self) -> Dense:
-            _rows, columns = self.group.layout.matrix_shape  # type: ignore[union-attr]
-            return Dense(torch.kron(self.value("G"), torch.eye(columns).double()), Structure.PSD)
-
-    p = problem("mlp")
-    K = curvature(p.risk(), Gradients, separate_weight_and_bias=True)
-    expected = curvature(p.risk(), KFAC, separate_weight_and_bias=True)
-    for name, block in expected.blocks.items():
-        if name.endswith("bias"):
-            close(K.blocks[name].to_dense(), block.to_dense())
 
 
 def test_other_data_are_looked_at_again() -> None:

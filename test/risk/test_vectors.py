@@ -14,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus import KFAC, EmpiricalRisk, FisherType, FromDistribution, FullBlock, curvature
+from curvlinops_plus import KFAC, EmpiricalRisk, FromDistribution, FullBlock, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, likelihood_of
+from curvlinops_plus.risk import vectors as modes
 from curvlinops_plus.risk.vectors import (
     CurvaturePropagation,
     Draws,
-    Empirical,
     Exact,
-    ForwardOnly,
     MonteCarlo,
     Vectors,
     as_vectors,
@@ -77,14 +76,6 @@ def test_curvature_propagation_averages_to_the_hessian_of_all_terms(loss: str, s
     assert z.max() < 4, f"{z.max().item():.2f} standard errors"
 
 
-def test_samples_share_the_weight() -> None:
-    likelihood, F, Y = terms(nn.MSELoss(), 4)
-    for samples in (1, 2, 9):
-        v = sent(CurvaturePropagation(samples), likelihood, F, Y)
-        # √2 · sign / √samples in every place
-        torch.testing.assert_close(v.square().sum(0), torch.full_like(v[0], 2.0))
-
-
 @pytest.mark.parametrize("loss", ["mse", "bce", "poisson"])
 def test_one_column_in_all_has_no_noise(loss: str) -> None:
     likelihood, F, Y = terms(LOSSES[loss], 5, C=1)
@@ -108,59 +99,7 @@ def test_signs_depend_on_the_examples_not_on_their_batches(sizes: list[int], sam
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-14)
 
 
-def test_signs_in_every_precision() -> None:
-    likelihood, F, Y = terms(nn.CrossEntropyLoss(), 6, 2)
-    single = torch.stack([*CurvaturePropagation(2).send(likelihood, F.float(), Y, Draws(0))])
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(
-        single.flatten(2).double(), sent(CurvaturePropagation(2), likelihood, F, Y), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_signs_leave_the_global_random_numbers_alone() -> None:
-    state = torch.get_rng_state()
-    signs = Draws(3).signs(1000)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert set(signs.tolist()) == {-1.0, 1.0}
-    assert abs(signs.mean()) < 4 / 1000**0.5
-
-
-def test_curvature_propagation_with_a_loss_of_the_user_s_own() -> None:
-    """Nothing but `nll`: the root comes from the eigendecomposition of the Hessian."""
-
-    class Quartic(Likelihood):
-        def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-            return (F - Y).pow(4).sum(-1)
-
-    F, Y = torch.randn(5, 2, 1, dtype=F64), torch.zeros(5, 2, 1, dtype=F64)
-    v = sent(CurvaturePropagation(), Quartic(), F[:, :1], Y[:, :1])
-    torch.testing.assert_close(v.square()[0], 12 * F[:, 0].square())
-
-
 # ------------------------------------------------------------------------------------------ words
-
-
-def test_words_and_modes() -> None:
-    expected = {
-        None: Exact(),
-        "type-2": Exact(),
-        "mc": MonteCarlo(),
-        "empirical": Empirical(),
-        "forward-only": ForwardOnly(),
-        "curvature-propagation": CurvaturePropagation(),
-        "fisher_gradients": MonteCarlo(),
-        "fisher_curvature_prop": CurvaturePropagation(matrix="fisher"),
-        "fisher_exact": Exact(matrix="fisher"),
-        "fisher_empirical": Empirical(),
-        "ggn_curvature_prop": CurvaturePropagation(matrix="ggn"),
-        "ggn_exact": Exact(matrix="ggn"),
-    }
-    for word, vectors in expected.items():
-        assert as_vectors(word) == vectors, word
-    own = MonteCarlo(samples=7, seed=2)
-    assert as_vectors(own) is own
-    for word in FisherType:
-        assert as_vectors(word).fisher_type == word.value
 
 
 def test_the_page_about_modes_lists_all_words() -> None:
@@ -169,7 +108,7 @@ def test_the_page_about_modes_lists_all_words() -> None:
     found = {}
     for words, made, *_ in (row for row in rows if len(row) == 5):
         (call,) = re.findall("`(.*?)`", made)
-        found.update(dict.fromkeys(re.findall("`(.*?)`", words), eval(call)))
+        found.update(dict.fromkeys(re.findall("`(.*?)`", words), eval(call, vars(modes))))
     for word, vectors in found.items():
         assert repr(as_vectors(word)) == repr(vectors), word
     with pytest.raises(ValueError, match="Known words") as error:
