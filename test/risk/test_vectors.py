@@ -216,6 +216,6 @@ def test_one_matrix_by_two_names() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     data = [(torch.randn(5, 4, dtype=F64), torch.randint(3, (5,)))]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
-    for modes in (("ggn_exact", "fisher_exact", None), ("ggn_curvature_prop", "fisher_curvature_prop")):
-        first, *others = (curvature(risk, FullBlock, vectors=as_vectors(mode)).to_dense() for mode in modes)
+    for words in (("ggn_exact", "fisher_exact", None), ("ggn_curvature_prop", "fisher_curvature_prop")):
+        first, *others = (curvature(risk, FullBlock, vectors=as_vectors(mode)).to_dense() for mode in words)
         assert all(torch.equal(first, other) for other in others)
