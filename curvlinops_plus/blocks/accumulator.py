@@ -2,12 +2,12 @@
 
 An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish` turns the sums into
 an operator, or into another accumulator that needs one more sweep over the data. Everything it keeps is a sum, so
-running averages, merging two data sets, resuming and saving are written here, once.
+running averages, merging two data sets, resuming and saving are written in `blocks.sums`, once.
 """
 
 from __future__ import annotations
 
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -48,20 +48,7 @@ class Needs:
     kept: int
 
 
-class AccumulatorType(ABCMeta):
-    """Says what to do with the class to those who call it for an approximation."""
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        if not args and "layer" not in options:
-            said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            raise TypeError(
-                f"{cls.__name__}({said}) are the statistics of one layer, which `curvature` makes. Pass "
-                f"{f'{cls.__name__}.using({said})' if said else f'the class itself, {cls.__name__}'}."
-            )
-        return super().__call__(*args, **options)
-
-
-class Accumulator(metaclass=AccumulatorType):
+class Accumulator(ABC):
     """Sums over data for one layer, or for one group of its parameters.
 
     Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which reads
@@ -97,8 +84,6 @@ class Accumulator(metaclass=AccumulatorType):
     changes_basis: ClassVar[bool] = False
     #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
     finishes_side_by_side: ClassVar[bool] = False
-    #: Whether all sums that are square matrices are symmetric and positive semi-definite.
-    symmetric: ClassVar[bool] = False
     #: Whether `finish` needs nothing but `decomposed`, if processes have shared the decompositions out.
     finishes_decomposed: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
@@ -108,9 +93,13 @@ class Accumulator(metaclass=AccumulatorType):
         self.layer, self.group, self.scale = layer, group, scale
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, GramSum] = {}  # sums of products of rows, of which one triangle is kept
-        self._scaled: dict[str, Tensor] | None = None  # sums that were divided in place, see `finish_for_good`
+        #: What each sum is divided by, if not by what the loss is.
         self.counts: dict[str, Tensor | float] = {}
+        #: What the sums are of.
         self.totals = Totals()
+        #: Whether nothing is added any more: values are made in the memory of the sums.
+        self.complete = False
+        self._values: dict[str, Tensor] = {}  # of these
         #: Results of `decompose` that other processes have computed, by the names of `decompositions`.
         self.decomposed: dict[str, Tensor] = {}
 
@@ -179,11 +168,6 @@ class Accumulator(metaclass=AccumulatorType):
         if count is not None:
             self._add_count(name, count)
 
-    def _add_count(self, name: str, count: Tensor | float) -> None:
-        """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
-        count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
-        self.counts[name] = self.counts.get(name, 0.0) + count
-
     def add_packed(self, name: str, packed: PackedGram) -> None:
         """The same for the product of rows that are not formed; the sum is over their number."""
         self._row_sum(name, packed.total is not None).add_packed(packed)
@@ -195,26 +179,27 @@ class Accumulator(metaclass=AccumulatorType):
             self._rows[name] = GramSum(ones, self._sums.pop(name, None))
         return self._rows[name]
 
+    def _add_count(self, name: str, count: Tensor | float) -> None:
+        """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
+        count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def has(self, name: str) -> bool:
+        """Whether something was added to a sum."""
+        return name in self._sums or name in self._rows
+
     def value(self, name: str) -> Tensor:
         """The sum over its own count, or times the loss's factor `c`.
 
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
-        if self._scaled is not None and name in self._scaled:
-            return self._scaled[name]
-        if name not in self._sums and name not in self._rows:
+        if name in self._values:
+            return self._values[name]
+        if not self.has(name):
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        # What is added to later is not written to.
-        out = None
-        if self._scaled is not None:
-            total = out = self.sums[name]
-        elif name in self._rows:
-            total = out = self._rows[name].value()
-            if name in self._sums:
-                total += self._sums[name]
-        else:
-            total = self._sums[name]
+        total = self.sums[name]
+        out = total if self.complete else None  # what is added to later is not written to
         if name not in self.counts:
             scale = self.scale(self.totals)
             value = torch.mul(total, scale.to(total) if isinstance(scale, Tensor) else scale, out=out)
@@ -223,8 +208,8 @@ class Accumulator(metaclass=AccumulatorType):
             value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
         else:
             value = torch.div(total, count if count > 0 else 1.0, out=out)
-        if self._scaled is not None:
-            self._scaled[name] = value
+        if self.complete:
+            self._values[name] = value
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
@@ -237,16 +222,6 @@ class Accumulator(metaclass=AccumulatorType):
     def decompose(self, name: str, M: Tensor) -> Tensor:
         """The decomposition of a matrix of `decompositions`, a tensor like it."""
         raise NotImplementedError
-
-    def finish_for_good(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        """What `finish` returns, made in the memory of the sums, which are gone afterwards."""
-        self._scaled = self._scaled or {}
-        return self.finish()
-
-    @property
-    def _for_good(self) -> bool:
-        """Whether nothing is added any more, so that what is made of the sums stays right."""
-        return self._scaled is not None
 
     @property
     def groups(self) -> list[Group]:
@@ -272,11 +247,11 @@ class Accumulator(metaclass=AccumulatorType):
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""
         return None
 
-    # -------------------------------------------------------------------------------------------------- for drivers
+    # ------------------------------------------------------------------------------------------------------ for sums
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
-        self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
-        self._scaled = other._scaled
+        names = ("_sums", "_rows", "counts", "totals", "complete", "_values")
+        vars(self).update({name: vars(other)[name] for name in names})
 
     def empty(self) -> Self:
         """The same without anything added to it."""
@@ -313,28 +288,17 @@ class Accumulator(metaclass=AccumulatorType):
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, divisors and what they depend on, in copies."""
-        return {
-            "sums": {name: total.detach().clone() for name, total in sorted(self.sums.items())},
-            "counts": {
-                name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in sorted(self.counts.items())
-            },
-            "constants": {name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None},
-        }
+        counts = {name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in self.counts.items()}
+        constants = {name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None}
+        sums = {name: total.detach().clone() for name, total in self.sums.items()}
+        return {"sums": sums, "counts": counts, "constants": constants}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
-
-        Raises:
-            ValueError: If keys are missing.
-        """
-        if missing := {"sums", "counts", "constants"} - set(state):
-            raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
+        """Take over what `state_dict` returned."""
         device = self.layer.device
         self.sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
-        self.counts = {
-            name: x.to(device, wide_dtype(device)) if isinstance(x, Tensor) else x
-            for name, x in state["counts"].items()
-        }
+        for name, x in state["counts"].items():
+            self.counts[name] = x.to(device, wide_dtype(device)) if isinstance(x, Tensor) else x
         for name in self.constants:
             t = state["constants"].get(name)
             setattr(self, name, None if t is None else t.to(device, copy=True))
@@ -366,16 +330,3 @@ class Approximation:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
-
-
-def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBatch) -> None:
-    """Show a layer's batch to its accumulators: to those of one block, that block's parameters only."""
-    for accumulator in pending.get(batch.layer, {}).values():
-        accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
-
-
-def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
-    """About how many operations `finish` of a layer's accumulators takes, for `side_by_side`; 0: in the main thread."""
-    if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
-        return 0.0
-    return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))

@@ -12,7 +12,6 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulation import run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
@@ -37,13 +36,14 @@ from curvlinops_plus.blocks.plan import (
 )
 from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
-from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
+from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator, OwnedBlockDiagonal
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
-from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import checked_bytes, takes_risk
 
 if TYPE_CHECKING:
@@ -131,12 +131,42 @@ class BlockwiseLinearOperator(ScaledBlocks):
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
-        accumulation = run_accumulation(
-            self, self.max_kept_bytes, self.max_bytes, self._offload, check_deterministic=self.check_deterministic
-        )
-        self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
+        sweeps = self._swept(self.max_kept_bytes)
+        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples)
         self.parameters = parameters
         return self
+
+    def _swept(self, max_kept_bytes: int = 0, max_sweeps: int | None = None) -> Sweeps:
+        """Sweeps that have run. Collective.
+
+        If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
+        """
+
+        def work() -> Sweeps:
+            while True:
+                if self.risk.processes.world > 1:
+                    self.take_reads(self.risk.processes.gather(describe_reads(self.risk.reads)))
+                options = {"max_bytes": self.max_bytes, "offload": self._offload, "owners": self.owners}
+                title = type(self).__name__
+                sweeps = Sweeps(self.risk, self.plan, self.vectors, title, max_kept_bytes, **options)
+                try:
+                    sweeps.run(max_sweeps, self.check_deterministic)
+                except OutsideReads as error:
+                    require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
+                    self.learn_reads(error=error)  # raises the error again if it finds no more than was known
+                else:
+                    self.confirm_plan()
+                    return sweeps
+
+        return self.risk.together(work, same=self.described)
+
+    def take_reads(self, told: Iterable[Any]) -> None:
+        """Take over what processes know of functions that read parameters; those without examples know nothing."""
+        found = [one for one in told if one is not None]
+        most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
+        if not same_data(most, describe_reads(self.risk.reads)):
+            self.risk.reads = rebuild_reads(self.risk, most)
+            self.renew_plan()
 
     def described(self) -> dict[str, Any]:
         """The options, in plain Python: they have to be the same in all processes."""

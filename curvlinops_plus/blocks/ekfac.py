@@ -95,8 +95,8 @@ class EKFAC(KFAC):
         found = self.decomposed
         if not found:
             matrices = self.decompositions()
-            if self._for_good:  # nothing is added any more: each factor ends with its own decomposition
-                self.sums, self._scaled = {}, {}
+            if self.complete:  # each factor ends with its own decomposition
+                self.sums, self._values = {}, {}
             found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
 
@@ -107,7 +107,7 @@ class EKFAC(KFAC):
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
         # Of the data that the factors come from nothing is outside of their ranges; but positions differ from means.
-        return eigenvectors(self.layer, name, M, self.basis_rtol, self._for_good and not self.reduce)
+        return eigenvectors(self.layer, name, M, self.basis_rtol, self.complete and not self.reduce)
 
 
 class Correction(Accumulator):

@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulation import take_reads
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.layer_sums import Sums
+from curvlinops_plus.blocks.layer_sums import Sums, decompose_factors
 from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
-from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
@@ -261,7 +259,7 @@ class CurvatureEstimator:
                 outside = error
             if noticed := [each for each in processes.gather(outside) if each is not None]:
                 return outside or noticed[0]
-            batch.see_again(show, totals, processes)
+            batch.see(show, processes, totals)
             return batch, totals
 
         found = self.risk.together(first, over_data=False, same=self._blank.described)
@@ -295,7 +293,7 @@ class CurvatureEstimator:
                 return work()
             self._agree_on_reads()
             self.enter(set[int]().union(*processes.gather(self.called_in_step)))
-            told = processes.gather((self.updates, self._sums.steps))
+            told = processes.gather((self.updates, [totals.steps for totals in self._sums.totals.values()]))
             forgets = any(weight > 1 for _, steps in told for weight in steps)
             weights = [steps for updates, steps in told if updates or forgets]
             if any(one != weights[0] for one in weights):
@@ -326,7 +324,7 @@ class CurvatureEstimator:
                 "call all."
             )
         if own is None and known:
-            take_reads(self._blank, told)
+            self._blank.take_reads(told)
             self._sums = Sums(self.plan, self._scale)
 
     # ------------------------------------------------------------------------------------------------------- reading

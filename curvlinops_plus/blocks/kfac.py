@@ -98,7 +98,6 @@ class KFAC(Accumulator):
 
     per_group = False
     affine = True
-    symmetric = True
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class KFAC(Accumulator):
 
     def _sum(self, name: str) -> Tensor | None:
         """A factor that was added to, None for another."""
-        return self.value(name) if name in self._sums or name in self._rows else None
+        return self.value(name) if self.has(name) else None
 
     def _gradient_factor(self, number: int) -> Tensor:
         """`G` of a role."""

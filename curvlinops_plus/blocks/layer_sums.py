@@ -1,7 +1,7 @@
 """Sums over data, layer by layer: what a curvature is made of.
 
-One batch, the running average with its open step, those of other processes, a loaded state and the union of two data
-sets are all objects of one class.
+A whole data set, one batch, the running average with its open step, the sums of other processes, a loaded state and
+the union of two data sets are all objects of one class.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, finish_work
-from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.errors import NumericsError, ProcessError, UnsupportedError
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
@@ -39,8 +39,9 @@ _COUNTED = ("examples", "terms", "loss_count", "steps")
 class Sums:
     """For each layer of a plan stages of named sums, one for each sweep of its approximation, and totals.
 
-    Stages after the first one exist as soon as the layer was called. A stream consists of steps, of one batch or a few:
-    a layer is decayed once in each step that calls it, and counts all examples of such steps.
+    Of a whole data set there is the stage of the present sweep (`finish`). A stream has all stages, of which those
+    after the first one exist as soon as the layer was called. It consists of steps, of one batch or a few: a layer is
+    decayed once in each step that calls it, and counts all examples of such steps.
 
     Args:
         plan: The layers.
@@ -76,10 +77,8 @@ class Sums:
     def without_data(self) -> Self:
         """No sums in the same steps, which have called the same layers: for a process that shares those of another."""
         other = self.fresh()
-        other.totals = {
-            layer: Totals(called=set(own.called), weights=own.weights, steps=own.steps)
-            for layer, own in self.totals.items()
-        }
+        for layer, own in self.totals.items():
+            other.totals[layer] = Totals(called=set(own.called), weights=own.weights, steps=own.steps)
         other.decay, other.entered = self.decay, set(self.entered)
         return other
 
@@ -94,35 +93,74 @@ class Sums:
         other.totals, other.entered, other.step = dict(self.totals), set(self.entered), _joined(Totals(), self.step)
         return other
 
-    # --------------------------------------------------------------------------------------------------------- adding
     def consume(self, batch: LayerBatch, last: bool = False) -> None:
         """Add what a layer received: to all its stages, or to the last one."""
         for stage in self.stages[batch.layer][-1 if last else 0 :]:
             for accumulator in stage.values():
                 accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
 
-    def see(self, show: Show, processes: Alone | None) -> Totals:
+    # ----------------------------------------------------------------------------------------------- a whole data set
+    @property
+    def pending(self) -> list[Layer]:
+        """The layers that need a sweep over the data."""
+        return [layer for layer, stages in self.stages.items() if stages[-1]]
+
+    def finish(self, totals: Totals, processes: Alone, owners: Mapping[str, int] | None) -> dict[str, LinearOperator]:
+        """The blocks that are made of these sums; what needs another sweep stays. Collective.
+
+        Sums are given up as soon as something is made of them.
+
+        Args:
+            totals: Those of all processes.
+            owners: Accumulator name to the rank of the only process that needs its blocks; None: all do.
+        """
+        accumulators = list(self._accumulators())
+        if processes.world > 1:
+            add_over_processes(accumulators, processes)
+        for a in accumulators:
+            a.totals, a.complete = totals, True
+        decompose_together(accumulators, processes)
+        del accumulators, a
+        pending, self.stages = self.stages, {layer: [{}] for layer in self.layers}
+
+        def finish(layer: Layer) -> dict[str, Any]:
+            return {
+                name: a.finish()
+                for name, a in pending.pop(layer)[-1].items()
+                if owners is None or a.needs_another_sweep or owners[name] == processes.rank
+            }
+
+        blocks: dict[str, LinearOperator] = {}
+        with self._plain_mode():
+            results = side_by_side(finish, self.layers, lambda layer: _work(pending[layer][-1]))
+        for layer, found in zip(self.layers, results, strict=True):
+            for name, result in found.items():
+                if isinstance(result, Accumulator):
+                    self.stages[layer][-1][name] = result
+                else:
+                    blocks |= {name: result} if isinstance(result, LinearOperator) else result
+        return blocks
+
+    # ------------------------------------------------------------------------------------------------ batches of steps
+    def see(self, show: Show, processes: Alone | None, totals: Totals | None = None) -> Totals:
         """Add a first batch, and once more to layers that take their bases from it, as EKFAC does.
 
         Args:
             processes: Those whose batches determine these bases. Collective. None: this one must not make any.
+            totals: Of the batch, if it was added already.
 
         Raises:
             UnsupportedError: If a basis would be needed.
         """
-        totals = show(self.consume)
-        self.see_again(show, totals, processes)
-        return totals
-
-    def see_again(self, show: Show, totals: Totals, processes: Alone | None) -> None:
-        """Show a batch with these totals to layers that take their bases from it."""
+        totals = show(self.consume) if totals is None else totals
         self.totals = dict.fromkeys(self.layers, totals)
         while late := self._advance(processes):
             show(lambda batch: self.consume(batch, last=True) if batch.layer in late else None)
+        return totals
 
     def _advance(self, processes: Alone | None) -> set[Layer]:
         """Append the stage that follows from the sums of the last one, where one is missing; these layers."""
-        if not any(self._waits(layer) for layer in self.layers):
+        if not any(map(self._waits, self.layers)):
             return set()
         whole = self if processes is None else self.over(processes)
         late = [layer for layer in whole.called if self._waits(layer)]
@@ -134,15 +172,16 @@ class Sums:
                 "eigenvectors have to be the same in all processes, and these agree on them in that update only. Use "
                 "KFAC for this layer, or begin with batches that call it."
             )
-        decompose_together([a for layer in late for a in whole.stages[layer][-1].values()], processes)
-        for layer in late:
-            self.stages[layer].append(whole.following(layer))
+        decompose_together([a for layer in late for a in whole._of(layer, -1).values()], processes)
+        with self._plain_mode():
+            for layer in late:
+                self.stages[layer].append(whole._following(layer))
         return set(late)
 
     def _waits(self, layer: Layer) -> bool:
         return any(a.needs_another_sweep for a in self.stages[layer][-1].values())
 
-    def following(self, layer: Layer, number: int = 0) -> Stage:
+    def _following(self, layer: Layer, number: int = 0) -> Stage:
         """The stage of a layer that follows from that of this number, without sums.
 
         Raises:
@@ -205,7 +244,7 @@ class Sums:
         for mine, stages in zip(self.stages.values(), other.stages.values(), strict=True):
             for own, stage in zip(mine, stages):
                 for name, accumulator in stage.items():
-                    sums = own[name].sums
+                    sums, counts = own[name].sums, own[name].counts
                     for key, value in accumulator.sums.items():
                         if key in sums:
                             totals.append(sums[key])
@@ -213,7 +252,7 @@ class Sums:
                         else:
                             sums[key] = value
                     for key, count in accumulator.counts.items():
-                        own[name].counts[key] = own[name].counts.get(key, 0.0) + count
+                        counts[key] = counts.get(key, 0.0) + count
             mine += stages[len(mine) :]
         if totals:
             torch._foreach_add_(totals, values)  # pyright: ignore[reportPrivateImportUsage]
@@ -226,7 +265,7 @@ class Sums:
         Raises:
             ValueError: If several losses had other weights there.
         """
-        mine, theirs = self.copied(), other.in_bases_of(self).copied()
+        mine, theirs = self.copied(), other._in_bases_of(self).copied()
         mine.enter(other.entered)
         theirs.enter(self.entered)
         pairs = zip(mine.totals.items(), theirs.totals.values(), strict=True)
@@ -241,11 +280,6 @@ class Sums:
     def called(self) -> list[Layer]:
         """The layers that a batch has called, in the order of the plan."""
         return [layer for k, layer in enumerate(self.layers) if k in self.totals[layer].called]
-
-    @property
-    def steps(self) -> list[float]:
-        """The sum of weights of the steps that have called each layer."""
-        return [totals.steps for totals in self.totals.values()]
 
     @property
     def begins(self) -> bool:
@@ -273,16 +307,9 @@ class Sums:
             NumericsError: Naming layer and statistic.
         """
         sums = [(a, name, total) for a in self._accumulators() for name, total in a.sums.items()]
-        if not sums:
-            return  # no layer was called
-        # Of a positive semi-definite matrix the diagonal tells.
-        witnesses = [
-            t.diagonal(dim1=-2, dim2=-1) if a.symmetric and t.ndim > 1 and t.shape[-1] == t.shape[-2] else t
-            for a, _, t in sums
-        ]
-        norms = torch._foreach_norm(witnesses)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm([t for *_, t in sums]) if sums else []  # pyright: ignore[reportPrivateImportUsage]
         # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
-        if isfinite(torch.stack(norms).square().sum()):
+        if not sums or isfinite(torch.stack(norms).square().sum()):
             return
         for a, name, total in sums:
             if not bool(total.isfinite().all()):
@@ -300,12 +327,14 @@ class Sums:
         if processes.world == 1:
             return self
         whole = self.copied()
-        for layer in whole.layers:
-            for k in range(len(whole.stages[layer])):
-                whole._of(layer, k)
-        sum_over_processes(whole._accumulators(), processes)
-        whole.step = Totals.union(processes.gather(self.step.plain()))
-        whole.totals = {layer: next(iter(stages[0].values())).totals for layer, stages in whole.stages.items()}
+        add_over_processes(list(whole._accumulators()), processes)
+        own = {id(totals): totals.plain() for totals in self.totals.values()}  # shared where they are: sent once
+        told = processes.gather((self.step.plain(), [own[id(totals)] for totals in self.totals.values()]))
+        whole.step = Totals.union(step for step, _ in told)
+        known: dict[tuple[int, ...], Totals] = {}
+        for layer, parts in zip(self.layers, zip(*(totals for _, totals in told), strict=True), strict=True):
+            key = tuple(map(id, parts))
+            whole.totals[layer] = known[key] = known.get(key) or Totals.union(parts)
         return whole
 
     def renewed(self, processes: Alone) -> tuple[Self, Self]:
@@ -314,31 +343,25 @@ class Sums:
         Collective.
         """
         whole = self.over(processes)
-        decompose_together(
-            [a for layer, stages in whole.stages.items() if len(stages) > 1 for a in whole._of(layer, 0).values()],
-            processes,
-        )
+        several = [layer for layer, stages in whole.stages.items() if len(stages) > 1]
+        decompose_together([a for layer in several for a in whole._of(layer, 0).values()], processes)
 
         def changed(layer: Layer) -> list[Stage]:
-            stages = whole.stages[layer]
-            return [stages[0], *[_in_basis(whole.following(layer), stage) for stage in stages[1:]]]
+            first, *others = whole.stages[layer]
+            return [first, *[_in_basis(whole._following(layer), stage) for stage in others]]
 
-        lists = side_by_side(changed, whole.layers, lambda layer: finish_work(layer, whole.stages[layer][0]))
+        lists = side_by_side(changed, whole.layers, lambda layer: _work(whole.stages[layer][0]))
         new = copy.copy(whole)
         new.stages = dict(zip(whole.layers, lists, strict=True))
-        return (new if whole is self else self.in_bases_of(new)), new
+        return (new if whole is self else self._in_bases_of(new)), new
 
-    def in_bases_of(self, other: Sums) -> Self:
+    def _in_bases_of(self, other: Sums) -> Self:
         """The same sums, with eigenvalues in the bases of others of the same plan, where these have some."""
-        new, both = copy.copy(self), zip(self.stages.items(), other.stages.values(), strict=True)
-        new.stages = {
-            layer: [
-                stages[0],
-                *map(_in_basis, theirs[1:], [*stages[1:], None][: len(theirs) - 1]),
-                *stages[len(theirs) :],
-            ]
-            for (layer, stages), theirs in both
-        }
+        new = copy.copy(self)
+        new.stages = {}
+        for (layer, (first, *stages)), (_, *theirs) in zip(self.stages.items(), other.stages.values(), strict=True):
+            carried = map(_in_basis, theirs, [*stages, *[None] * len(theirs)])
+            new.stages[layer] = [first, *carried, *stages[len(theirs) :]]
         return new
 
     def _of(self, layer: Layer, number: int) -> Stage:
@@ -356,33 +379,25 @@ class Sums:
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums and totals, in tensors and plain Python: position of the layer, number of the stage, block name."""
-        return {
-            "layers": {
-                f"{k}": {
-                    "totals": _plain(self.totals[layer]),
-                    "stages": [{name: a.state_dict() for name, a in stage.items()} for stage in self.stages[layer]],
-                }
-                for k, layer in enumerate(self.layers)
-                if layer in self.called
-            },
-            "step": _plain(self.step),
-            "decay": self.decay,
-            "entered": sorted(self.entered),
+        called = {k: layer for k, layer in enumerate(self.layers) if k in self.totals[layer].called}
+        layers = {
+            f"{k}": {
+                "totals": _plain(self.totals[layer]),
+                "stages": [{name: a.state_dict() for name, a in stage.items()} for stage in self.stages[layer]],
+            }
+            for k, layer in called.items()
         }
+        return {"layers": layers, "step": _plain(self.step), "decay": self.decay, "entered": sorted(self.entered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; these have no sums yet.
-
-        Raises:
-            ValueError: If something is missing.
-        """
+        """Take over what `state_dict` returned; these have no sums yet."""
         known: dict[str, Totals] = {}
         for key, own in state["layers"].items():
             layer = self.layers[int(key)]
             self.totals[layer] = known.setdefault(repr(own["totals"]), _totals(own["totals"]))
             for number, stage in enumerate(own["stages"]):
                 if number:
-                    self.stages[layer].append(self.following(layer))
+                    self.stages[layer].append(self._following(layer))
                 for name, accumulator in self.stages[layer][number].items():
                     accumulator.load_state_dict(stage[name])
         self.step, self.decay, self.entered = _totals(state["step"]), state["decay"], set(state["entered"])
@@ -415,3 +430,87 @@ def _plain(totals: Totals) -> dict[str, Any]:
 def _totals(state: Mapping[str, Any]) -> Totals:
     counted = {name: state[name] for name in _COUNTED}
     return Totals(**counted, called=set(state["called"]), weights=tuple(state["weights"]))
+
+
+def _work(stage: Stage) -> float:
+    """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main thread."""
+    if not all(a.finishes_side_by_side and a.layer.device.type == "cpu" for a in stage.values()):
+        return 0.0
+    sizes = (size for a in stage.values() for group in a.groups for size in group.layout.matrix_shape[-2:])
+    return float(sum(10 * size**3 for size in sizes))
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
+
+
+def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) -> None:
+    """Replace sums and divisors by those over all processes, in place. Collective.
+
+    A sum that is missing in some processes, such as that of a layer that their data do not call, counts as zero there.
+
+    Args:
+        accumulators: The same ones, in the same order, in all processes.
+
+    Raises:
+        ProcessError: If the accumulators of the processes are of different layers.
+    """
+    names = [f"{type(a).__name__} of layer {a.layer.name!r}" for a in accumulators]
+    shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
+    counts = [{n: c.cpu() if isinstance(c, Tensor) else c for n, c in a.counts.items()} for a in accumulators]
+    told = processes.gather((names, shapes, counts))
+    if any(theirs != told[0][0] for theirs, *_ in told):
+        raise ProcessError(
+            f"The processes have statistics of different layers: {[theirs for theirs, *_ in told]}. Models, parameters "
+            "and approximations have to be the same."
+        )
+    for k, a in enumerate(accumulators):
+        sums, device = a.sums, a.layer.device
+        for name, (shape, dtype) in {n: like for _, theirs, _ in told for n, like in theirs[k].items()}.items():
+            sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
+        for name in {n: None for *_, theirs in told for n in theirs[k]}:
+            count = sum(theirs[k].get(name, 0.0) for *_, theirs in told)
+            a.counts[name] = count.to(device) if isinstance(count, Tensor) else count
+    processes.sum_([a.sums[name] for k, a in enumerate(accumulators) for name in sorted(a.sums)])
+
+
+def decompose_together(accumulators: Sequence[Accumulator], processes: Alone) -> None:
+    """Spread the decompositions that `finish` needs over processes. Collective; arguments as above."""
+    if processes.world == 1:
+        return
+    jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+    matrices = [M for *_, M in jobs]
+    found = _spread(processes, matrices, lambda k: [jobs[k][0].decompose(*jobs[k][1:])], lambda k: [matrices[k]])
+    for (a, name, _), (result,) in zip(jobs, found, strict=True):
+        a.decomposed[name] = result
+
+
+def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, processes: Alone) -> None:
+    """Spread the eigendecompositions over processes that inverses of Kronecker products with this damping need.
+
+    They are remembered by the factors, so that `inverse` and `power` find them. Collective.
+
+    Args:
+        blocks: The same ones in all processes.
+        damping: Of the inverse. If it is more than numbers, factors may be inverted without eigendecompositions.
+    """
+    numbers = damping.values() if isinstance(damping, Mapping) else [damping]
+    if processes.world == 1 or not all(isinstance(number, (Real, Tensor)) for number in numbers):
+        return
+    of_products = [f for block in blocks.values() if isinstance(block, Kronecker) for f in (block.G, block.A)]
+    factors = list({id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}.values())
+    matrices = [f.matrix for f in factors]
+
+    def eigh(k: int) -> list[Tensor]:
+        values, Q = factors[k].eigh()
+        return [values, Q.matrix]
+
+    found = _spread(processes, matrices, eigh, lambda k: [matrices[k][..., 0], matrices[k]])
+    for factor, (values, Q) in zip(factors, found, strict=True):
+        factor.remember_eigh(values, Q)  # also where it was computed: products depend on how it is stored, in the bits
+
+
+def _spread(processes: Alone, matrices: Sequence[Tensor], compute: Any, like: Any) -> list[Sequence[Tensor]]:
+    """`compute(k)` of each matrix, by one process, at a cost of `d³`; tensors as `like(k)` returns. Collective."""
+    costs = [float(M.numel() * M.shape[-1]) for M in matrices]
+    mine = lambda jobs: side_by_side(compute, jobs, lambda k: 10 * costs[k])  # noqa: E731
+    return processes.spread(costs, mine, like)

@@ -130,7 +130,6 @@ class PowerStep(Accumulator):
     """
 
     affine = True
-    symmetric = True
     constants = ("given",)
 
     def __init__(

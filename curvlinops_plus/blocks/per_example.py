@@ -64,8 +64,6 @@ class FullBlock(Accumulator):
 
     needs_gradients = True
 
-    symmetric = True
-
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale)
         dim = _numbers(self)

@@ -101,8 +101,6 @@ class TNT(KroneckerBlock):
         True
     """
 
-    symmetric = True
-
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale, max_bytes)
 

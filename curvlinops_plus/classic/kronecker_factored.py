@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulation import Accumulation, run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
+from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.errors import UnsupportedError
@@ -218,7 +217,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     _APPROXIMATION = EKFAC
 
-    _after_factors: Accumulation | None = None  # the sweep of the factors is done, that of the eigenvalues is not
+    _after_factors: Sweeps | None = None  # the sweep of the factors is done, that of the eigenvalues is not
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters.
@@ -231,20 +230,19 @@ class EKFACLinearOperator(KFACLinearOperator):
                 f"max_bytes={self.max_bytes}: layers are computed in groups, each to its end, and the factors of all "
                 "are never there together. Use compute(), which computes everything anew."
             )
-        accumulation = run_accumulation(self, max_sweeps=1, check_deterministic=self.check_deterministic)
+        sweeps = self._swept(max_sweeps=1)
         self._compute_later()
-        self._after_factors = accumulation
+        self._after_factors = sweeps
 
     def compute_eigenvalue_correction(self) -> None:
         """Compute the eigenvalues anew (second sweep) at the present parameters, in the basis of the factors that are
         there.
         """
         # Reset first: after an exception in the sweep its sums are incomplete and must never be added to again.
-        accumulation, self._after_factors = self._after_factors or self._in_current_basis(), None
+        sweeps, self._after_factors = self._after_factors or self._in_current_basis(), None
         self.parameters = fingerprint(self.risk)
-        again = partial(accumulation.run, max_sweeps=1, check_deterministic=self.check_deterministic)
-        self.risk.together(again)
-        self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
+        self.risk.together(partial(sweeps.run, max_sweeps=1, check_deterministic=self.check_deterministic))
+        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples)
 
     def _finish(self) -> None:
         if self._after_factors is None:
@@ -256,25 +254,24 @@ class EKFACLinearOperator(KFACLinearOperator):
         super()._set_operator(unscaled)
         self._after_factors = None
 
-    def _in_current_basis(self) -> Accumulation:
-        """An accumulation whose only sweep corrects the eigenvalues of the present basis."""
+    def _in_current_basis(self) -> Sweeps:
+        """Sweeps of which only that is left which corrects the eigenvalues of the present basis."""
         if self.owned or self.max_bytes is not None:
             raise UnsupportedError(
                 "The eigenvectors of all layers are needed at once, which owned=True and max_bytes= keep apart. Use "
                 "compute(), which computes everything anew."
             )
-        blocks = self.unscaled.blocks
+        sweeps, blocks = Sweeps(self.risk, self.plan, self.vectors, type(self).__name__), self.unscaled.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__)
         for entry in self.plan:
-            layer = entry.layer
+            layer, stages = entry.layer, sweeps.sums.stages
             if issubclass(entry.approximation.kind, EKFAC):
                 correction = Correction(layer, self.risk.scale, QG[layer.name], QA.get(layer.name))
-                accumulation.pending[layer] = {layer.name: correction}
+                stages[layer] = [{layer.name: correction}]
             else:
-                accumulation.pending[layer] = {}
-                accumulation.blocks |= {group.name: blocks[group.name] for group in layer.groups}
-        return accumulation
+                stages[layer] = [{}]
+                sweeps.blocks |= {group.name: blocks[group.name] for group in layer.groups}
+        return sweeps
 
     @property
     def input_covariances_eigenvectors(self) -> FactorView:

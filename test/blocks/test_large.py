@@ -155,7 +155,7 @@ def test_sums_and_factors_end_when_they_are_used(monkeypatch: pytest.MonkeyPatch
 
         return watched
 
-    monkeypatch.setattr(KFAC, "finish_for_good", watch(KFAC.finish_for_good, 0))
+    monkeypatch.setattr(KFAC, "finish", watch(KFAC.finish, 0))
     problem("mlp").curvature(KFAC)
     assert alive == [0, 0]
     monkeypatch.undo()

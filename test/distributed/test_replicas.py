@@ -78,7 +78,7 @@ def test_failures(processes: Processes) -> None:
         "data": rf"{failed}.*OSError: the disk is full",
         "forward": rf"{failed}.*ArithmeticError: no luck.*in fail",
         "product": rf"{failed}.*ArithmeticError: no luck",
-        "nan": rf"{failed}.*NumericsError: .*layer '0'",
+        "nan": rf"^ProcessError: Process .* of {world} failed.*NumericsError: .*layer '0'",
         "replicas": r"The processes differ in 0.bias: .* in process 0, and .* in process",
         "empty": r"`data` has no examples in any of the",
     }

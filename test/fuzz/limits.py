@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from curvlinops_plus.blocks.sweep_cache import SweepCache
+from curvlinops_plus.blocks.sweeps import Kept
 
 __all__ = ["LIMITS", "small_buffers"]
 
@@ -24,7 +24,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("exact.passes", "_CPU_NUMBERS", 1),
     ("blocks.tnt", "_PIECE_BYTES", 64),
     ("blocks.nearest", "_WORK_BYTES", 64),
-    ("blocks.accumulation", "SweepCache", lambda max_bytes, layers, squares: SweepCache(64, layers, squares)),
+    ("blocks.sweeps", "Kept", lambda max_bytes, layers, squares: Kept(64, layers, squares)),
     ("likelihood.sampling", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),

@@ -118,5 +118,5 @@ def test_every_limit_is_in_the_table() -> None:
                 if isinstance(target, ast.Name) and re.fullmatch(r"_?([A-Z]+_)?(BYTES|BLOCK|ROWS)", target.id):
                     found.add((".".join(path.relative_to(package).with_suffix("").parts), target.id))
     assert len(found) > 10
-    defaults = {("blocks.sweep_cache", "KEPT_BYTES"), ("blocks.kfac", "MAX_BYTES")}
+    defaults = {("blocks.sweeps", "KEPT_BYTES"), ("blocks.kfac", "MAX_BYTES")}
     assert found - defaults <= {(path, name) for path, name, _ in LIMITS}

@@ -1,0 +1,211 @@
+"""The sweeps over the data that turn a plan into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from curvlinops_plus.blocks.layer_sums import Sums
+from curvlinops_plus.blocks.memory import groups_within
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.batches import require_rereadable
+from curvlinops_plus.risk.determinism import require_same
+from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.modules import preserve_state
+from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.sweep import sweep
+
+# The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
+# eigendecompositions and memory count.
+KEPT_BYTES = 2**24
+
+
+class Sweeps:
+    """Sweeps over the data, for one group of layers after the other, and the blocks that are finished so far.
+
+    Args:
+        title: Begins the text of progress bars.
+        max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
+            must not change until then.
+        max_bytes: Memory for the statistics of layers: they are taken in groups that fit, each with sweeps of its own.
+            None: all at once.
+        offload: The device to which the blocks of a group are moved when they are finished; None leaves them.
+        owners: Accumulator name to the rank of the only process that needs its blocks; default: all do.
+
+    Attributes:
+        sums: Of the present group.
+        totals: Of each pass over the data.
+
+    Raises:
+        UnsupportedError: If a layer alone needs more than `max_bytes`.
+    """
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        plan: Iterable[LayerPlan],
+        vectors: Vectors,
+        title: str,
+        max_kept_bytes: int = 0,
+        max_bytes: int | None = None,
+        offload: str | torch.device | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        self.risk, self.vectors, self.title, self.owners, self._offload = risk, vectors, title, owners, offload
+        plan = list(plan)
+        self.layers = [entry.layer for entry in plan]
+        groups, left = groups_within(plan, max_bytes)
+        self._groups = [Sums(group, risk.scale) for group in groups]
+        self._group = self._number = 0
+        self.blocks: dict[str, LinearOperator] = {}
+        self.totals: list[Totals] = []
+        self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
+        self._kept: Kept | None = None  # what this sweep keeps, or the one before has kept
+        self._weights: LossWeights | None = None
+
+    @property
+    def sums(self) -> Sums:
+        return self._groups[self._group]
+
+    @untraced
+    def run(self, max_sweeps: int | None = None, check_deterministic: bool | None = None) -> None:
+        """Sweep until all blocks are finished.
+
+        Args:
+            max_sweeps: Stop after this number of sweeps.
+            check_deterministic: Compare the total loss of the first two passes over the data. Unless `max_sweeps` is
+                given, a single one is followed by a forward pass for that. None: two evaluations of a few examples have
+                to agree. False: not even these.
+
+        Raises:
+            ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
+                only once and are needed again.
+            NumericsError: If a statistic is not finite; names layer and statistic.
+            RuntimeError: If two passes disagree.
+        """
+        last = None if max_sweeps is None else self._number + max_sweeps
+        with preserve_state(self.risk.model, self.risk.data):
+            while self._number != last:
+                if not self.sums.pending:
+                    if self._group + 1 == len(self._groups):
+                        break
+                    self._group, self._kept = self._group + 1, None
+                self._sweep(repeatable=check_deterministic is not False)
+                if check_deterministic and len(self.totals) == 2:
+                    require_same(self.risk, *self.totals)
+                finished = self.sums.finish(self.totals[-1], self.risk.processes, self.owners)
+                if self._offload is not None:
+                    finished = {name: block.to(self._offload, self.risk.dtype) for name, block in finished.items()}
+                self.blocks |= finished
+            if check_deterministic and last is None and len(self.totals) == 1:
+                advice = ", or check_deterministic=False"
+                require_rereadable(self.risk.data, "the determinism check reads it again", advice)
+                again = sweep(self.risk, [], ForwardOnly(), lambda batch: None, desc="determinism check")
+                require_same(self.risk, self.totals[0], again)
+
+    def _sweep(self, repeatable: bool) -> None:
+        """Show all data to the sums: read them, or replay what was kept of the sweep before.
+
+        Args:
+            repeatable: Whether two evaluations of the model have to agree.
+        """
+        sums, risk = self.sums, self.risk
+        if self.totals:
+            require_rereadable(risk.data, "another sweep over it is needed")
+        self._number += 1
+        groups = f", group {self._group + 1} of {len(self._groups)}" if len(self._groups) > 1 else ""
+        desc = f"{self.title} sweep {self._number}{groups}"
+        if self._kept is not None and all(risk.processes.gather(self._kept.has(sums.pending))):
+            bar = f"{desc} (kept)" if risk.options.progressbar else None
+            for batch in tqdm(self._kept.batches, desc=bar, disable=bar is None):
+                with plain_mode(batch.layer.device.type):
+                    sums.consume(_copied(batch))
+            return
+        stages = {layer: sums.stages[layer][-1].values() for layer in sums.pending}
+        again = {layer for layer, own in stages.items() if any(a.needs_another_sweep for a in own)}
+        squares = {layer for layer in again if all(a.squares_again for a in stages[layer])}
+        keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
+        self._kept = kept = Kept(self._max_bytes, again, squares) if keeps else None
+
+        def consume(batch: LayerBatch) -> None:
+            if batch.layer in stages:
+                sums.consume(batch)
+                if kept is not None:
+                    kept.add(batch)
+
+        if self._weights is None and self.vectors.backward:
+            self._weights = loss_weights(risk)
+        # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
+        # do not depend on groups and on what is kept.
+        totals = sweep(
+            risk, self.layers, self.vectors, consume, desc=desc, weights=self._weights, repeatable=repeatable
+        )
+        for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
+            layer = next((layer for index, layer in enumerate(self.layers) if index not in reached), None)
+            if layer is not None:
+                raise ValueError(
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
+                    f"{list(layer.params)} have no curvature here. Leave "
+                    "them out of `params`, or check the model's forward."
+                )
+        if self.totals and totals.examples != self.totals[0].examples:
+            raise ValueError(
+                f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
+                "every sweep must see the same data."
+            )
+        self.totals.append(totals)
+
+
+class Kept:
+    """What layers received in a sweep, which the next one sends them again: cheaper than running the model once more.
+
+    All of it is dropped when it becomes too large. For data in lists, which stay where they are: a loader may fill one
+    memory for all batches.
+
+    Args:
+        max_bytes: The largest memory that it may hold. A tensor that several layers read counts once.
+        layers: The layers whose batches are kept.
+        squares: Those of which nothing but `squared_grads` is read again: gradients of each example may be smaller.
+    """
+
+    def __init__(self, max_bytes: int, layers: set[Layer], squares: set[Layer]) -> None:
+        self._left, self._layers, self._squares = max_bytes, layers, squares
+        self.batches: list[LayerBatch] = []
+        self._storages: set[int] = set()  # their addresses
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def add(self, batch: LayerBatch) -> None:
+        """Keep a batch, if it is of one of the layers."""
+        if self._left < 0 or batch.layer not in self._layers:
+            return
+        for part in batch.for_squares() if batch.layer in self._squares else (batch,):
+            own = _copied(part)
+            parts = [(call.args, dict(call.kwargs), call.grads) for call in own.calls]
+            for t in tree_leaves([parts, own.mask, own.example_weights, own.summed]):
+                if isinstance(t, Tensor):
+                    storage = t.untyped_storage()
+                    if storage.data_ptr() not in self._storages:
+                        self._storages.add(storage.data_ptr())
+                        self._left -= storage.nbytes()
+                    self._versions.append((t, t._version))
+            self.batches.append(own)
+        if self._left < 0:
+            self.batches, self._versions = [], []
+
+    def has(self, layers: Iterable[Layer]) -> bool:
+        """Whether everything that these layers received is here, unmodified."""
+        unmodified = all(t._version == version for t, version in self._versions)
+        return self._left >= 0 and unmodified and set(layers) <= self._layers
+
+
+def _copied(batch: LayerBatch) -> LayerBatch:
+    """A batch of its own calls, as a sweep removes the gradients from its own ones."""
+    return replace(batch, calls=[replace(call) for call in batch.calls], _shared={})
