@@ -8,9 +8,8 @@ from curvlinops_plus.optim.kfac import (
     StepReport,
     WeightDecay,
 )
-from curvlinops_plus.optim.reconfiguration.damped_solve import SolveReport
+from curvlinops_plus.optim.reconfiguration.damped_solve import CenteredFisherLinearOperator, SolveReport
 from curvlinops_plus.optim.reconfiguration.directions import Reconfiguration, fisher_inverse, stochastic_reconfiguration
-from curvlinops_plus.optim.reconfiguration.fisher import CenteredFisherLinearOperator
 from curvlinops_plus.optim.reconfiguration.optimizer import StochasticReconfiguration
 
 __all__ = [

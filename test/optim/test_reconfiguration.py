@@ -17,7 +17,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatr
 from curvlinops_plus.optim import StochasticReconfiguration, fisher_inverse
 from curvlinops_plus.optim import stochastic_reconfiguration as sr
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.optim.reconfiguration.damped_solve import _smoothed_pseudo_inverse
+from curvlinops_plus.optim.reconfiguration.damped_solve import smoothed_pseudo_inverse
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, rbm, real_net
 
@@ -25,9 +25,8 @@ problems = pytest.mark.parametrize("name", PROBLEMS)
 LAMBDA = 1e-2
 MODES: tuple[Any, ...] = ("lazy", "dense", "kernel", "auto")
 WAYS = [
-    *(("lazy", solver) for solver in ("cg", "lsmr")),
-    *(("dense", solver) for solver in ("cholesky", "eigh", "cg", "lsmr")),
-    *(("kernel", solver) for solver in ("cholesky", "eigh", "cg")),
+    ("lazy", "cg"),
+    *((mode, solver) for mode in ("dense", "kernel") for solver in ("cholesky", "cg")),
 ]
 
 
@@ -57,7 +56,7 @@ def test_every_way_gives_the_direction(name: str, mode: str, solver: Any) -> Non
     options |= {"diagonal_shift": 0.05 * (number % 4 == 2), "momentum": 0.9 * (number % 5 < 2)}
     given: dict[str, Any] = {"chunk_size": 4 if number % 3 == 1 else None, "previous": psi.write(phi)}
     given |= {"proj_reg": 1.0} if mode == "kernel" and number % 7 else {}
-    given |= {"tol": 1e-14, "max_iter": 2000} if solver in ("cg", "lsmr") else {}
+    given |= {"tol": 1e-14, "max_iter": 2000} if solver == "cg" else {}
     args = (*problem.args, problem.costs, LAMBDA, mode)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*missed", CurvatureWarning)  # 1e-14 asks for all there is
@@ -65,7 +64,7 @@ def test_every_way_gives_the_direction(name: str, mode: str, solver: Any) -> Non
     assert close(flat(direction), exact(problem, **options, phi=phi), 1e-9)
     assert (report.mode, report.solver) == (mode, solver)
     assert report.residual < 1e-10
-    assert (report.iterations is not None) == (solver in ("cg", "lsmr"))
+    assert (report.iterations is not None) == (solver == "cg")
 
 
 @problems
@@ -159,21 +158,6 @@ def test_fisher_inverse_reads_parameters_anew() -> None:
         assert close(fisher_inverse(problem.log_psi, None, max_iter=0)(g, problem.samples), g, 1e-14)
 
 
-def test_reports() -> None:
-    problem = real_net(9, 6)
-    args, (O, _) = (*problem.args, problem.costs, LAMBDA), dense(problem)
-    values = torch.linalg.eigvalsh(O @ O.T)
-    condition = float((values[-1] + LAMBDA) / LAMBDA)
-    eigh, cholesky = (sr(*args, "kernel", solver=solver).report for solver in ("eigh", "cholesky"))
-    assert (eigh.rank, eigh.size) == (8, 9)
-    assert eigh.condition == pytest.approx(condition)
-    assert (cholesky.rank, cholesky.solver) == (None, "cholesky")
-    assert condition / 2 < cholesky.condition <= condition * (1 + 1e-9)
-    big = sr(*args, "dense", solver="eigh").report
-    assert (big.rank, big.size) == (8, 37)
-    assert sr(*args, "lazy").report.iterations <= 9 + 2  # no more than samples
-
-
 @pytest.mark.parametrize(("n", "width", "mode"), [(9, 6, "kernel"), (60, 4, "dense")])
 def test_auto_by_sizes(n: int, width: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = real_net(n, width)
@@ -181,34 +165,36 @@ def test_auto_by_sizes(n: int, width: int, mode: str, monkeypatch: pytest.Monkey
     def chosen(solver: Any = None) -> str:
         return sr(*problem.args, problem.costs, LAMBDA, solver=solver).report.mode
 
-    assert (chosen(), chosen("lsmr"), chosen("cg")) == (mode, "dense", mode)
-    monkeypatch.setattr("curvlinops_plus.optim.reconfiguration.damped_solve._LARGEST", 5)
-    assert chosen() == "lazy"
-    monkeypatch.undo()
-    monkeypatch.setattr("curvlinops_plus.optim.reconfiguration.damped_solve._STORED_BYTES", 10)
-    assert chosen() == ("kernel" if n == 9 else "lazy")  # layers need no Jacobian
-    assert chosen("lsmr") == "lazy"
+    assert (chosen(), chosen("cg")) == (mode, mode)
+    for limit in ("_LARGEST", "_STORED_BYTES"):
+        monkeypatch.setattr(f"curvlinops_plus.optim.reconfiguration.damped_solve.{limit}", 5)
+        assert (chosen(), chosen("cholesky")) == ("lazy", "dense")
+        monkeypatch.undo()
+    assert sr(*problem.args, problem.costs, LAMBDA, "lazy").report.iterations <= n + 2  # no more than samples
 
 
 def test_no_damping_with_enough_samples() -> None:
     problem = complex_rbm(80, "complex")
-    for mode, solver in (("dense", "cholesky"), ("dense", "eigh"), ("dense", "cg"), ("lazy", "cg"), ("auto", None)):
+    for mode, solver in (("dense", "cholesky"), ("dense", "cg"), ("lazy", "cg"), ("auto", None)):
         args = (*problem.args, problem.costs, 0.0, mode)
         direction, report = sr(*args, solver=solver, amplitude="complex")
         assert close(flat(direction), exact(problem, 0.0), 1e-6 if mode == "lazy" else 1e-8)
-        assert (report.mode, report.solver) == (mode if mode != "auto" else "dense", "cg" if solver == "cg" else "eigh")
+        assert (report.mode, report.solver) == (mode if mode != "auto" else "dense", "cg" if solver == "cg" else "pinv")
+        if solver != "cg":
+            O, _ = dense(problem)
+            assert (report.rank, report.condition) == (O.shape[1], pytest.approx(float(torch.linalg.cond(O)) ** 2))
 
 
-def test_smoothed_pseudo_inverse() -> None:
+def testsmoothed_pseudo_inverse() -> None:
     """By definition; in any basis, far from the cut it is the inverse; and where Cholesky fails."""
     cut, b, Q = 5 * torch.finfo(F64).eps, normal(5, seed=1), torch.linalg.qr(normal(5, 5)).Q
     values = torch.tensor([1.0, 0.5, 2 * cut, 0.1 * cut, -0.5 * cut], dtype=F64)
     expected = torch.tensor([1.0, 2.0, 1 / (2 * cut) / (1 + 2.0**-6), 0.0, 0.0], dtype=F64)
-    x, rank, _ = _smoothed_pseudo_inverse(torch.diag(values), b, 0.0)
+    x, rank, _ = smoothed_pseudo_inverse(torch.diag(values), b, 0.0)
     assert rank == 3
     assert close(x / expected.clamp(min=1), b * (expected > 0), 1e-12)
     M = Q @ torch.diag(torch.tensor([1.0, 0.7, 0.5, 0.2, 0.1], dtype=F64)) @ Q.T
-    x, rank, condition = _smoothed_pseudo_inverse(M, b, 0.3)
+    x, rank, condition = smoothed_pseudo_inverse(M, b, 0.3)
     assert close(x, torch.linalg.solve(M + 0.3 * torch.eye(5, dtype=F64), b), 1e-12)
     assert (rank, condition) == (5, pytest.approx(1.3 / 0.4))
     x, costs = normal(30, 4, dtype=torch.float32), normal(30, seed=1, dtype=torch.float32)
@@ -260,20 +246,6 @@ def test_inside_inference_mode_and_autocast() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
-class Clamping(nn.Module):
-    """Its gradients are cut where they are long, as in products with long vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(4, dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x @ self.a
-        if h.requires_grad:
-            h.register_hook(lambda g: g.clamp(-5.0, 5.0))
-        return h.tanh()
-
-
 NET = real_net(9, 6)
 X, E = NET.samples, NET.costs
 ARGS, ONES, INF = (*NET.args, E), torch.ones(4, dtype=F64), float("inf")
@@ -308,7 +280,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (
         NumericsError,
-        r"S \[1, 1\] has NaN or infinite entries, from derivatives too large",
+        r"S \[1, 1\] has 1 entries that are NaN or infinite",
         lambda: sr(lambda p, x: p[0] * x, [torch.tensor(1.0)], torch.tensor([1e25, -1e25]), E[:2], mode="dense"),
     ),
     (ValueError, r"local_costs of shape \[9\], one for each sample, got \[9, 1\]", lambda: sr(*NET.args, E[:, None])),
@@ -324,9 +296,8 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, r"damping to be a finite number of at least 0, got nan", lambda: sr(*ARGS, float("nan"))),
     (ValueError, r"momentum to be at least 0 and below 1, got 1.0", lambda: sr(*ARGS, momentum=1.0)),
     (ValueError, r"mode to be one of \['lazy', 'dense', .* got 'qgt'", lambda: sr(*ARGS, mode="qgt")),
-    (ValueError, r"solver to be None or one of .* got 'lu'", lambda: sr(*ARGS, solver="lu")),
-    (ValueError, r"does not go with mode='lazy': take .* or mode", lambda: sr(*ARGS, mode="lazy", solver="eigh")),
-    (ValueError, r'solver="lsmr" solves least-squares', lambda: fisher_inverse(*NET.args[:2], solver="lsmr")),
+    (ValueError, r"solver to be None, .* got 'lu'", lambda: sr(*ARGS, solver="lu")),
+    (ValueError, r"solver to be .* got 'cholesky'", lambda: sr(*ARGS, mode="lazy", solver="cholesky")),
     (ValueError, r"amplitude to be one of \['real', .* got 'imaginary'", lambda: sr(*ARGS, amplitude="imaginary")),
     (ValueError, r"needs complex parameters, and .* are real. Use", lambda: sr(*ARGS, amplitude="holomorphic")),
     (ValueError, r"needs a complex log ψ", holomorphic(lambda p, x: (x.to(C128) @ p[0]).abs(), ONES.to(C128))),
@@ -338,16 +309,12 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (ValueError, r"log_psi returned shape \[9, 4\] for 9 samples", lambda: sr(lambda p, x: x * p[0], [ONES], X, E)),
     (ValueError, r"log_psi returned a tuple .*return log\|ψ\|", lambda: sr(lambda p, x: (x, x), [ONES], X, E)),
-    (TypeError, r"log_psi to be a torch.nn.Module, or a function .* got str", lambda: sr("psi", [ONES], X, E)),
-    (TypeError, r"`params` to be a list, .* got Tensor", lambda: sr(lambda p, x: x @ p, ONES, X, E)),
-    (TypeError, r"`params` to be .* got one with other entries", lambda: sr(lambda p, x: x @ p, [1.0], X, E)),
-    (TypeError, r"`params` to be .* got an empty one", lambda: sr(lambda p, x: x @ p, [], X, E)),
-    (ValueError, r"'0' is of torch.int64", lambda: sr(lambda p, x: x @ p, [torch.ones(4, dtype=torch.long)], X, E)),
+    (TypeError, r"`params` to be a list, .* got tensor", lambda: sr(lambda p, x: x @ p, ONES, X, E)),
+    (TypeError, r"`params` to be .* got \[\]", lambda: sr(lambda p, x: x @ p, [], X, E)),
     (ValueError, r"is not a parameter of the model", lambda: sr(NET.log_psi, [ONES], X, E)),
-    (ValueError, r"samples as a tensor, .* got \[\[9, 4\], \[3\]\]", lambda: sr(*NET.args[:2], (X, ONES[:3]), E)),
-    (ValueError, r"chunk_size to be a positive whole number or None, got 0", lambda: sr(*ARGS, chunk_size=0)),
+    (ValueError, r"along their first axis; got the lengths \{9, 3\}", lambda: sr(*NET.args[:2], (X, ONES[:3]), E)),
     (UnsupportedError, r"log_psi draws random numbers", lambda: sr(RANDOM, None, X, E)),
-    (UnsupportedError, r"can't be called with one sample.*Batch norm", lambda: sr(NORMED, None, X, E)),
+    (ValueError, r"Expected more than 1 value per channel when training", lambda: sr(NORMED, None, X, E)),
     (UnsupportedError, r"depend on one sample only", lambda: sr(lambda p, x: (x @ p[0]).log_softmax(0), [ONES], X, E)),
     (ValueError, r"previous: .*expected", lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES))),
     (ValueError, r"grad: .*missing \['decay'", lambda: fisher_inverse(*NET.args[:2])({}, X)),

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
-from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net, tensors
 
@@ -57,13 +55,11 @@ def test_covariance_by_definition(make: Callable[[], Problem], weighted: bool) -
 def test_scores_and_their_adjoint(make: Callable[[], Problem]) -> None:
     problem = make()
     O, _ = dense(problem)
-    for scores in (MatrixFreeScores(ensemble(problem)), StoredScores(ensemble(problem))):
+    for stored in (False, True):
+        scores = Scores(ensemble(problem), stored)
         assert close(scores.to_dense(), O)
         assert close(scores.T.to_dense(), O.T)
         assert close(scores.kernel(), O @ O.T)
-        null = scores.null_directions()
-        assert close(null.T @ null, torch.eye(null.shape[1], dtype=F64))
-        assert close(scores.T @ null, torch.zeros(O.shape[1], null.shape[1], dtype=F64))
 
 
 def test_a_quarter_of_the_fisher_matrix() -> None:
@@ -123,65 +119,6 @@ def test_parameters_that_do_nothing() -> None:
         assert close(S @ torch.ones(4, dtype=F64), S.to_dense() @ torch.ones(4, dtype=F64))
 
 
-class Layered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.conv = nn.Embedding(3, 4), nn.Conv1d(4, 6, 2, groups=2)
-        self.norm, self.head, self.out = nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 1)
-        self.to(F64)
-        with torch.no_grad():
-            for k, p in enumerate(self.parameters()):
-                p.copy_(0.5 * normal(*p.shape, seed=k))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.conv(self.embedding(x).movedim(1, 2))).movedim(1, 2)
-        return self.out(torch.relu_(self.head(self.norm(h)).sum(1)))
-
-
-class Outside(Layered):
-    """A weight is also read outside of its layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.embedding.weight.sum() * 0
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-@pytest.mark.parametrize("make", [Layered, Outside, lambda: Net(5)])
-def test_kernel_from_layers(make: Callable[[], nn.Module], chunk_size: int | None) -> None:
-    net = make()
-    x = torch.randint(0, 3, (9, 5), generator=torch.Generator().manual_seed(1))
-    e = Ensemble(LogAmplitude(net, None), normal(9, 4) if isinstance(net, Net) else x, None, chunk_size)
-    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
-    captured = recorded_sample_kernel(e)
-    assert captured is not None
-    assert close(captured, J @ J.T)
-    assert close(MatrixFreeScores(e).kernel(), StoredScores(e).kernel())
-
-
-class Sneaky(nn.Module):
-    """A norm that is not what it says when it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(4, dtype=F64), nn.Linear(4, 1, dtype=F64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.eps = 1.0
-        normalized = self.norm(x)
-        self.norm.eps = 1e-5
-        return self.out(normalized)[:, 0]
-
-
-def test_kernel_from_layers_is_checked_against_autograd() -> None:
-    e = Ensemble(LogAmplitude(Sneaky(), None), normal(9, 4))
-    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
-    plain = recorded_sample_kernel(e)
-    assert plain is not None
-    assert not close(plain, J @ J.T, 1e-3)
-    assert MatrixFreeScores(e).recorded_kernel() is None
-    assert close(MatrixFreeScores(e).kernel(), StoredScores(e).kernel())
-
-
 def test_nothing_of_the_users_changes() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)).double().eval()
     net[0].weight.requires_grad_(False)
@@ -189,8 +126,8 @@ def test_nothing_of_the_users_changes() -> None:
     before = {name: t.clone() for name, t in net.state_dict().items()}
     random, params = torch.get_rng_state(), list(net.parameters())
     e = Ensemble(LogAmplitude(net, params), normal(7, 4))
-    MatrixFreeScores(e).kernel()
-    StoredScores(e).covariance()
+    Scores(e, False).kernel()
+    Scores(e, True).covariance()
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
     assert [p.requires_grad for p in params] == [False] + 5 * [True]
@@ -225,32 +162,6 @@ def test_every_device(device: torch.device) -> None:
     params = {name: p.to(device) for name, p in problem.params.items()}
     S = CenteredFisherLinearOperator(problem.log_psi, params, problem.samples.to(device), amplitude="holomorphic")
     assert close(S.to_dense().cpu(), fisher(problem).to_dense())
-
-
-class ComplexNet(nn.Module):
-    """Real parameters, a complex log-amplitude, and layers that can be recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5, dtype=F64), nn.Linear(5, 2, dtype=F64)
-        for seed, p in enumerate(self.parameters()):
-            p.data = 0.5 * normal(*p.shape, seed=seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_complex(self.second(torch.tanh(self.first(x))))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_kernel_of_a_module_with_a_complex_amplitude(chunk_size: int | None) -> None:
-    """Of real parameters; what layers record is the real part alone."""
-    net = ComplexNet()
-    problem = Problem(net, dict(net.named_parameters()), normal(9, 4), "complex")
-    O, _ = dense(problem)
-    scores = MatrixFreeScores(ensemble(problem, chunk_size=chunk_size))
-    assert recorded_sample_kernel(scores.ensemble) is None
-    assert scores.recorded_kernel() is None
-    assert close(scores.kernel(), O @ O.T)
-    assert close(scores.to_dense(), O)
 
 
 def test_holomorphic_is_the_complex_matrix() -> None:

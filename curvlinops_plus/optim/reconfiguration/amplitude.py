@@ -46,8 +46,8 @@ class LogAmplitude:
         amplitude: "real", "complex" or "holomorphic".
 
     Raises:
-        ValueError: If `amplitude` is unknown, or parameters are missing or of a kind that does not match it.
-        TypeError: If `log_psi` can't be called, or `params` is no collection of tensors.
+        ValueError: If `amplitude` is unknown, or parameters are of a kind that does not match it.
+        TypeError: If `params` is no collection of tensors.
     """
 
     def __init__(self, log_psi: LogPsi, params: Params, amplitude: Amplitude = "real") -> None:
@@ -55,52 +55,27 @@ class LogAmplitude:
             raise ValueError(f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}.")
         self.kind, self.module, self.function = amplitude, None, log_psi
         self.container: Any = dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
-        self.params = self._read_module(log_psi, params) if isinstance(log_psi, nn.Module) else self._read(params)
-        if not callable(log_psi):
-            raise TypeError(
-                f"Expected log_psi to be a torch.nn.Module, or a function of (params, samples) that returns log ψ of "
-                f"each sample; got {type(log_psi).__name__}."
-            )
-        self.device, self.dtype = self._check_parameters()
-        self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
-
-    def _read_module(self, module: nn.Module, params: Params) -> dict[str, Tensor]:
-        own = named_params(module, params)
-        self.module = module
-        names = {id(p): name for name, p in module.named_parameters()}
-        self._names = {key: names[id(p)] for key, p in own.items()}
-        return own
-
-    def _read(self, params: Params) -> dict[str, Tensor]:
-        items = list(params.items()) if isinstance(params, Mapping) else None
-        if items is None and isinstance(params, (list, tuple)):
-            items = [(str(position), p) for position, p in enumerate(params)]
-        if not items or not all(isinstance(p, Tensor) for _, p in items):
-            given = "an empty one" if items == [] else type(params).__name__
-            raise TypeError(
-                f"Expected `params` to be a list, tuple or dict of tensors, which log_psi(params, samples) gets as its "
-                f"first argument; got {given if items is None or items == [] else 'one with other entries'}. (A module "
-                "knows its own.)"
-            )
-        return dict(items)
-
-    def _check_parameters(self) -> tuple[torch.device, torch.dtype]:
-        """Their device, and the real dtype in which they are combined."""
-        devices = {p.device for p in self.params.values()}
-        if len(devices) > 1:
-            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, devices))}.")
-        dtype = torch.float32
-        for name, p in self.params.items():
-            if not (p.is_floating_point() or p.is_complex()):
-                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
-            dtype = torch.promote_types(dtype, p.dtype.to_real())
+        if isinstance(log_psi, nn.Module):
+            self.module, self.params = log_psi, named_params(log_psi, params)
+            names = {id(p): name for name, p in log_psi.named_parameters()}
+            self._names = {key: names[id(p)] for key, p in self.params.items()}
+        else:
+            if not isinstance(params, (Mapping, list, tuple)) or not params:
+                raise TypeError(
+                    "Expected `params` to be a list, tuple or dict of tensors, which log_psi(params, samples) gets as "
+                    f"its first argument; got {params!r}. (A module knows its own.)"
+                )
+            self.params = dict(params if isinstance(params, Mapping) else ((str(k), p) for k, p in enumerate(params)))
+        self.device, self.dtype = next(iter(self.params.values())).device, torch.float32
+        for p in self.params.values():  # the real dtype in which all are combined
+            self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
         real = [name for name, p in self.params.items() if not p.is_complex()]
         if self.kind == "holomorphic" and real:
             raise ValueError(
                 f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
                 "parameters of both kinds."
             )
-        return devices.pop(), dtype
+        self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the parameters' current values as real tensors, in their own precision."""
@@ -135,21 +110,14 @@ class LogAmplitude:
 
         Raises:
             ValueError: If shapes, names or number of tensors are not those of the parameters.
-            TypeError: If it is none of a list, tuple, dict or tensor.
         """
         tree = given
-        if not isinstance(given, (Mapping, list, tuple, Tensor)):
-            raise TypeError(
-                f"{what}: expected a list or dict of tensors like the parameters, or one flat tensor "
-                f"[{self.space.dim}]; got {type(given).__name__}."
-            )
         if isinstance(given, Mapping):
-            tree = {name: as_real(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+            tree = {name: as_real(t) for name, t in given.items()}
         elif isinstance(given, (list, tuple)):
-            tree = [as_real(t) if isinstance(t, Tensor) else t for t in given]
+            tree = [as_real(t) for t in given]
         try:
-            if not isinstance(tree, Tensor):
-                tree = self.space.flatten(tree)
+            tree = tree if isinstance(tree, Tensor) else self.space.flatten(tree)
             X, form = self.space.read(tree.detach().to(self.device, self.dtype), self.dtype, self.device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{what}: {error}") from error

@@ -1,43 +1,151 @@
-"""Damped solves with `S = Ōᵀ Ō`, in the space of the parameters or of the samples.
+"""`S`, the covariance of log-derivatives, and damped solves with it, in the space of the parameters or of the samples.
 
 | mode | what is formed | solvers (the first is the default) |
 | --- | --- | --- |
-| "lazy" | nothing | "cg", "lsmr" |
-| "dense" | derivatives `Ō`, and `S` [P, P] for a decomposition | "cholesky", "eigh", "cg", "lsmr" |
-| "kernel" | `Ō Ōᵀ` [n·c, n·c] | "cholesky", "eigh", "cg" |
+| "lazy" | nothing | "cg" |
+| "dense" | derivatives `Ō`, and `S` [P, P] | "cholesky", "cg" |
+| "kernel" | derivatives `Ō`, and `Ō Ōᵀ` [n·c, n·c] | "cholesky", "cg" |
 | "auto" | by sizes: the kernel if P > n·c, else dense; lazy if both are large | the default of that mode |
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Product, Structure, eigh, psd_clip
-from curvlinops_plus.linalg.numerics import damped_cholesky, powers, standard_normal
-from curvlinops_plus.linalg.solvers import cg, lsmr
-from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.optim.reconfiguration.fisher import CenteredFisherLinearOperator
-from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
+from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError
+from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
+from curvlinops_plus.linalg.numerics import damped_cholesky
+from curvlinops_plus.linalg.solvers import cg
+from curvlinops_plus.optim.reconfiguration.amplitude import (
+    Amplitude,
+    LogAmplitude,
+    LogPsi,
+    Params,
+    as_real,
+    full_precision_no_grad,
+)
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
-Solver = Literal["cholesky", "eigh", "cg", "lsmr"]
+Solver = Literal["cholesky", "cg"]
 
-_SOLVERS: dict[str, tuple[Solver, ...]] = {
-    "lazy": ("cg", "lsmr"),
-    "dense": ("cholesky", "eigh", "cg", "lsmr"),
-    "kernel": ("cholesky", "eigh", "cg"),
-}
 # "auto" decomposes matrices up to this size and stores derivatives up to this many bytes.
 _LARGEST = 8192
 _STORED_BYTES = 2**32
+
+
+class CenteredFisherLinearOperator(LinearOperator):
+    """`S = Cov(∇ log|ψ|)`, the covariance of log-derivatives over samples; also called quantum geometric tensor.
+
+    With `p = |ψ|²/Z` the score is `2 (O - ⟨O⟩)`, so that `S` is ¼ of the Fisher matrix of `p`; for `log ψ = log p` (any
+    log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
+    `log ψ` changes nothing: normalisation does not matter.
+
+    It multiplies tensors like the parameters, lists and dicts of complex tensors included; as a flat vector a
+    complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
+    is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
+
+    The matrix is that of the parameters' values when it was made.
+
+    Args:
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
+        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
+        weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
+            divided by their sum.
+        chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
+        amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
+        stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
+
+    Raises:
+        ValueError: If arguments do not fit each other, or fewer than two samples count.
+        NumericsError: If `log ψ` or its derivatives are NaN or infinite; names the samples.
+        UnsupportedError: If `log ψ` is random, or mixes samples.
+
+    Cost: one forward pass to make it. A product with one vector takes three backward passes, and with chunks two
+        forward passes more; without chunks the graph of one forward pass stays in memory. Stored, one backward pass per
+        sample once, and two matrix products each time.
+
+    Source: Amari 1998, "Natural gradient works efficiently in learning"; Sorella 1998, arXiv cond-mat/9803107.
+
+    Example:
+        >>> psi = lambda params, x: -(x - params[0]) ** 2 / 4  # log ψ of a normal distribution with variance 1
+        >>> x = torch.tensor([-1.0, 1.0, 3.0])
+        >>> S = CenteredFisherLinearOperator(psi, [torch.zeros(())], x)
+        >>> S @ [torch.tensor(1.0)]  # the variance of x/2
+        [tensor(0.6667)]
+    """
+
+    def __init__(
+        self,
+        log_psi: LogPsi,
+        params: Params,
+        samples: Any,
+        weights: Any = None,
+        chunk_size: int | None = None,
+        amplitude: Amplitude = "real",
+        *,
+        stored: bool = False,
+    ) -> None:
+        psi = LogAmplitude(log_psi, params, amplitude)
+        with full_precision_no_grad(psi.device):
+            self._set(Scores(Ensemble(psi, samples, weights, chunk_size), stored))
+
+    @classmethod
+    def of(cls, scores: Scores) -> CenteredFisherLinearOperator:
+        """`Ōᵀ Ō` of an operator `Ō`."""
+        self = cls.__new__(cls)
+        self._set(scores)
+        return self
+
+    def _set(self, scores: Scores) -> None:
+        super().__init__(scores.in_space, scores.dtype, scores.device, Structure.PSD)
+        self.scores = scores
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.scores._rmatmat(self.scores._matmat(X))
+
+    def __matmul__(self, X: Any) -> Any:
+        """`S @ X`; also lists and dicts of complex tensors."""
+        if not isinstance(X, (Mapping, list, tuple)):
+            return super().__matmul__(X)
+        named = isinstance(X, Mapping)
+        items = dict(X) if named else dict(enumerate(X))
+        if not any(isinstance(t, Tensor) and t.is_complex() for t in items.values()):
+            return super().__matmul__(X)
+        params = self.scores.ensemble.psi.params
+        # Number of axes of each complex parameter.
+        ndim = {key: p.ndim for key, p in (params.items() if named else enumerate(params.values())) if p.is_complex()}
+        real = {key: _split_complex(t, ndim.get(key)) for key, t in items.items()}
+        Y = super().__matmul__(real if named else type(X)(real.values()))
+        result = {key: _join_complex(t, ndim.get(key)) for key, t in (Y.items() if named else enumerate(Y))}
+        return result if named else type(X)(result.values())
+
+    def _to_dense(self) -> Tensor:
+        with full_precision_no_grad(self.device):
+            return self.scores.covariance()
+
+    def diagonal(self) -> Tensor:
+        with full_precision_no_grad(self.device):
+            return self.scores.variances()
+
+    @property
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
+
+def _split_complex(t: Tensor, ndim: int | None) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
+    return t if ndim is None or not t.is_complex() else as_real(t).movedim(-1, ndim)
+
+
+def _join_complex(t: Tensor, ndim: int | None) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
+    return t if ndim is None else torch.view_as_complex(t.movedim(ndim, -1).contiguous())
 
 
 @dataclass(frozen=True)
@@ -46,18 +154,16 @@ class SolveReport:
 
     Attributes:
         mode: "lazy", "dense" or "kernel".
-        solver: "cholesky", "eigh", "cg", "lsmr", or "pinv": the smoothed pseudo-inverse, where Cholesky failed.
+        solver: "cholesky", "cg", or "pinv": the smoothed pseudo-inverse, where Cholesky failed or there is no damping.
         size: Number of unknowns: P or n·c.
         residual: Norm of the final residual of the damped system over that of its right-hand side.
-        rank: Number of eigenvalues of the matrix without damping that are not zero up to rounding; None of solvers that
-            compute no eigenvalues.
-        condition: Condition number of the damped matrix; of "cholesky" estimated by power iterations, a lower bound
-            that is rarely off by more than 2; None of "cg" and "lsmr".
-        iterations: Of "cg" and "lsmr".
+        rank: Number of eigenvalues of the damped matrix that are not zero up to rounding; of "pinv".
+        condition: Condition number of the damped matrix; of "pinv".
+        iterations: Of "cg".
 
     Example:
-        >>> SolveReport("dense", "eigh", size=3, residual=1e-16, rank=2, condition=1e3)
-        SolveReport(mode='dense', solver='eigh', size=3, residual=1e-16, rank=2, condition=1000.0, iterations=None)
+        >>> SolveReport("dense", "pinv", size=3, residual=1e-16, rank=2, condition=1e3)
+        SolveReport(mode='dense', solver='pinv', size=3, residual=1e-16, rank=2, condition=1000.0, iterations=None)
     """
 
     mode: str
@@ -78,11 +184,10 @@ class DampedSystem:
     Args:
         damping: `λ`.
         mode: "lazy", "dense", "kernel" or "auto".
-        solver: "cholesky", "eigh", "cg" or "lsmr"; None: the default of the mode.
+        solver: "cholesky" or "cg"; None: the default of the mode.
         diagonal_shift: `ε`.
-        tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64 or what rounding
-            allows.
-        max_iter: Their largest number of iterations; None: 10·P.
+        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64 or what rounding allows.
+        max_iter: Its largest number of iterations; None: 10·P.
         proj_reg: Added to the kernel, times the projection onto the directions that centring removes.
 
     Raises:
@@ -102,47 +207,66 @@ class DampedSystem:
         proj_reg: float = 0.0,
     ) -> None:
         check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
-        self.ensemble, self.damping, self.diagonal_shift = ensemble, damping, diagonal_shift
-        self.shift = diagonal_shift if diagonal_shift > 0 else damping
-        self.mode, self.solver = self._choose(mode, solver)
-        self._check_rank()
-        self.tol, self.max_iter = tol, 10 * ensemble.psi.space.dim if max_iter is None else max_iter
+        P, n, c = ensemble.psi.space.dim, ensemble.n, ensemble.components
+        self.shift, self.tol, self.max_iter = diagonal_shift or damping, tol, 10 * P if max_iter is None else max_iter
+        if mode == "auto":
+            stored = n * ensemble.rows * P * ensemble.psi.dtype.itemsize
+            large = min(n * c, P) > _LARGEST or stored > _STORED_BYTES
+            mode = "lazy" if large else "kernel" if n * c < P and self.shift > 0 else "dense"
+            mode = "dense" if solver == "cholesky" and mode == "lazy" else mode
+        self.mode: str = mode
+        self.solver = solver or ("cg" if mode == "lazy" else "cholesky")
+        if mode == "kernel" and not self.shift > 0:
+            raise ValueError(
+                'mode="kernel" needs a positive damping: the kernel of centred derivatives is always singular, '
+                'and Woodbury\'s identity divides by λ. Take damping=1e-3 or the like, or mode="dense".'
+            )
+        rank = (int((ensemble.weights > 0).sum()) - 1) * c
+        if not self.shift > 0 and rank < P:
+            raise SingularMatrixError(
+                f"S of {P} real parameters is singular: the centred derivatives of {n} samples have rank {rank} at "
+                "most. Add a damping (1e-3 is common), or take more samples."
+            )
+        scores = Scores(ensemble, stored=mode != "lazy")
         self.D: Tensor | None = None
         if diagonal_shift:
-            squares = MatrixFreeScores(ensemble).variances() + damping / diagonal_shift
+            squares = scores.variances() + damping / diagonal_shift
             self.D = torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
-        self.scores, kernel = self._scores_and_kernel()
-        if kernel is not None and proj_reg:
-            null = MatrixFreeScores(ensemble).null_directions()
-            kernel = kernel + proj_reg * null @ null.T
-        self.kernel = kernel
-
-    # Solutions --------------------------------------------------------------------------------------------------------
+            scores.divide(self.D)
+        self.scores, self.what = scores, "the kernel" if mode == "kernel" else "S"
+        self.matrix: LinearOperator = CenteredFisherLinearOperator.of(scores)
+        if mode == "dense":
+            self.matrix = Dense(scores.covariance(), Structure.PSD)
+        elif mode == "kernel":
+            null = torch.kron(ensemble.root[:, None], torch.eye(c, dtype=scores.dtype, device=scores.device))
+            self.matrix = Dense(scores.kernel() + proj_reg * null @ null.T, Structure.PSD)
 
     def direction(self, target: Tensor) -> tuple[Tensor, SolveReport]:  # [n·c] -> [P]
         """The `d` of least `|Ō d - target|² + |d|²_M`, with `M = λI + ε diag(S)`: `(S + M)⁻¹ Ōᵀ target`."""
-        if self.kernel is not None:
-            x, report = self._solve_dense(self.kernel, target)
-            return self.from_unknowns(self.scores._rmatmat(x[:, None])[:, 0]), report
-        if self.solver == "lsmr":
-            d, report = self._lsmr(target)
+        if self.mode != "kernel":
+            d, report = self._solve(self.transpose(target))
         else:
-            d, report = self._solve(self.scores._rmatmat(target[:, None])[:, 0])
+            x, report = self._solve(target)
+            d = self.transpose(x)
         return self.from_unknowns(d), report
 
     def inverse(self, g: Tensor) -> tuple[Tensor, SolveReport]:  # [P] -> [P]
         """`(S + M)⁻¹ g`."""
         g = self.from_unknowns(g)
-        if self.kernel is None:
+        if self.mode != "kernel":
             x, report = self._solve(g)
         else:  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
-            y, report = self._solve_dense(self.kernel, self.product(g))
-            x = (g - self.scores._rmatmat(y[:, None])[:, 0]) / self.shift
+            y, report = self._solve(self.product(g))
+            x = (g - self.transpose(y)) / self.shift
         return self.from_unknowns(x), report
 
     def product(self, unknowns: Tensor) -> Tensor:  # [P] -> [n·c]
         """`Ō δ` of unknowns `D δ`."""
         return self.scores._matmat(unknowns[:, None])[:, 0]
+
+    def transpose(self, x: Tensor) -> Tensor:  # [n·c] -> [P]
+        """`D⁻¹ Ōᵀ x`."""
+        return self.scores._rmatmat(x[:, None])[:, 0]
 
     def to_unknowns(self, v: Tensor) -> Tensor:
         """`D v`."""
@@ -152,188 +276,73 @@ class DampedSystem:
         """`D⁻¹ v`."""
         return v if self.D is None else v / self.D
 
-    # Setup -----------------------------------------------------------------------------------------------------------
-
-    def _choose(self, mode: Mode, solver: Solver | None) -> tuple[str, Solver]:
-        if mode != "auto":
-            return mode, solver or _SOLVERS[mode][0]
-        e = self.ensemble
-        rows, P, fits = e.n * e.components, e.psi.space.dim, e.stored_bytes <= _STORED_BYTES
-        recorded = e.psi.module is not None and rows < P and not self.diagonal_shift
-        if min(rows, P) > _LARGEST or not (fits or recorded):
-            chosen = "lazy"
-        else:
-            chosen = "kernel" if rows < P and self.shift > 0 else "dense"
-        if solver is not None and solver not in _SOLVERS[chosen]:
-            chosen = "lazy" if solver in _SOLVERS["lazy"] and not fits else "dense"
-        return chosen, solver or _SOLVERS[chosen][0]
-
-    def _check_rank(self) -> None:
-        if self.shift > 0:
-            return
-        if self.mode == "kernel":
-            raise ValueError(
-                'mode="kernel" needs a positive damping: the kernel of centred derivatives is always singular, '
-                'and Woodbury\'s identity divides by λ. Take damping=1e-3 or the like, or mode="dense".'
-            )
-        e = self.ensemble
-        rank, P = (int((e.weights > 0).sum()) - 1) * e.components, e.psi.space.dim
-        if rank < P:
-            raise SingularMatrixError(
-                f"S of {P} real parameters is singular: the centred derivatives of {e.n} samples have rank {rank} at "
-                "most. Add a damping (1e-3 is common), or take more samples."
-            )
-
-    def _scores_and_kernel(self) -> tuple[LinearOperator, Tensor | None]:
-        """`Ō D⁻¹`, and in mode "kernel" the kernel."""
-        free = MatrixFreeScores(self.ensemble)
-        if self.mode == "lazy":
-            return (free if self.D is None else Product(free, Diagonal(1 / self.D))), None
-        if self.mode == "kernel" and self.D is None and (recorded := free.recorded_kernel()) is not None:
-            return free, recorded
-        stored = StoredScores(self.ensemble, self.D)
-        return stored, stored.kernel() if self.mode == "kernel" else None
-
-    # Solvers ---------------------------------------------------------------------------------------------------------
-
     def _solve(self, b: Tensor) -> tuple[Tensor, SolveReport]:
-        """`(Ŝ + shift)⁻¹ b`."""
-        S = CenteredFisherLinearOperator.of(self.scores)
-        if self.solver in ("cholesky", "eigh"):
-            return self._solve_dense(S.to_dense(), b)
-        return self._cg(S, b)
-
-    def _cg(self, A: LinearOperator, b: Tensor) -> tuple[Tensor, SolveReport]:
-        with self._solver_warnings():
-            x, info = cg(A.shift(self.shift), b, x0=b, tol=self._tolerance(), max_iter=self.max_iter)
-        residual = float(info.relative_residual[0])
-        self._warn_of_residual(residual, info.reason)
-        return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
-
-    def _lsmr(self, target: Tensor) -> tuple[Tensor, SolveReport]:
-        tolerance = self._tolerance()
-        with self._solver_warnings():
-            x, info = lsmr(
-                self.scores,
-                target,
-                damp=self.shift**0.5,
-                atol=tolerance,
-                btol=tolerance,
-                conlim=0.0,
-                max_iter=self.max_iter,
-            )
-        b = self.scores._rmatmat(target[:, None])[:, 0]
-        left = b - self.scores._rmatmat(self.product(x)[:, None])[:, 0] - self.shift * x
-        residual = relative(left, b)
-        self._warn_of_residual(residual, info.reason)
-        return x, SolveReport(self.mode, "lsmr", len(x), residual, iterations=info.iterations)
-
-    def _solve_dense(self, M: Tensor, b: Tensor) -> tuple[Tensor, SolveReport]:
-        """`(M + shift)⁻¹ b` with a dense matrix."""
-        what = "the kernel" if self.kernel is not None else "S"
-        check_finite(M, what)
+        """`(matrix + shift)⁻¹ b`."""
         if self.solver == "cg":
-            return self._cg(Dense(M, Structure.PSD), b)
-        solver, rank, condition = self.solver, None, None
-        if solver == "cholesky" and self.shift > 0:
-            try:
-                L = damped_cholesky(M, self.shift, retry_double_precision=False, what=what)
-                x = torch.cholesky_solve(b[:, None], L)[:, 0]
-                condition = _condition(M, L, self.shift)
-            except SingularMatrixError:
-                solver, (x, rank, condition) = "pinv", _smoothed_pseudo_inverse(M, b, self.shift)
+            return self._cg(b)
+        M, solver, rank, condition = self.matrix.to_dense(), "cholesky", None, None
+        try:
+            if not self.shift > 0:  # only the eigenvalues tell whether the matrix is singular
+                raise SingularMatrixError("no damping")
+            L = damped_cholesky(M, self.shift, retry_double_precision=False, what=self.what)
+            x = torch.cholesky_solve(b[:, None], L)[:, 0]
+        except SingularMatrixError:
+            solver, (x, rank, condition) = "pinv", smoothed_pseudo_inverse(M, b, self.shift)
+            if not self.shift > 0 and rank < len(M):
+                raise SingularMatrixError(
+                    f"{self.what} is singular: {len(M) - rank} of its {len(M)} eigenvalues count as zero. "
+                    "Add a damping."
+                ) from None
+            if self.shift > 0:
                 warnings.warn(
-                    f"{what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in {M.dtype}; "
+                    f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in {M.dtype}; "
                     f"solved with a smoothed pseudo-inverse of rank {rank}. Compute in float64, or take a larger "
                     "damping.",
                     CurvatureWarning,
                     stacklevel=2,
                 )
-        else:  # without damping only the eigenvalues tell whether the matrix is singular
-            solver = "eigh"
-            values, Q = eigh(M, what)
-            values = psd_clip(values)
-            x = Q @ (powers(values + self.shift, -1.0, what) * (Q.T @ b))
-            rank = int((values > 0).sum())
-            condition = float((values[-1] + self.shift) / (values[0] + self.shift))
-        return x, SolveReport(self.mode, solver, len(b), relative(b - M @ x - self.shift * x, b), rank, condition)
+        residual, size = (float(torch.linalg.vector_norm(v)) for v in (b - M @ x - self.shift * x, b))
+        return x, SolveReport(self.mode, solver, len(b), residual / size if size else 0.0, rank, condition)
 
-    def _tolerance(self) -> float:
-        if self.tol is not None:
-            return self.tol
-        return 1e-12 if self.ensemble.psi.dtype == torch.float64 else 1e-5
-
-    @contextmanager
-    def _solver_warnings(self) -> Iterator[None]:
-        """Context without the solver's own warnings if no tolerance was given: `_warn_of_residual` gives one then."""
+    def _cg(self, b: Tensor) -> tuple[Tensor, SolveReport]:
+        tol = (1e-12 if b.dtype == torch.float64 else 1e-5) if self.tol is None else self.tol
         with warnings.catch_warnings():
-            if self.tol is None:
+            if self.tol is None:  # then rounding may end it before, and only a large residual is worth a warning
                 warnings.simplefilter("ignore", CurvatureWarning)
-            yield
-
-    def _warn_of_residual(self, residual: float, reason: str) -> None:
-        limit = torch.finfo(self.ensemble.psi.dtype).eps ** 0.5
-        if self.tol is None and not residual <= limit:
+            x, info = cg(self.matrix.shift(self.shift), b, x0=b, tol=tol, max_iter=self.max_iter)
+        residual = float(info.relative_residual[0])
+        if self.tol is None and not residual <= torch.finfo(b.dtype).eps ** 0.5:
             warnings.warn(
-                f"{self.solver} in mode {self.mode!r} ended at a relative residual of {residual:.1e}: {reason}.",
+                f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: {info.reason}.",
                 CurvatureWarning,
                 stacklevel=2,
             )
+        return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
 
 def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
     """Check names and numbers before anything is computed."""
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
-    if solver is not None and solver not in get_args(Solver):
-        raise ValueError(f"Expected solver to be None or one of {list(get_args(Solver))}, got {solver!r}.")
-    if mode != "auto" and solver is not None and solver not in _SOLVERS[mode]:
-        fitting = [m for m, solvers in _SOLVERS.items() if solver in solvers]
+    if solver not in (None, *get_args(Solver)) or (mode, solver) == ("lazy", "cholesky"):
         raise ValueError(
-            f"solver={solver!r} does not go with mode={mode!r}: take one of {list(_SOLVERS[mode])}, or mode {fitting}."
+            f'Expected solver to be None, "cholesky" or "cg", in mode="lazy" None or "cg"; got {solver!r}.'
         )
     for name, value in numbers.items():
         if not 0 <= value < float("inf"):
             raise ValueError(f"Expected {name} to be a finite number of at least 0, got {value!r}.")
 
 
-def check_finite(M: Tensor, what: str) -> None:
-    """Refuse a matrix with NaN or infinite entries; those of derivatives are checked earlier."""
-    if not bool(torch.isfinite(M).all()):
-        raise NumericsError(
-            f"{what} {list(M.shape)} has NaN or infinite entries, from derivatives too large for {M.dtype}. Compute in "
-            "float64, or look for samples near nodes of ψ."
-        )
+def smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:
+    """Smoothed pseudo-inverse of `M + shift` times b, with the rank and the condition number.
 
-
-def relative(residual: Tensor, b: Tensor) -> float:
-    """`|residual| / |b|`, 0 for 0."""
-    size = float(torch.linalg.vector_norm(b))
-    return float(torch.linalg.vector_norm(residual)) / size if size else 0.0
-
-
-def _smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:
-    """Smoothed pseudo-inverse of `M + shift` times b: `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`.
-
-    `r` is the size times the machine precision, the relative accuracy of eigenvalues; as in netket.
+    `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`, with `r` the size times the machine precision, the
+    relative accuracy of eigenvalues; as in netket.
     """
     values, Q = eigh(M)
     values = values + shift
     cut = values.shape[0] * torch.finfo(M.dtype).eps * values.abs().amax()
     kept = values > cut
-    safe = torch.where(kept, values, torch.ones_like(values))
+    safe = torch.where(kept, values, values.amax())
     inverse = torch.where(kept, 1 / (safe * (1 + (cut / safe) ** 6)), torch.zeros_like(values))
-    smallest = torch.where(kept, values, values.amax()).amin()
-    return Q @ (inverse * (Q.T @ b)), int(kept.sum()), float(values.amax() / smallest)
-
-
-def _condition(M: Tensor, L: Tensor, shift: float) -> float:
-    """Largest eigenvalue of `M + shift` over the smallest, each from five power iterations."""
-    start = standard_normal(1, len(M), torch.Generator().manual_seed(0), M)
-    largest = smallest = torch.ones((), dtype=M.dtype, device=M.device)
-    v = w = start / torch.linalg.vector_norm(start)
-    for _ in range(5):
-        v, w = M @ v + shift * v, torch.cholesky_solve(w, L)
-        largest, smallest = torch.linalg.vector_norm(v), 1 / torch.linalg.vector_norm(w)
-        v, w = v / largest, w * smallest
-    return float(largest / smallest)
+    return Q @ (inverse * (Q.T @ b)), int(kept.sum()), float(values.amax() / safe.amin())

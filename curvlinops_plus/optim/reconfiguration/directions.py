@@ -27,7 +27,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
     full_precision_no_grad,
 )
 from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
-from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble, name_samples
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, name_samples
 
 
 class Reconfiguration(NamedTuple):
@@ -85,10 +85,9 @@ def stochastic_reconfiguration(
         amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
         diagonal_shift: `ε` of a shift by `ε diag(S)` on top of `λI`; the direction then hardly depends on the scales of
             the parameters.
-        solver: "cholesky" (if that fails, a smoothed pseudo-inverse with a warning) or "eigh" for dense and kernel,
-            "cg" for all modes, "lsmr" for lazy and dense; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
-        tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64, or what rounding
-            allows.
+        solver: "cholesky" for dense and kernel (if it fails, a smoothed pseudo-inverse with a warning), "cg" for all
+            modes; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
+        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
         max_iter: Their largest number of iterations; None: 10·P.
         proj_reg: Added to the kernel times the projection onto the directions that centring removes (`11ᵀ/n`). The
             direction does not depend on it; a factorisation may be better conditioned.
@@ -103,8 +102,8 @@ def stochastic_reconfiguration(
         SingularMatrixError: If there is no damping and `S` is singular.
 
     Cost: a forward pass, then in mode "dense" one backward pass per sample (vectorised), n·P² for `S`, P³/3 to solve.
-        In mode "kernel" of a module with real `log ψ` one forward and one backward pass (no Jacobian is stored), of
-        anything else as dense, n²·P for the kernel and n³/3. In mode "lazy" three backward passes per iteration.
+        In mode "kernel" the same, n²·P for the kernel and n³/3. Both keep n·P derivatives, twice that if complex. In
+        mode "lazy" three backward passes per iteration.
 
     Source: Sorella 1998, arXiv cond-mat/9803107; Chen and Heyl 2024, arXiv 2302.01941 (kernel); Goldshlager, Abrahamsen
         and Lin 2024, arXiv 2401.10190 (SPRING).
@@ -153,15 +152,12 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
     costs = torch.as_tensor(local_costs).detach().to(psi.device)
     if costs.shape != (n,):
         raise ValueError(f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}.")
-    bad = ~torch.isfinite(costs)
-    if bool(bad.any()):
+    if bool((bad := ~torch.isfinite(costs)).any()):
         raise NumericsError(
             f"local_costs is NaN or infinite for {name_samples(bad)}. Local energies diverge at nodes of ψ and where "
             "particles meet without a cusp: leave these samples out, or clip the costs (say at five mean deviations "
             "from the median) before they come here."
         )
-    if not (costs.is_complex() or costs.is_floating_point()):
-        costs = costs.to(psi.dtype)
     costs = costs.to(torch.promote_types(costs.dtype, psi.dtype))
     # Large energies are centred before they are rounded, and differences before they are averaged.
     differences = costs - costs[0]
@@ -235,7 +231,7 @@ def fisher_inverse(
         chunk_size: How many samples are differentiated at once; None: all.
         amplitude: "real", "complex" or "holomorphic". The gradient with respect to a complex parameter is that of
             `p.grad`: the real part's plus `i` times the imaginary part's.
-        solver: As for `stochastic_reconfiguration`, without "lsmr".
+        solver: As for `stochastic_reconfiguration`.
         tol: Relative residual at which CG stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
 
     Returns:
@@ -254,8 +250,6 @@ def fisher_inverse(
         [tensor(1.5000)]
     """
     check_options(mode, solver, damping=damping)
-    if solver == "lsmr":
-        raise ValueError('solver="lsmr" solves least-squares problems, and a gradient alone is none; use "cg".')
     if mode == "kernel" and not damping:
         raise ValueError('mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.')
     psi = LogAmplitude(log_psi, params, amplitude)

@@ -17,7 +17,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
 )
 from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
 from curvlinops_plus.optim.reconfiguration.directions import centred_costs, check_momentum, reconfigure
-from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble
 
 
 class StochasticReconfiguration(torch.optim.Optimizer):

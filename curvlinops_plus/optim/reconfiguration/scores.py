@@ -1,4 +1,4 @@
-"""Centred log-derivatives `Ō` as linear operators, from which the covariance `S = Ōᵀ Ō` is formed.
+"""Centred log-derivatives `Ō` of weighted samples, as linear operators.
 
     Ō = √W (I - 1 wᵀ) J        [n·c, P]
 
@@ -11,176 +11,162 @@ Shapes: P real numbers in the parameters, n samples, c components; rows of `Ō` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator, Space, gram
-from curvlinops_plus.linalg.implicit import linear_in
-from curvlinops_plus.linalg.numerics import standard_normal
-from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk.batches import to_device
+from curvlinops_plus.risk.modules import preserve_state
+from curvlinops_plus.risk.process_state import eager
 
 
-class Scores(LinearOperator):
-    """`Ō` [n·c, P]. Subclasses define its products; quadratic functions of it have their own methods."""
+class Ensemble:
+    """A log-amplitude at its parameters' current values, with samples and their weights.
 
-    def __init__(self, ensemble: Ensemble) -> None:
-        psi = ensemble.psi
-        super().__init__(psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components))
-        self.ensemble = ensemble
-
-    def stored(self) -> StoredScores:
-        """The same with all derivatives in memory."""
-        return StoredScores(self.ensemble)
-
-    def kernel(self) -> Tensor:
-        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel."""
-        return self.stored().kernel()
-
-    def covariance(self) -> Tensor:
-        """`S = Ōᵀ Ō` [P, P]."""
-        return self.stored().covariance()
-
-    def variances(self) -> Tensor:
-        """The diagonal of `S`, [P]."""
-        raise NotImplementedError
-
-    def null_directions(self) -> Tensor:
-        """Orthonormal columns [n·c, c] that `Ōᵀ` maps to zero, because derivatives are centred."""
-        eye = torch.eye(self.ensemble.components, dtype=self.dtype, device=self.device)
-        return torch.kron(self.ensemble.root[:, None], eye)
-
-    def centred(self, t: Tensor) -> Tensor:  # [n, ...] -> [n, ...]
-        """`√W (I - 1 wᵀ) t`."""
-        w, root = self.ensemble.weights, self.ensemble.root
-        mean = torch.tensordot(w.to(t.dtype), t, dims=1)
-        return (t - mean) * root.view(-1, *[1] * (t.ndim - 1)).to(t.dtype)
-
-
-class StoredScores(Scores):
-    """`Ō` with all its entries; of a holomorphic amplitude the complex derivatives [n, P/2], half as many numbers.
+    Values of the parameters are copied, so that steps of an optimizer don't change the ensemble.
 
     Args:
-        scale: Divide column k by `scale[k]`; of a complex parameter the same for both parts.
+        samples: A tensor, or a tuple, list or dict of tensors, with the n samples along the first axis.
+        weights: Weights [n] of the samples, not negative; divided by their sum. None: all equal.
+        chunk_size: How many samples are differentiated at once; None: all.
 
-    Cost: n·c·P numbers, and one backward pass per sample and component (vectorised).
+    Attributes:
+        root: Square roots [n] of the normalised weights.
+        components: Numbers per sample, 1 or 2.
+        rows: Of these, how many are differentiated; those of a holomorphic function follow from the first one.
+
+    Raises:
+        ValueError: If there are fewer than two samples of positive weight, or weights are invalid.
+        NumericsError: If log ψ of a sample is NaN or infinite.
+        UnsupportedError: If log ψ is random, or that of one sample depends on others.
+
+    Cost: one forward pass without gradient, and one of a sample.
     """
 
-    def __init__(self, ensemble: Ensemble, scale: Tensor | None = None) -> None:
-        super().__init__(ensemble)
-        J = torch.cat([J for _, J in ensemble.jacobians()])  # [n, rows, P]
-        J = J if scale is None else J / scale
-        if ensemble.psi.kind == "holomorphic":  # of f = u + iv with θ = x + iy: f' = ∂u/∂x - i ∂u/∂y
-            self.matrix = self.centred(torch.view_as_complex(J[:, 0].unflatten(-1, (-1, 2)).contiguous()).conj())
-        else:
-            self.matrix = self.centred(J).flatten(0, 1)
-        self.matrix = self.matrix.resolve_conj()
+    def __init__(self, psi: LogAmplitude, samples: Any, weights: Any = None, chunk_size: int | None = None) -> None:
+        sizes = {len(t) for t in tree_leaves(samples)}
+        if len(sizes) != 1:
+            raise ValueError(f"Expected tensors with all samples along their first axis; got the lengths {sizes}.")
+        self.psi, self.n = psi, sizes.pop()
+        self.weights = self._read_weights(weights)
+        self.root, self.free = self.weights.sqrt(), psi.snapshot()
+        samples, step = to_device(samples, psi.device), chunk_size or self.n
+        self.chunks = [tree_map_only(Tensor, lambda t, i=i: t[i : i + step], samples) for i in range(0, self.n, step)]
+        self.components = self._forward().shape[1]
+        self.rows = 1 if psi.kind == "holomorphic" else self.components
+        if psi.kind == "holomorphic":
+            self._check_holomorphic()
 
-    def _matmat(self, X: Tensor) -> Tensor:
-        return _to_real(self.matrix @ self._from_real(X))
+    def _read_weights(self, weights: Any) -> Tensor:
+        w = torch.ones(self.n, dtype=self.psi.dtype) if weights is None else torch.as_tensor(weights).detach()
+        if w.shape != (self.n,) or w.is_complex():
+            raise ValueError(f"Expected {self.n} real weights, one per sample; got {w.dtype} of shape {list(w.shape)}.")
+        if bool((bad := ~(torch.isfinite(w) & (w >= 0))).any()):
+            raise ValueError(f"Expected weights that are finite and not negative; {name_samples(bad)} are not.")
+        if (positive := int((w > 0).sum())) < 2:
+            raise ValueError(f"Expected at least two samples with a positive weight, got {positive} of {self.n}.")
+        w = w.to(torch.promote_types(w.dtype, self.psi.dtype))
+        return (w / w.sum()).to(self.psi.device, self.psi.dtype)
 
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return _to_real(self.matrix.mH @ self._from_real(X))
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context for calls of `log_psi`; restores the module and the global random state."""
+        with ExitStack() as stack:
+            stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autocast(self.psi.device.type, enabled=False))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivative
+            stack.enter_context(eager())
+            yield
 
-    def _from_real(self, X: Tensor) -> Tensor:  # [2d, K] -> complex [d, K]
-        if not self.matrix.is_complex():
-            return X
-        return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1))  # torch 2.6 can't view a single column
+    def _forward(self) -> Tensor:  # -> [n, c]
+        with self.running(), torch.no_grad():
+            before = RandomState.now(self.psi.device)
+            out = torch.cat([self.psi(self.free, chunk) for chunk in self.chunks])
+            if before != RandomState.now(self.psi.device):
+                raise UnsupportedError(
+                    "log_psi draws random numbers (dropout in training mode?), so that its derivatives are random. "
+                    "Call .eval() first, or make the randomness part of the samples."
+                )
+            if bool((bad := ~torch.isfinite(out).all(1)).any()):
+                raise NumericsError(
+                    f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, for parameters "
+                    "that diverged, or for overflow; leave such samples out."
+                )
+            last = self.psi(self.free, tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1]))
+        tolerance = torch.finfo(out.dtype).eps ** 0.5
+        if not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
+            raise UnsupportedError(
+                f"log_psi gives {out[-1].tolist()} for the last sample among others and {last[0].tolist()} for that "
+                "sample alone; each of its outputs must depend on one sample only. (Batch norm in training mode? Call "
+                ".eval() first. A normalisation over the batch? It does not matter here, leave it out.)"
+            )
+        return out
 
-    def stored(self) -> StoredScores:
-        return self
+    def _check_holomorphic(self) -> None:
+        """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real part."""
+        with self.running():
+            J = self._jacobian(tree_map_only(Tensor, lambda t: t[:2], self.chunks[0]), 2)  # [m, 2, P]
+        real, imag = (torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) for part in J.movedim(1, 0))
+        error, size = (imag - 1j * real).abs().amax(), real.abs().amax() + imag.abs().amax()
+        if float(error) > 1e3 * torch.finfo(real.dtype).eps * float(size):
+            raise ValueError(
+                f'amplitude="holomorphic": log ψ is not holomorphic in its parameters, its derivatives violate the '
+                f"Cauchy-Riemann equations by {float(error / size):.1e}. (Does it use .real, .imag, abs() or conj() of "
+                'something that depends on them?) Use amplitude="complex".'
+            )
 
-    def kernel(self) -> Tensor:
-        return _as_blocks(self.matrix @ self.matrix.mH) if self.matrix.is_complex() else gram(self.matrix.T)
+    def jacobians(self) -> Iterator[tuple[slice, Tensor]]:
+        """Derivatives of each chunk's samples, [m, rows, P]."""
+        start = 0
+        for chunk in self.chunks:
+            with self.running():
+                J = self._jacobian(chunk, self.rows).to(self.psi.dtype)
+            if bool((bad := ~torch.isfinite(J).all(2).all(1)).any()):
+                raise NumericsError(
+                    f"The derivatives of log ψ are NaN or infinite for {name_samples(bad, start)}, where log ψ is "
+                    "finite. Look for square roots or norms at zero, and for nodes of ψ."
+                )
+            yield slice(start, start + len(J)), J
+            start += len(J)
 
-    def covariance(self) -> Tensor:
-        return _as_blocks(self.matrix.mH @ self.matrix) if self.matrix.is_complex() else gram(self.matrix)
+    def _jacobian(self, chunk: Any, rows: int) -> Tensor:  # -> [m, rows, P]
+        def one(sample: Any) -> Tensor:  # -> [rows, P]
+            x = tree_map_only(Tensor, lambda t: t[None], sample)
+            out, back = vjp(lambda free: self.psi(free, x)[0], self.free)[:2]
+            found = [back(e)[0] for e in torch.eye(len(out), dtype=out.dtype, device=out.device)[:rows]]
+            return torch.stack([torch.cat([g[name].reshape(-1) for name in self.psi.space.names]) for g in found])
 
-    def variances(self) -> Tensor:
-        squares = self.matrix.abs().square().sum(0)
-        return squares.repeat_interleave(2) if self.matrix.is_complex() else squares
+        try:
+            return vmap(one)(chunk).detach()
+        except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
+            graph = _Graph(self, chunk)
+            basis = torch.eye(graph.out.numel(), dtype=graph.out.dtype, device=graph.out.device)
+            found = basis.view(*graph.out.shape, *graph.out.shape)[:, :rows].flatten(0, 1)
+            return torch.stack([self.psi.space.flatten(graph.backward(u)) for u in found]).unflatten(0, (-1, rows))
 
 
-class MatrixFreeScores(Scores):
-    """`Ō` by its products: a forward pass, and one or two backward passes each, per chunk of samples.
+def name_samples(bad: Tensor, start: int = 0) -> str:
+    """The samples where a mask [n] is True, in words.
 
-    Without chunks the graph of the forward pass is kept, and only backward passes are left.
+    Example:
+        >>> name_samples(torch.tensor([False, True, True]))
+        '2 of 3 samples (1, 2)'
     """
-
-    def __init__(self, ensemble: Ensemble) -> None:
-        super().__init__(ensemble)
-        self._kept: _Graph | None = None
-
-    def _graph(self, chunk: Any) -> _Graph:
-        if self._kept is not None:
-            return self._kept
-        graph = _Graph(self.ensemble, chunk)
-        if len(self.ensemble.chunks) == 1:
-            self._kept = graph
-        return graph
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._product, self._transpose_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._transpose_product, self._product)
-
-    def _product(self, X: Tensor) -> Tensor:  # [P, K] -> [n·c, K]
-        columns = []
-        with self.ensemble.running():
-            for chunk in self.ensemble.chunks:
-                graph = self._graph(chunk)
-                columns.append(torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1))
-        return self.centred(torch.cat(columns).to(self.dtype)).flatten(0, 1)  # [n, c, K] -> [n·c, K]
-
-    def _transpose_product(self, X: Tensor) -> Tensor:  # [n·c, K] -> [P, K]
-        w, root = self.ensemble.weights, self.ensemble.root
-        U = X.view(self.ensemble.n, self.ensemble.components, -1)
-        U = root[:, None, None] * U
-        U = U - w[:, None, None] * U.sum(0)  # (I - w 1ᵀ) √W X
-        total, start = torch.zeros(self.shape[1], X.shape[1], dtype=self.dtype, device=self.device), 0
-        with self.ensemble.running():
-            for chunk in self.ensemble.chunks:
-                graph = self._graph(chunk)
-                stop = start + graph.rows
-                for k in range(X.shape[1]):
-                    total[:, k] += self.in_space.flatten(graph.backward(U[start:stop, :, k])).to(self.dtype)
-                start = stop
-        return total
-
-    def recorded_kernel(self) -> Tensor | None:
-        """`Ō Ōᵀ` from the recorded inputs and output gradients of layers; None if they can't be recorded.
-
-        A parameter may also be read outside of the recorded calls. So the result is compared with plain autograd on one
-        random vector: `uᵀ Ō Ōᵀ u = |Ōᵀ u|²`.
-        """
-        plain = recorded_sample_kernel(self.ensemble)
-        if plain is None:
-            return None
-        kernel = self.centred(self.centred(plain).T)
-        u = standard_normal(1, len(kernel), torch.Generator().manual_seed(0), kernel)
-        form, square = (u.T @ kernel @ u)[0, 0], self._rmatmat(u).square().sum()
-        # Rounding is relative to the kernel before it was centred.
-        room = torch.finfo(kernel.dtype).eps ** 0.5 * (square + plain.diagonal().mean())
-        return kernel if bool((form - square).abs() <= room) else None
-
-    def kernel(self) -> Tensor:
-        recorded = self.recorded_kernel()
-        return super().kernel() if recorded is None else recorded
-
-    def variances(self) -> Tensor:
-        ensemble, holomorphic = self.ensemble, self.ensemble.psi.kind == "holomorphic"
-        mean, total = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for at, J in ensemble.jacobians():  # one chunk at a time is in memory
-            mean = mean + torch.tensordot(ensemble.weights[at], J, dims=1)
-        for at, J in ensemble.jacobians():
-            total = total + torch.tensordot(ensemble.weights[at], (J - mean).square(), dims=1)
-        squares = total.sum(0)
-        return squares.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else squares
+    where = ", ".join(str(start + int(i)) for i in bad.nonzero()[:8, 0])
+    return f"{int(bad.sum())} of {len(bad)} samples ({where}{', ...' if int(bad.sum()) > 8 else ''})"
 
 
 class _Graph:
@@ -192,32 +178,118 @@ class _Graph:
     def __init__(self, ensemble: Ensemble, chunk: Any) -> None:
         self.leaves = {name: v.detach().requires_grad_() for name, v in ensemble.free.items()}
         self.out = ensemble.psi(self.leaves, chunk)  # [m, c]
-        self.rows = len(self.out)
         self.w = torch.zeros_like(self.out, requires_grad=True)
 
     @cached_property
     def back(self) -> dict[str, Tensor]:
         """`Jᵀ w`, with a graph to `w`."""
-        if not self.out.requires_grad:
-            return {}
         leaves = list(self.leaves.values())
         found = torch.autograd.grad(self.out, leaves, self.w, create_graph=True, allow_unused=True)
         return {name: g for name, g in zip(self.leaves, found, strict=True) if g is not None and g.requires_grad}
 
-    def forward(self, v: Mapping[str, Tensor]) -> Tensor:  # {name: [*s]} -> [m, c]
-        if not self.back:
-            return torch.zeros_like(self.w).detach()
+    def forward(self, v: dict[str, Tensor]) -> Tensor:  # {name: [*s]} -> [m, c]
         along = [v[name].to(g.dtype) for name, g in self.back.items()]
-        (out,) = torch.autograd.grad(list(self.back.values()), self.w, along, retain_graph=True, materialize_grads=True)
-        return out
+        return torch.autograd.grad(list(self.back.values()), self.w, along, retain_graph=True, materialize_grads=True)[
+            0
+        ]
 
     def backward(self, u: Tensor) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
-        if not self.out.requires_grad:
-            return {name: torch.zeros_like(v) for name, v in self.leaves.items()}
-        found = torch.autograd.grad(
-            self.out, list(self.leaves.values()), u.to(self.out.dtype), retain_graph=True, materialize_grads=True
-        )
+        leaves = list(self.leaves.values())
+        found = torch.autograd.grad(self.out, leaves, u.to(self.out.dtype), retain_graph=True, materialize_grads=True)
         return dict(zip(self.leaves, found, strict=True))
+
+
+class Scores(LinearOperator):
+    """`Ō` [n·c, P], by products, or with all its entries.
+
+    Products take a forward pass and one or two backward passes each, per chunk of samples; without chunks the graph of
+    the forward pass is kept, and only backward passes are left.
+
+    Args:
+        stored: Keep the entries: n·c·P numbers (of a holomorphic amplitude the complex derivatives [n, P/2], half as
+            many), from one backward pass per sample and component (vectorised).
+    """
+
+    def __init__(self, ensemble: Ensemble, stored: bool) -> None:
+        psi = ensemble.psi
+        super().__init__(psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components))
+        self.ensemble, self.matrix = ensemble, None
+        self._scale: Tensor | None = None
+        self._kept: _Graph | None = None
+        if stored:
+            J = torch.cat([J for _, J in ensemble.jacobians()])  # [n, rows, P]
+            if psi.kind == "holomorphic":  # of f = u + iv with θ = x + iy: f' = ∂u/∂x - i ∂u/∂y
+                J = torch.view_as_complex(J.unflatten(-1, (-1, 2)).contiguous()).conj()
+            self.matrix = self.centred(J).flatten(0, 1).resolve_conj()
+
+    def divide(self, scale: Tensor) -> None:
+        """Divide columns by `scale` [P]; both parts of a complex parameter by the same."""
+        if self.matrix is None:
+            self._scale = scale
+        else:
+            self.matrix = self.matrix / (scale[::2] if self.matrix.is_complex() else scale)
+
+    def centred(self, t: Tensor) -> Tensor:  # [n, ...] -> [n, ...]
+        """`√W (I - 1 wᵀ) t`."""
+        w, root = self.ensemble.weights, self.ensemble.root
+        mean = torch.tensordot(w.to(t.dtype), t, dims=1)
+        return (t - mean) * root.view(-1, *[1] * (t.ndim - 1)).to(t.dtype)
+
+    def _graph(self, chunk: Any) -> _Graph:
+        graph = self._kept or _Graph(self.ensemble, chunk)
+        self._kept = graph if len(self.ensemble.chunks) == 1 else None
+        return graph
+
+    def _matmat(self, X: Tensor) -> Tensor:  # [P, K] -> [n·c, K]
+        if self.matrix is not None:
+            return _to_real(self.matrix @ self._from_real(X))
+        columns, X = [], X if self._scale is None else X / self._scale[:, None]
+        with self.ensemble.running():
+            for chunk in self.ensemble.chunks:
+                graph = self._graph(chunk)
+                columns.append(torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1))
+        return self.centred(torch.cat(columns).to(self.dtype)).flatten(0, 1)  # [n, c, K] -> [n·c, K]
+
+    def _rmatmat(self, X: Tensor) -> Tensor:  # [n·c, K] -> [P, K]
+        if self.matrix is not None:
+            return _to_real(self.matrix.mH @ self._from_real(X))
+        U = self.ensemble.root[:, None, None] * X.view(self.ensemble.n, self.ensemble.components, -1)
+        U = U - self.ensemble.weights[:, None, None] * U.sum(0)  # (I - w 1ᵀ) √W X
+        total, start = X.new_zeros(self.shape[1], X.shape[1]), 0
+        with self.ensemble.running():
+            for chunk in self.ensemble.chunks:
+                graph = self._graph(chunk)
+                parts, start = U[start : start + len(graph.out)], start + len(graph.out)
+                total += torch.stack([self.in_space.flatten(graph.backward(u)) for u in parts.unbind(-1)], 1)
+        return total if self._scale is None else total / self._scale[:, None]
+
+    def _from_real(self, X: Tensor) -> Tensor:  # [2d, K] -> complex [d, K]
+        assert self.matrix is not None
+        return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1)) if self.matrix.is_complex() else X
+
+    def kernel(self) -> Tensor:
+        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel."""
+        M = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
+        assert M is not None
+        return _as_blocks(M @ M.mH) if M.is_complex() else gram(M.T)
+
+    def covariance(self) -> Tensor:
+        """`S = Ōᵀ Ō` [P, P]."""
+        M = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
+        assert M is not None
+        return _as_blocks(M.mH @ M) if M.is_complex() else gram(M)
+
+    def variances(self) -> Tensor:
+        """The diagonal of `S`, [P]; one chunk at a time is in memory."""
+        if self.matrix is not None:
+            squares = self.matrix.abs().square().sum(0)
+            return squares.repeat_interleave(2) if self.matrix.is_complex() else squares
+        w, holomorphic = self.ensemble.weights, self.ensemble.psi.kind == "holomorphic"
+        mean = sum(torch.tensordot(w[at], J, dims=1) for at, J in self.ensemble.jacobians())
+        total = sum(torch.tensordot(w[at], (J - mean).square(), dims=1) for at, J in self.ensemble.jacobians())
+        assert isinstance(total, Tensor)
+        squares = total.sum(0)
+        return squares.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else squares
 
 
 def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
