@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores, recorded_kernel
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net, tensors
 
@@ -117,6 +117,44 @@ def test_parameters_that_do_nothing() -> None:
         S = CenteredFisherLinearOperator(lambda p, x: p[1] * x, params, x, stored=stored)
         assert close(S.to_dense(), torch.diag(torch.tensor([0, 0, 0, float(x.var(correction=0))], dtype=F64)))
         assert close(S @ torch.ones(4, dtype=F64), S.to_dense() @ torch.ones(4, dtype=F64))
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.conv = nn.Embedding(3, 4), nn.Conv1d(4, 6, 2, groups=2)
+        self.norm, self.head, self.out = nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 1)
+        self.to(F64)
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(0.5 * normal(*p.shape, seed=k))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(self.embedding(x).movedim(1, 2))).movedim(1, 2)
+        return self.out(torch.relu_(self.head(self.norm(h)).sum(1)))
+
+
+class Sneaky(Layered):
+    """A norm that is not what it says when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eps = 1.0
+        out = super().forward(x)
+        self.norm.eps = 1e-5
+        return out
+
+
+@pytest.mark.parametrize("make", [Layered, Sneaky, lambda: Net(5)])
+def test_kernel_from_layers(make: Callable[[], nn.Module]) -> None:
+    """It is checked against autograd."""
+    net = make()
+    x = torch.randint(0, 3, (9, 5), generator=torch.Generator().manual_seed(1))
+    e = Ensemble(LogAmplitude(net, None), normal(9, 4) if isinstance(net, Net) else x)
+    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
+    recorded = recorded_kernel(e)
+    assert recorded is not None
+    assert close(recorded, J @ J.T, 1e-10) != isinstance(net, Sneaky)
+    assert close(Scores(e, False).kernel(), Scores(e, True).kernel())
 
 
 def test_nothing_of_the_users_changes() -> None:

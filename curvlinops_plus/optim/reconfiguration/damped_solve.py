@@ -206,7 +206,6 @@ class DampedSystem:
         max_iter: int | None = None,
         proj_reg: float = 0.0,
     ) -> None:
-        check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
         P, n, c = ensemble.psi.space.dim, ensemble.n, ensemble.components
         self.shift, self.tol, self.max_iter = diagonal_shift or damping, tol, 10 * P if max_iter is None else max_iter
         if mode == "auto":
@@ -227,7 +226,9 @@ class DampedSystem:
                 f"S of {P} real parameters is singular: the centred derivatives of {n} samples have rank {rank} at "
                 "most. Add a damping (1e-3 is common), or take more samples."
             )
-        scores = Scores(ensemble, stored=mode != "lazy")
+        # The kernel of a module's layers needs no derivatives.
+        recorded = mode == "kernel" and ensemble.psi.module is not None and not diagonal_shift
+        scores = Scores(ensemble, stored=mode != "lazy" and not recorded)
         self.D: Tensor | None = None
         if diagonal_shift:
             squares = scores.variances() + damping / diagonal_shift
@@ -320,8 +321,10 @@ class DampedSystem:
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
 
-def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
+def check_options(mode: Mode, solver: Solver | None, momentum: float = 0.0, **numbers: float) -> None:
     """Check names and numbers before anything is computed."""
+    if not 0 <= momentum < 1:  # directions could grow without bound
+        raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
     if solver not in (None, *get_args(Solver)) or (mode, solver) == ("lazy", "cholesky"):

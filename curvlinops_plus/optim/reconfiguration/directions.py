@@ -13,6 +13,7 @@ and `S` the Fisher matrix: then `δ` is the natural gradient itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +103,9 @@ def stochastic_reconfiguration(
         SingularMatrixError: If there is no damping and `S` is singular.
 
     Cost: a forward pass, then in mode "dense" one backward pass per sample (vectorised), n·P² for `S`, P³/3 to solve.
-        In mode "kernel" the same, n²·P for the kernel and n³/3. Both keep n·P derivatives, twice that if complex. In
-        mode "lazy" three backward passes per iteration.
+        In mode "kernel" of a module with real `log ψ` one forward and one backward pass (no Jacobian is stored), of
+        anything else, or in chunks, as dense, n²·P for the kernel and n³/3. In mode "lazy" three backward passes per
+        iteration.
 
     Source: Sorella 1998, arXiv cond-mat/9803107; Chen and Heyl 2024, arXiv 2302.01941 (kernel); Goldshlager, Abrahamsen
         and Lin 2024, arXiv 2401.10190 (SPRING).
@@ -116,14 +118,13 @@ def stochastic_reconfiguration(
         {'a': tensor(-2.)}
     """
     psi = LogAmplitude(log_psi, params, amplitude)
-    check_momentum(momentum)
     phi = None if previous is None else psi.read(previous, "previous")
-    options = {"diagonal_shift": diagonal_shift, "tol": tol, "max_iter": max_iter, "proj_reg": proj_reg}
-    check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
+    check_options(mode, solver, momentum, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
     with full_precision_no_grad(psi.device):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
         target, _ = centred_costs(ensemble, local_costs)
-        delta, report = reconfigure(DampedSystem(ensemble, damping, mode, solver, **options), target, momentum, phi)
+        system = DampedSystem(ensemble, damping, mode, solver, diagonal_shift, tol, max_iter, proj_reg)
+        delta, report = reconfigure(system, target, momentum, phi)
         return Reconfiguration(psi.write(delta), report)
 
 
@@ -170,12 +171,7 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
     return target.to(psi.dtype).flatten(), mean
 
 
-def check_momentum(momentum: float) -> None:
-    """Refuse a momentum with which directions could grow without bound."""
-    if not 0 <= momentum < 1:
-        raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
-
-
+@dataclass
 class FisherInverse:
     """Result of `fisher_inverse`: a function `(grad, samples) -> direction`.
 
@@ -183,9 +179,10 @@ class FisherInverse:
         report: `SolveReport` of the last solve; None before the first.
     """
 
-    def __init__(self, psi: LogAmplitude, chunk_size: int | None, damping: float, **options: Any) -> None:
-        self.psi, self.chunk_size, self.damping, self.options = psi, chunk_size, damping, options
-        self.report: SolveReport | None = None
+    psi: LogAmplitude
+    chunk_size: int | None
+    options: dict[str, Any]
+    report: SolveReport | None = None
 
     def __call__(self, grad: Any, samples: Any, weights: Any = None) -> Any:
         """`(S + λI)⁻¹ grad`, with `S` at the parameters' current values.
@@ -200,7 +197,7 @@ class FisherInverse:
         if not bool(torch.isfinite(g).all()):
             raise NumericsError("grad has NaN or infinite entries.")
         with full_precision_no_grad(self.psi.device):
-            system = DampedSystem(Ensemble(self.psi, samples, weights, self.chunk_size), self.damping, **self.options)
+            system = DampedSystem(Ensemble(self.psi, samples, weights, self.chunk_size), **self.options)
             direction, self.report = system.inverse(g)
             return self.psi.write(direction, like=grad)
 
@@ -252,5 +249,5 @@ def fisher_inverse(
     check_options(mode, solver, damping=damping)
     if mode == "kernel" and not damping:
         raise ValueError('mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.')
-    psi = LogAmplitude(log_psi, params, amplitude)
-    return FisherInverse(psi, chunk_size, damping, mode=mode, solver=solver, tol=tol, max_iter=max_iter)
+    options = {"damping": damping, "mode": mode, "solver": solver, "tol": tol, "max_iter": max_iter}
+    return FisherInverse(LogAmplitude(log_psi, params, amplitude), chunk_size, options)

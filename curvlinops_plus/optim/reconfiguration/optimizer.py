@@ -16,7 +16,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
     full_precision_no_grad,
 )
 from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
-from curvlinops_plus.optim.reconfiguration.directions import centred_costs, check_momentum, reconfigure
+from curvlinops_plus.optim.reconfiguration.directions import centred_costs, reconfigure
 from curvlinops_plus.optim.reconfiguration.scores import Ensemble
 
 
@@ -108,10 +108,7 @@ class StochasticReconfiguration(torch.optim.Optimizer):
             ValueError: For a second one.
         """
         if getattr(self, "param_groups", None):
-            raise ValueError(
-                "StochasticReconfiguration has one parameter group: one matrix couples all parameters. Make a new "
-                "optimizer with all of them."
-            )
+            raise ValueError("StochasticReconfiguration has one parameter group: one matrix couples all parameters.")
         super().add_param_group(param_group)
 
     def step(self, samples: Any, local_costs: Tensor, weights: Any = None) -> Tensor:  # type: ignore[override]
@@ -136,7 +133,9 @@ class StochasticReconfiguration(torch.optim.Optimizer):
             ensemble = Ensemble(self._psi, samples, weights, self._chunk_size)
             target, mean = centred_costs(ensemble, local_costs)
             system = DampedSystem(ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options)
-            direction, self.report = reconfigure(system, target, group["momentum"], self._previous())
+            before = {name: self.state[p].get("previous") for name, p in self._psi.params.items()}
+            phi = None if any(t is None for t in before.values()) else self._psi.read(before, "the direction before")
+            direction, self.report = reconfigure(system, target, group["momentum"], phi)
             factor = float(group["lr"])
             if group["norm_constraint"] is not None:
                 factor *= self._shorten(system, direction, factor, group["norm_constraint"])
@@ -148,26 +147,14 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         group["steps"] += 1
         return mean
 
-    def _previous(self) -> Tensor | None:
-        states = [self.state.get(p, {}).get("previous") for p in self.param_groups[0]["params"]]
-        if any(previous is None for previous in states):
-            return None
-        named = dict(zip(self._psi.params, states, strict=True))
-        return self._psi.read(named, "the direction before")
-
     def _shorten(self, system: DampedSystem, direction: Tensor, lr: float, limit: float) -> float:
         """Factor of at most 1 that reduces the squared norm of `lr δ` to the limit."""
-        if self._norm == "fisher":
-            unknowns = system.to_unknowns(direction)
-            square = system.product(unknowns).square().sum() + system.shift * unknowns.square().sum()
-        else:
-            square = direction.square().sum()
-        square = lr**2 * float(square)
+        unknowns = system.to_unknowns(direction)
+        curved = system.product(unknowns).square().sum() + system.shift * unknowns.square().sum()
+        square = lr**2 * float(curved if self._norm == "fisher" else direction.square().sum())
         return min(1.0, (limit / square) ** 0.5) if square > 0 else 1.0
 
     def _check(self, group: dict[str, Any]) -> None:
-        numbers = {name: group[name] for name in ("lr", "damping", "diagonal_shift")}
-        if group["norm_constraint"] is not None:
-            numbers["norm_constraint"] = group["norm_constraint"]
-        check_options(self._options["mode"], self._options["solver"], **numbers)
-        check_momentum(group["momentum"])
+        names = ("lr", "damping", "diagonal_shift", "norm_constraint")
+        numbers = {name: group[name] for name in names if group[name] is not None}
+        check_options(self._options["mode"], self._options["solver"], group["momentum"], **numbers)

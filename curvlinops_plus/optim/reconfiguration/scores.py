@@ -23,12 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
+from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
 from curvlinops_plus.risk.batches import to_device
 from curvlinops_plus.risk.modules import preserve_state
 from curvlinops_plus.risk.process_state import eager
+from curvlinops_plus.risk.sweep import sweep
 
 
 class Ensemble:
@@ -268,7 +272,19 @@ class Scores(LinearOperator):
         return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1)) if self.matrix.is_complex() else X
 
     def kernel(self) -> Tensor:
-        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel."""
+        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel.
+
+        Of products: from recorded layers if they give the same as autograd on a random vector, `uᵀ Ō Ōᵀ u = |Ōᵀ u|²`.
+        """
+        recorded = self.matrix is None and len(self.ensemble.chunks) == 1 and self._scale is None
+        if recorded and (plain := recorded_kernel(self.ensemble)) is not None:
+            kernel = self.centred(self.centred(plain).T)
+            u = standard_normal(1, len(kernel), torch.Generator().manual_seed(0), kernel)
+            form, square = (u.T @ kernel @ u)[0, 0], self._rmatmat(u).square().sum()
+            # Rounding is relative to the kernel before it was centred.
+            room = torch.finfo(kernel.dtype).eps ** 0.5 * (square + plain.diagonal().mean())
+            if bool((form - square).abs() <= room):
+                return kernel
         M = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
         assert M is not None
         return _as_blocks(M @ M.mH) if M.is_complex() else gram(M.T)
@@ -290,6 +306,58 @@ class Scores(LinearOperator):
         assert isinstance(total, Tensor)
         squares = total.sum(0)
         return squares.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else squares
+
+
+class _Ones(Vectors):
+    """Backpropagates ones: the output gradients of each layer are then those of each sample."""
+
+    def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        return 1
+
+    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        yield torch.ones_like(F)
+
+
+def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
+    """`J Jᵀ` [n, n] of a real module, neither centred nor weighted; None if its layers can't be recorded.
+
+    A layer `W a + b` without weight sharing, whose derivatives are `g (a, 1)ᵀ`, adds `(a aᵀ) ∘ (g gᵀ)`; others add the
+    inner products of their derivatives. Nobody compares these with autograd here.
+
+    Cost: one forward and one backward pass, and n² products per input and output of each layer.
+    """
+    psi = ensemble.psi
+    if psi.module is None or any(
+        t.is_complex() for t in (*psi.params.values(), psi(ensemble.free, ensemble.chunks[0]))
+    ):
+        return None
+    parts: list[Tensor] = []
+
+    def consume(batch: LayerBatch) -> None:
+        if batch.layer.affine and len(batch.layer.roles) == 1 and not batch.rows.sparse:
+            a, g = batch.rows.inputs, batch.rows.grads
+            if isinstance(a, Tensor) and a.ndim == 3 and a.shape[1] == 1:
+                return parts.append(gram(a[:, 0].T) * gram(g[0, :, 0].T))
+        J = torch.cat([t[0].reshape(batch.num_examples, -1) for t in batch.param_grads().values()], 1)
+        parts.append(gram(J.T))
+
+    zeros = torch.zeros(ensemble.n, dtype=psi.dtype, device=psi.device)
+    try:
+        risk = EmpiricalRisk(
+            psi.module,
+            nn.MSELoss(reduction="sum"),  # without effect: the vectors are ones
+            [(ensemble.chunks[0], zeros)],
+            psi.params,
+            output=lambda out: (out.real if out.is_complex() else out).reshape(-1),
+            batch_size_fn=lambda X: len(tree_leaves(X)[0]),
+            check=False,
+        )
+        layers = find_layers(risk.model, risk.params, False)
+        with ensemble.running():
+            totals = sweep(risk, layers, _Ones(), consume)
+    except (NotImplementedError, ValueError):  # not supported by recording
+        return None
+    return sum(parts, zeros).to(psi.dtype) if totals.reached == set(range(len(layers))) else None
 
 
 def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
