@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import frexp, isfinite
 from typing import Any
@@ -13,13 +13,12 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import Hearing, PassStart
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.risk.batches import Batch, copied, tensors_of
-from curvlinops_plus.risk.process_state import NoHook, own_passes, untraced
+from curvlinops_plus.risk.process_state import Uncopied, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
 _WAITING = 4
@@ -79,14 +78,16 @@ class Hooks:
         self._open: _Call | None = None  # the call that the model is in
         self._waiting: list[_Call] = []
         self._factors: dict[int, list[Tensor]] = {}  # index of a loss to what it was multiplied with in the first step
-        losses, handles = [one.loss for one in estimator.risk.losses], []
+        losses, contexts = [one.loss for one in estimator.risk.losses], ExitStack()
         if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
-            handles = [
-                model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
-                model.register_forward_hook(_Hook(self._leave), always_call=True),
-                *(m.register_forward_hook(_Hook(self._loss, i), with_kwargs=True) for i, m in enumerate(losses)),
-            ]
-        self.remove = weakref.finalize(self, _remove, handles)
+            for handle in (
+                model.register_forward_pre_hook(_hook(self._enter), with_kwargs=True),
+                model.register_forward_hook(_hook(self._leave), always_call=True),
+                *(m.register_forward_hook(_hook(self._loss, i), with_kwargs=True) for i, m in enumerate(losses)),
+            ):
+                contexts.callback(handle.remove)
+        #: Remove all hooks.
+        self.remove = weakref.finalize(self, contexts.close)
 
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
@@ -111,31 +112,12 @@ class Hooks:
         return self._estimator.examples - self._before
 
     @property
-    def _decay(self) -> float | None:
+    def decay(self) -> float | None:
         """Several batches of a step are one update."""
         return 1.0 if self.batches else None
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ignore calls in here."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
-    @contextmanager
-    def listen(self, batch: Any) -> Iterator[None]:
-        """Add a batch from the forward pass inside, as `CurvatureEstimator.listen`, if statistics are due."""
-        risk, due = self._estimator.risk, self.due
-        start = PassStart.now(risk.model) if self.keeps else None
-        with self.pause(), self._estimator.listen(batch, self._decay) if due else nullcontext():
-            yield
-        self.batches += due
-        if start is not None:
-            self._keep(risk.read(batch), start)
-
-    def _keep(self, batch: Batch, start: PassStart) -> None:
+    def keep(self, batch: Batch, start: PassStart) -> None:
+        """Keep a batch for evaluating it once more."""
         # A loader may fill the same memory anew for the next batch of the step.
         self.kept.append((replace(batch, X=copied(batch.X), y=copied(batch.y)), start))
 
@@ -198,10 +180,10 @@ class Hooks:
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
-            self._keep(replace(call.batch, y=y), call.start)
+            self.keep(replace(call.batch, y=y), call.start)
         if call.heard is not None:
             try:
-                call.heard.add(y, self._decay)
+                call.heard.add(y, self.decay)
                 self.batches += 1
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error
@@ -241,23 +223,12 @@ def _is_part(factor: float) -> bool:
     return abs(factor * k - 1) < 1e-3 or abs(frexp(factor * (1 + 1e-6))[0] - 0.5) < 1e-3
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+@untraced  # what it does is not part of the model
+def _call(method: weakref.WeakMethod[Any], *args: Any) -> None:
+    if (function := method()) is not None:
+        function(*args)
 
 
-class _Hook:
-    """A hook that holds its owner weakly. Copies and pickles of a module have nothing in its place."""
-
-    only_reads = True
-
-    def __init__(self, method: Callable[..., None], *first: Any) -> None:
-        self._method, self._first = weakref.WeakMethod(method), first
-
-    @untraced  # what it does is not part of the model
-    def __call__(self, *args: Any) -> None:
-        if (method := self._method()) is not None:
-            method(*self._first, *args)
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        return NoHook, ()
+def _hook(method: Callable[..., None], *first: Any) -> Uncopied:
+    """A hook that holds its owner weakly."""
+    return Uncopied(_call, weakref.WeakMethod(method), *first)

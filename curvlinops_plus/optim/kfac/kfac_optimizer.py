@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from math import isfinite
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.blocks import KFAC, CurvatureEstimator
+from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
 from curvlinops_plus.linalg.products import outside_autocast
@@ -94,6 +95,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
     _group_options: Mapping[str, Any] = {}
     # What gradients are multiplied with; whether there is a velocity.
     _sign, _moves = 1, False
+    _levenberg: LevenbergMarquardt | None = None
+    _reject: float | None = None
 
     def __init__(
         self,
@@ -214,14 +217,22 @@ class KFACPreconditioner(torch.optim.Optimizer):
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: If a statistic is NaN or infinite; nothing has changed then.
         """
-        with self._hooks.listen(batch):
+        hooks, risk, due = self._hooks, self.curvature.risk, self._hooks.due
+        start = PassStart.now(risk.model) if hooks.keeps else None
+        with self.paused(), self.curvature.listen(batch, hooks.decay) if due else nullcontext():
             yield
+        hooks.batches += due
+        if start is not None:
+            hooks.keep(risk.read(batch), start)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls of the model and the losses in here are none of this optimizer's training."""
-        with self._hooks.pause():
+        before, self._hooks.paused = self._hooks.paused, True
+        try:
             yield
+        finally:
+            self._hooks.paused = before
 
     def warmup(self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False) -> None:
         """Add batches to the statistics, with equal weights, without moving parameters: before the first step.
@@ -308,7 +319,9 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 "overflow in half precision."
             )
         if error is not None:
-            return self._not_finite(error, report)
+            if self._reject is None:
+                raise error from None
+            return self._raise_damping(report)
         if (self._hooks.keeps and not kept) or (
             self._hooks.due and not heard and (self._strict or not self.curvature.updates)
         ):
@@ -351,9 +364,11 @@ class KFACPreconditioner(torch.optim.Optimizer):
         ]
         return any(batches), any(kept), set.intersection(*of_processes), found[0] if found else None
 
-    def _not_finite(self, error: NumericsError, report: StepReport) -> None:
-        """Statistics or gradients are not finite."""
-        raise error from None
+    def _raise_damping(self, report: StepReport) -> None:
+        """The step is rejected."""
+        report.rejected, limit = True, float("inf") if self._levenberg is None else self._levenberg.max
+        for group in self.param_groups:
+            group["damping"] = min(group["damping"] * self._reject, limit)
 
     def _precondition(self, gradients: Mapping[str, Tensor], uncalled: set[str], report: StepReport) -> Flat | None:
         """Begin a step with `P g`; None if no parameter with a gradient has a curvature yet.
@@ -708,14 +723,3 @@ class KFACOptimizer(KFACPreconditioner):
             if decay := options.decay_in_curvature:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
-
-    def _not_finite(self, error: NumericsError, report: StepReport) -> None:
-        if self._reject is None:
-            raise error from None
-        self._raise_damping(report)
-
-    def _raise_damping(self, report: StepReport) -> None:
-        """The step is rejected."""
-        report.rejected, limit = True, float("inf") if self._levenberg is None else self._levenberg.max
-        for group in self.param_groups:
-            group["damping"] = min(group["damping"] * self._reject, limit)
