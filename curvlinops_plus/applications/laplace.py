@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.applications.networks import parameters_of, require_present
-from curvlinops_plus.applications.output_covariance import OutputCovariance
-from curvlinops_plus.applications.predictive import Normal, needs_covariance, predictive
+from curvlinops_plus.applications.predictive import Normal, Outputs, needs_covariance, output_covariance, predictive
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
@@ -89,14 +87,15 @@ class Laplace:
         subnetwork: Any = None,
         max_bytes: int = 2**28,
     ) -> None:
-        self.K, self.risk, self._parameters = K, _risk_of(K), parameters_of(K)
+        self.K, self.risk, self._max_bytes = K, _risk_of(K), max_bytes
+        self._parameters = parameters_of(K)
+        require_present(self.risk, self._parameters, "K")
         totals, (one,) = _totals(self.risk), self.risk.losses
         if getattr(K, "examples", totals.examples) != totals.examples:
             raise ValueError(
                 f"K was computed from {K.examples} examples, and the data of its risk now have {totals.examples}. "
                 "Laplace needs the curvature of all data: compute K from them, at the final parameters."
             )
-        require_present(self.risk, self._parameters, "K")
         self.likelihood = one.likelihood
         #: What K is multiplied by for a sum over the data, the sum of the loss, and how many numbers MSELoss observes.
         self._count, self._loss, self._numbers = 1 / float(self.risk.scale(totals)), float(totals.losses[0]), 0.0
@@ -104,33 +103,31 @@ class Laplace:
         if isinstance(one.likelihood, MSE):
             self._numbers = float(totals.counts[0])
             noise = math.sqrt(self._loss / self._numbers) if noise is None else noise
-            _positive(noise, "noise", K.device)
+            _positive(noise, "noise")
         elif noise is not None:
             raise ValueError(f"noise={noise!r} is about observations around outputs, and {one.title} has none.")
-        self._blocks, picked = _picked_blocks(K, subnetwork)
+        self._blocks, self._picked = _picked_blocks(K, subnetwork)
         mode = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()}).to(K.device, K.dtype)
-        self._mode = mode.clone() if picked is None else mode[picked]
-        self._covariance = OutputCovariance(K, picked, max_bytes)
+        self._mode = mode.clone() if self._picked is None else mode[self._picked]
         self.prior_precision, self.noise = prior_precision, noise
-        self._known: tuple[dict[str, Any], BlockDiagonal] | None = None
-        self._read_prior(prior_precision)  # refuses now
+        self._known: tuple[Any, BlockDiagonal | None] = None, None
+        self._precisions(prior_precision)  # refuses now
 
     # ------------------------------------------------------------------------------------------------- the posterior
     @property
     def posterior(self) -> BlockDiagonal:
         """The covariance `Σ` of the parameters, an operator with `diagonal()`, `logdet`, `trace`, `sample`, ..."""
-        c, prior = float(self._factor(self.noise).detach()), self._read_prior(self.prior_precision)
+        c, found = float(self._factor(self.noise).detach()), {}
         with outside_autocast(self.K.device):
-            blocks = self._blocks.blocks.items()
-            return self._blocks._with({name: self._covariance_block(b, c, prior[name].detach()) for name, b in blocks})
-
-    def _covariance_block(self, block: LinearOperator, c: float, delta: Tensor) -> LinearOperator:
-        delta = delta.to(self.K.device, self.K.dtype)
-        if delta.ndim == 0:
-            return (c * block).power(-1.0, delta)
-        if isinstance(block, Diagonal):
-            return Diagonal(c * block.vector + delta).power(-1.0)
-        return Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(-1.0)
+            for name, delta in self._precisions(self.prior_precision).items():
+                block, delta = self._blocks.blocks[name], delta.detach().to(self.K.device, self.K.dtype)
+                if delta.ndim == 0:
+                    found[name] = (c * block).power(-1.0, delta)
+                elif isinstance(block, Diagonal):
+                    found[name] = Diagonal(c * block.vector + delta).power(-1.0)
+                else:
+                    found[name] = Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(-1.0)
+        return self._blocks._with(found)
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Any:
         """Draws of the parameters: name to `[*shape]`, or to `[*shape, num]`; of a subnetwork by positions `[k, num]`.
@@ -158,7 +155,7 @@ class Laplace:
         Raises:
             UnsupportedError: If different precisions within one Kronecker product have no closed form.
         """
-        prior = self._read_prior(self.prior_precision if prior_precision is None else prior_precision)
+        prior = self._precisions(self.prior_precision if prior_precision is None else prior_precision)
         noise = self.noise if noise is None else noise
         c, positions = self._factor(noise), self._blocks.positions()
         value = torch.tensor(-self._loss, dtype=torch.float64)
@@ -167,7 +164,13 @@ class Laplace:
             value = (value / variance - self._numbers * (2 * math.pi * variance).log()) / 2
         for name, block in self._blocks.blocks.items():
             delta, theta = prior[name], self._mode[positions[name]].double()
-            value = value - (delta * theta.square()).sum() / 2 - _log_volume(block, c, delta) / 2
+            if delta.ndim == 0 or isinstance(block, Diagonal):
+                values = c * block.eigenvalues().detach().double() / delta
+            else:
+                root = delta.rsqrt()
+                values = torch.linalg.eigvalsh(c * root[:, None] * block.to_dense().detach().double() * root)
+            # log det(1 + P⁻¹ c K): no logarithms of large determinants are subtracted
+            value = value - (delta * theta.square()).sum() / 2 - values.clamp(min=0).log1p().sum() / 2
         return value
 
     def fit_prior(self) -> Laplace:
@@ -183,20 +186,16 @@ class Laplace:
             NumericsError: If no maximum is found. Of parameters that are all zero the best precision is infinite, of
                 those without curvature it is zero: a very large or small number comes out.
         """
-        given = self.prior_precision
-        names = list(given) if isinstance(given, Mapping) else [""]
-        start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
-        fits_noise = self.noise is not None and not self._noise_is_known
-        start += [self.noise] if fits_noise else []
-        logs = torch.tensor([_number(v) for v in start], dtype=torch.float64)
-        logs = logs.log().requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
-        )
+        given, noise = self.prior_precision, self.noise
+        names = list(given) if isinstance(given, Mapping) else None
+        start = list(given.values()) if isinstance(given, Mapping) else [given]
+        fits_noise = noise is not None and not self._noise_is_known
+        start = [_number(v) for v in ([*start, noise] if fits_noise else start)]
+        logs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
 
-        def split(values: Tensor) -> tuple[Any, Any]:
-            noise = values[-1] if fits_noise else self.noise
-            return dict(zip(names, values)) if isinstance(given, Mapping) else values[0], noise
+        def split(values: Any) -> tuple[Any, Any]:
+            prior = values[0] if names is None else dict(zip(names, values))
+            return prior, values[-1] if fits_noise else noise
 
         def loss() -> Tensor:
             optimizer.zero_grad()
@@ -204,16 +203,16 @@ class Laplace:
             value.backward()
             return value
 
+        optimizer = torch.optim.LBFGS(
+            [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        )
         with torch.enable_grad():
             optimizer.step(loss)
-            value = loss()
-        slope, size = logs.grad, 1 + abs(float(value.detach()))
-        if slope is None or not float(slope.abs().max()) <= 1e-3 * size:
-            at = dict(zip([*names, "noise"], logs.detach().exp().tolist()))
-            raise NumericsError(f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {at}.")
-        found, self.noise = split(logs.detach().exp())
-        self.prior_precision = {k: float(v) for k, v in found.items()} if isinstance(given, Mapping) else float(found)
-        self.noise = None if self.noise is None else float(self.noise)
+            value = float(loss().detach())
+        found = logs.detach().exp().tolist()
+        if logs.grad is None or not float(logs.grad.abs().max()) <= 1e-3 * (1 + abs(value)):
+            raise NumericsError(f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {found}.")
+        self.prior_precision, self.noise = split(found)
         return self
 
     # ----------------------------------------------------------------------------------------------------- predictions
@@ -226,8 +225,7 @@ class Laplace:
         Raises:
             ValueError: If the model's parameters have changed.
         """
-        require_present(self.risk, self._parameters, "K")
-        found = self._covariance(self._root, X, full=True)
+        found = self._outputs(X, full=True)
         return (found.mean[:, 0], found.spread[:, 0]) if found.mean.shape[1] == 1 else (found.mean, found.spread)
 
     def predict(
@@ -250,12 +248,9 @@ class Laplace:
         Raises:
             ValueError: If the model's parameters have changed, or `link` does not fit the loss.
             UnsupportedError: If the loss has no predictive distribution here.
-            NumericsError: If covariances for a single example take more than `max_bytes`.
 
         Cost: a backward pass for each number of an example's output, as far as its parameters reach.
         """
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"samples={samples!r}; expected the number of draws, an integer of at least 1.")
         likelihood = self.likelihood
         noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
 
@@ -263,9 +258,7 @@ class Laplace:
             result = predictive(likelihood, link, mean, spread, noise, samples, generator)
             return result if isinstance(result, Normal) else (result, result)
 
-        require_present(self.risk, self._parameters, "K")
-        full = needs_covariance(likelihood, link)
-        found = self._covariance(self._root, X, full, average)
+        found = self._outputs(X, needs_covariance(likelihood, link), average)
 
         def restored(v: Tensor) -> Tensor:
             shape, axis = list(found.f_shape), found.class_axis
@@ -277,51 +270,45 @@ class Laplace:
         return Normal(restored(found.mean), restored(found.spread)) if regression else restored(found.mean)
 
     # ------------------------------------------------------------------------------------------------------- internals
-    @property
-    def _root(self) -> BlockDiagonal:
-        """A root of the posterior, kept until prior or noise change."""
-        prior, noise = self.prior_precision, self.noise
-        names = dict(prior) if isinstance(prior, Mapping) else {"": prior}
-        key = {**{name: _number(v) for name, v in names.items()}, "noise of observations": noise and _number(noise)}
-        if self._known is None or self._known[0] != key:
+    def _outputs(self, X: Any, full: bool, *then: Any) -> Outputs:
+        require_present(self.risk, self._parameters, "K")
+        prior = self.prior_precision
+        values = dict(prior) if isinstance(prior, Mapping) else {"": prior}
+        key = [(name, _number(v)) for name, v in values.items()], self.noise and _number(self.noise)
+        if self._known[0] != key:  # else its root is known
             self._known = key, self.posterior.power(0.5)
-        return self._known[1]
+        root = self._known[1]
+        assert root is not None
+        return output_covariance(self.K, root, self._picked, X, full, self._max_bytes, *then)
 
     def _factor(self, noise: Any) -> Tensor:
         """What the curvature is multiplied by: that of `MSELoss` is of the squared error, twice `noise²` too large."""
         count = torch.tensor(self._count, dtype=torch.float64)
         return count if noise is None else count / (2 * torch.as_tensor(noise, dtype=torch.float64) ** 2)
 
-    @cached_property
-    def _joint(self) -> dict[str, Tensor]:
-        """Name of each parameter to its positions among those of the approximation."""
-        space = self._blocks.in_space
-        return dict(space.unflatten(torch.arange(space.dim, device=self.K.device)))
-
-    def _read_prior(self, given: Precision) -> dict[str, Tensor]:
+    def _precisions(self, given: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
-        blocks = self._blocks.blocks
+        blocks, space = self._blocks.blocks, self._blocks.in_space
         if not isinstance(given, Mapping):
-            return dict.fromkeys(blocks, _positive(given, "prior_precision", self.K.device))
-        values = {name: _positive(v, f"prior_precision[{name!r}]", self.K.device) for name, v in given.items()}
+            return dict.fromkeys(blocks, _positive(given, "prior_precision"))
+        values = {name: _positive(v, f"prior_precision[{name!r}]") for name, v in given.items()}
         if values.keys() == blocks.keys():
             return values
-        if values.keys() != self._joint.keys():
+        if values.keys() != space.shapes.keys():
             raise ValueError(
                 f"prior_precision has the names {list(values)}; expected the blocks {list(blocks)}, or the parameters "
-                f"{list(self._joint)}."
+                f"{space.names}."
             )
-        whole = torch.cat([values[name].expand(at.numel()) for name, at in self._joint.items()])
-        owner = torch.cat([torch.full((at.numel(),), k) for k, at in enumerate(self._joint.values())])
+        of_all = torch.cat([values[name].expand(shape.numel()) for name, shape in space.shapes.items()])
+        owner = torch.cat([torch.full((shape.numel(),), k) for k, shape in enumerate(space.shapes.values())])
         found = {}
         for name, at in self._blocks.positions().items():
-            one = bool((owner[at.cpu()] == owner[at[0].cpu()]).all())
-            found[name] = whole[at[0]] if one else whole[at]
+            one = len(owner[at.cpu()].unique()) == 1
+            found[name] = of_all[at.cpu()[0]] if one else of_all[at.cpu()]
             if not one and not isinstance(blocks[name], (Dense, Diagonal)):
                 raise UnsupportedError(
-                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters, which has no closed '
-                    "forms with a precision for each of them: give one for each block, or make K with "
-                    "separate_weight_and_bias=True."
+                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: give one precision for '
+                    "each block, or make K with separate_weight_and_bias=True."
                 )
         return found
 
@@ -338,8 +325,6 @@ def _risk_of(K: Any) -> EmpiricalRisk:
             f"K is {float(K.scale):g} times a curvature. Laplace makes the sum over the data itself: give it K as "
             "curvature(risk, ...) returns it."
         )
-    if not K.vectors.backward:
-        raise UnsupportedError(f"K was made with {K.vectors!r}, which is not a curvature of the loss.")
     losses = K.risk.losses
     if len(losses) > 1 or not losses.known or losses[0].weight != 1:
         raise UnsupportedError(
@@ -360,39 +345,23 @@ def _totals(risk: EmpiricalRisk) -> Totals:
 def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
     """The blocks of the parameters that the approximation is about, and the positions of these; None for all."""
     operator: LinearOperator = K.operator if hasattr(K, "operator") else K.materialize()
-    if subnetwork is None:
-        picked = None
-    else:
-        chosen = select(subnetwork, K.in_space, K.device, "row")
-        picked = chosen.positions
+    picked = None if subnetwork is None else select(subnetwork, K.in_space, K.device, "row").positions
+    if picked is not None:
         if not len(picked):
             raise ValueError("subnetwork picks no parameter.")
         operator = operator[subnetwork, subnetwork]
     if isinstance(operator, BlockDiagonal):
         return operator, picked
-    assert isinstance(operator, Dense)
     whole = torch.arange(operator.shape[0], device=K.device)
     return PositionedBlocks({"all": operator}, {"all": whole}, operator.in_space), picked
-
-
-def _log_volume(block: LinearOperator, c: Tensor, delta: Tensor) -> Tensor:
-    """`log det(1 + P⁻¹ c K)`, in float64: no logarithms of large determinants are subtracted."""
-    if delta.ndim == 0 or isinstance(block, Diagonal):
-        return (c * block.eigenvalues().detach().double() / delta).log1p().sum()
-    root = delta.rsqrt()
-    matrix = c * root[:, None] * block.to_dense().detach().double() * root
-    return torch.linalg.eigvalsh(matrix).clamp(min=0).log1p().sum()
 
 
 def _number(value: Any) -> float:
     return float(torch.as_tensor(value).detach())
 
 
-def _positive(given: Any, name: str, device: torch.device) -> Tensor:
-    try:
-        value = torch.as_tensor(given, dtype=torch.float64, device=device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is a {type(given).__name__}; expected a positive number.") from error
+def _positive(given: Any, name: str) -> Tensor:
+    value = torch.as_tensor(given, dtype=torch.float64)
     if value.ndim or not 0 < float(value.detach()) < float("inf"):
         raise ValueError(f"{name} is {given!r}; expected one positive finite number.")
     return value

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.applications.networks import require_own_values, risk_of
-from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg import Diagonal, LinearOperator, RelativeDamping, Structure, cg
+from curvlinops_plus.errors import NoClosedForm
+from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.risk.parameters import inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,7 +31,7 @@ def merge(
 
     Where the sum of the curvatures has an inverse that is taken: in closed form if it is diagonal, dense, or block-
     diagonal of these; by conjugate gradients with the nearest Kronecker product as preconditioner for blocks that are
-    sums of Kronecker products. Otherwise it is conjugate gradients, with the diagonal as preconditioner if it is known.
+    sums of Kronecker products. Otherwise it is conjugate gradients.
 
     Args:
         models: The networks; best fine-tuned from the same one.
@@ -44,7 +44,6 @@ def merge(
         A copy of the first network with the merged parameters. Nothing of the given ones changes.
 
     Raises:
-        TypeError: If `curvatures` holds something else than operators.
         ValueError: If there are no models, not as many curvatures as models, a curvature is not symmetric or of another
             network or other values of its parameters, spaces differ, or parameters or buffers that no curvature is of
             differ between the networks.
@@ -63,7 +62,16 @@ def merge(
         tensor([[1., 2.]])
     """
     models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
-    _check(models, curvatures)
+    if not models or len(models) != len(curvatures):
+        raise ValueError(
+            f"Expected a curvature for each model, got {len(models)} models, {len(curvatures)} curvatures."
+        )
+    for k, (model, K) in enumerate(zip(models, curvatures)):
+        if K.structure < Structure.SYMMETRIC:
+            raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
+        if (risk := risk_of(K)) and risk.model is not model:
+            raise ValueError(f"curvatures[{k}] is of another network than models[{k}]; bring them in one order.")
+        require_own_values(K, model, f"curvatures[{k}]")
     names = [_names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))]
     if any(other != names[0] for other in names):
         raise ValueError(
@@ -76,7 +84,7 @@ def merge(
         vectors = [torch.cat([p[name].to(K.dtype).flatten() for name in names[0]]) for p in params]
         average = torch.stack(vectors).mean(0)
         products = [K @ (v - average) for K, v in zip(curvatures, vectors)]
-        found = average + _solve(sum(curvatures), torch.stack(products).sum(0), damping)  # type: ignore[arg-type]
+        found = average + _solve(cast(LinearOperator, sum(curvatures)), torch.stack(products).sum(0), damping)
         merged = copy.deepcopy(models[0])
         own = dict(merged.named_parameters())
         for name, value in zip(names[0], K.in_space.unflatten(found).values()):
@@ -90,36 +98,7 @@ def _solve(total: LinearOperator, right: Tensor, damping: Any) -> Tensor:
     try:
         return total.inverse(damping) @ right
     except NoClosedForm:
-        system = total.shift(damping)
-        tol = torch.finfo(total.dtype).eps ** 0.75
-        return cg(system, right, tol=tol, preconditioner=_preconditioner(system))[0]
-
-
-def _preconditioner(system: LinearOperator) -> LinearOperator | None:
-    """The inverse of the diagonal, if that is known."""
-    try:
-        return Diagonal(system.diagonal()).inverse()
-    except (NoClosedForm, SingularMatrixError):
-        return None
-
-
-def _check(models: Sequence[nn.Module], curvatures: Sequence[LinearOperator]) -> None:
-    if not models or len(models) != len(curvatures):
-        raise ValueError(
-            f"Expected a curvature for each model, got {len(models)} models, {len(curvatures)} curvatures."
-        )
-    for k, (model, K) in enumerate(zip(models, curvatures)):
-        if not isinstance(K, LinearOperator):
-            raise TypeError(
-                f"curvatures[{k}]: expected an operator, such as curvature(risk, KFAC), got {type(K).__name__}."
-            )
-        if K.structure < Structure.SYMMETRIC:
-            raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
-        if (risk := risk_of(K)) and risk.model is not model:
-            raise ValueError(
-                f"curvatures[{k}] was computed from another network than models[{k}]; bring them in one order."
-            )
-        require_own_values(K, model, f"curvatures[{k}]")
+        return cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
 
 
 def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:
@@ -140,12 +119,13 @@ def _require_equal_rest(models: Sequence[nn.Module], merged: set[str]) -> None:
         own = {id(p) for name, p in model.named_parameters() if name in merged}  # a shared one has several names
         rest.append({name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) not in own})
     for other in rest[1:]:
-        if differ := [name for name, t in rest[0].items() if name not in other or not _equal(t, other[name])]:
+        differ = [
+            name
+            for name, t in rest[0].items()
+            if name not in other or (t is not other[name] and not (isinstance(t, Tensor) and t.equal(other[name])))
+        ]
+        if differ:
             raise ValueError(
                 f"The networks differ in {differ[:5]}, of which there is no curvature. Include parameters in `params` "
                 "of the risks; make buffers equal before, and compute statistics of batch norm anew afterwards."
             )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one is other

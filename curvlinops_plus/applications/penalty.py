@@ -48,9 +48,9 @@ class QuadraticPenalty(Penalties):
             of the network that `K` was computed from.
 
     Raises:
-        TypeError: If `K` is no operator, or is computed anew from the present parameters in each product, as a `GGN`.
-        ValueError: If `K` is not symmetric, `strength` is negative or not finite, shapes do not fit, `K` doesn't tell
-            its network and there are no `params`, or parameters have changed since, and `at` is not given.
+        TypeError: If `K` is computed anew from the present parameters in each product, as a `GGN`.
+        ValueError: If `K` is not symmetric, or doesn't tell its network and there are no `params`; if parameters have
+            changed since, and `at` is not given.
 
     Cost: a call is a product with `K` and a few vectors; its derivative is another product.
 
@@ -78,12 +78,8 @@ class QuadraticPenalty(Penalties):
         *,
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
-        if not isinstance(K, LinearOperator):
-            raise TypeError(f"Expected an operator, such as curvature(risk, KFAC), got {type(K).__name__}.")
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"Expected a symmetric matrix, got {K.label}.")
-        if not 0 <= strength < float("inf"):
-            raise ValueError(f"Expected strength to be finite and at least 0, got {strength}.")
         risk = risk_of(K)
         if isinstance(K, RiskOperator) and any(K.risk.params[key] is p for key, p in K.risk.own_params.items()):
             raise TypeError(
@@ -99,18 +95,13 @@ class QuadraticPenalty(Penalties):
         self.K, self.strength, self._risk = K, strength, risk if params is None else None
         #: The parameters, in the order of `K`.
         self.params: dict[str, Tensor] = dict(params or {}) if self._risk is None else self._risk.own_params
-        if [p.shape for p in self.params.values()] != list(K.in_space.shapes.values()):
-            shapes = {key: list(p.shape) for key, p in self.params.items()}
-            raise ValueError(f"Expected parameters of the shapes of {K.in_space}, got {shapes}.")
         if at is None:
             if risk is not None:
                 require_present(risk, parameters_of(K), K.label)
             at = self._vector().detach() if self._risk is None else self._risk.vector()
-        point, container = K.in_space.read(at, K.dtype, K.device)
-        if container.columns is not None:
-            raise ValueError(f"Expected `at` to be one vector [{K.in_space.dim}], got {point.shape[1]} columns.")
+        point, _ = K.in_space.read(at, K.dtype, K.device)
         #: `θ₀` as one vector.
-        self.at = point[:, 0].detach().clone()
+        self.at = point.squeeze(1).detach().clone()
 
     def _vector(self) -> Tensor:
         return torch.cat([p.to(self.K.dtype).flatten() for p in self.params.values()])

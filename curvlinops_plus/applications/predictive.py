@@ -1,26 +1,42 @@
-"""Averages of predictions over normally distributed outputs.
+"""Covariances of a model's outputs, and averages of predictions over normally distributed outputs.
 
-The outputs `f` of a loss term are normal, with mean `m` and covariance `S`. For regression the predictive distribution
-is normal again. Class probabilities have no closed form, and three approximations are usual.
+With `Σ = L Lᵀ` and `φ_{n,c} = Lᵀ J_{n,c}` for example `n` and number `c` of its output, covariances are products of
+these vectors. For regression the predictive distribution is normal again. Class probabilities have no closed form, and
+three approximations are usual.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.applications.attribution import Add, Gradients, show
+from curvlinops_plus.blocks import BlockwiseLinearOperator
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
 from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
+from curvlinops_plus.risk.batches import Batch, count_examples, to_device
+from curvlinops_plus.risk.function_reads import layers_of
+from curvlinops_plus.risk.losses import Losses, LossWeights
+from curvlinops_plus.risk.modules import preserve_state
+from curvlinops_plus.risk.process_state import eager, untraced
+from curvlinops_plus.risk.risk import Checked
 
 #: What has a predictive distribution here, and by which links from outputs to class probabilities.
 LINKS: dict[type[Likelihood], tuple[str, ...]] = {
@@ -86,28 +102,18 @@ def predictive(
     if isinstance(likelihood, GaussianNLL):
         (m, s), v = mean.chunk(2, -1), spread.chunk(2, -1)[0]
         return Normal(m, v + s.clamp(min=likelihood.loss.eps))
-    average: Callable[[Tensor], Tensor] = torch.sigmoid
-    if isinstance(likelihood, CrossEntropy):
-        average = lambda f: f.softmax(-1)  # noqa: E731
-    if link == "probit":
-        variances = spread if spread.ndim == 3 else spread.diagonal(dim1=-2, dim2=-1)
-        return average(mean / (1 + math.pi / 8 * variances).sqrt())
     if link == "bridge":
         return _bridge(mean, spread)
-    return _sampled(average, mean, spread, samples, generator)
-
-
-def _sampled(
-    average: Callable[[Tensor], Tensor], mean: Tensor, spread: Tensor, samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """The mean over draws, which come example by example."""
-    normal = standard_normal(samples, mean.numel(), generator, mean).view(*mean.shape, samples)
+    normalise = partial(torch.softmax, dim=-1) if isinstance(likelihood, CrossEntropy) else torch.sigmoid
+    if link == "probit":
+        return normalise(mean / (1 + math.pi / 8 * spread).sqrt())
+    draws = standard_normal(samples, mean.numel(), generator, mean).view(*mean.shape, samples)  # example by example
     if spread.ndim == mean.ndim:
-        deviations = spread.sqrt()[..., None] * normal
+        deviations = spread.sqrt()[..., None] * draws
     else:
         values, Q = eigh(spread)
-        deviations = Q @ (values.clamp(min=0).sqrt()[..., None] * normal)
-    return average((mean[..., None] + deviations).mT).mean(-2)
+        deviations = Q @ (values.clamp(min=0).sqrt()[..., None] * draws)
+    return normalise((mean[..., None] + deviations).mT).mean(-2)
 
 
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -127,3 +133,198 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     if K > 2:
         alpha = torch.logaddexp(alpha, torch.full_like(alpha, math.log(1 - 2 / K)))
     return (alpha - variances.log()).softmax(-1)
+
+
+class Outputs(NamedTuple):
+    """Outputs of some examples, and how uncertain they are.
+
+    Attributes:
+        mean: What the model returns, in canonical form [N, R, C].
+        spread: Variances [N, R, C], or covariances [N, R, C, C] of the numbers of each loss term.
+        f_shape: The shape in which the model returns them.
+        class_axis: The axis of these that holds the C numbers, where it is not the loss's own.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    f_shape: torch.Size
+    class_axis: int | None
+
+
+@untraced
+def output_covariance(
+    K: Any,
+    root: BlockDiagonal,
+    picked: Tensor | None,
+    X: Any,
+    full: bool,
+    max_bytes: int,
+    then: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda mean, spread: (mean, spread),
+) -> Outputs:
+    """The outputs for inputs `X`, and their variances, or (`full`) the covariances within each loss term.
+
+    Args:
+        K: The curvature, which knows model, layers and parameters.
+        root: `L` with `L Lᵀ` the covariance of the parameters.
+        picked: Positions of the parameters that this is about; None for all.
+        X: What the model is called with.
+        max_bytes: Memory for derivatives of outputs: inputs are cut into chunks.
+        then: What is made of mean and spread of a chunk, in place of them.
+
+    Raises:
+        ValueError: If there are no inputs.
+    """
+    risk = _without_targets(K.risk)
+    X = to_device(X, risk.device)
+    # The model is called as `model(**X)` where the data's batches are mappings.
+    unpack = isinstance(X, Mapping) and isinstance(next(iter(K.risk.data), None), Mapping)
+    X = {key: x for key, x in X.items() if key != "labels"} if unpack else X
+    N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
+    if not N:
+        raise ValueError("There are no inputs to predict for.")
+    by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
+    layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
+    gradients, weights, found = Gradients(risk), LossWeights(risk.losses), []
+
+    def outputs(batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
+        with torch.inference_mode(False), torch.no_grad(), eager():
+            (f,), _, (axis,) = risk.run(batch)
+        return risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0], f.shape, axis
+
+    with preserve_state(risk.model, risk.data), torch.autocast(risk.device.type, enabled=False):
+        start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
+        while start < N:
+            stop = min(start + step, N)
+            batch = Batch(_examples(X, N, start, stop), risk.losses.joined([None]), stop - start, unpack, start)
+            F, f_shape, axis = outputs(batch)
+            sums = [_Covariances(root, F, full)]
+            if by_layer:
+
+                def begin(*_: Any, sums: list[Any] = sums, F: Tensor = F) -> Add:
+                    sums[:] = [_Covariances(root, F, full)]  # again, if functions read parameters
+                    return sums[0].add
+
+                show(risk, _Units(), weights, batch, begin, layers)
+            else:
+                show(risk, _Units(), weights, batch, gradients.begin, layers)
+                J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
+                sums[0].take("", 0, _of_gradients(root, J if picked is None else J[..., picked]))
+            found.append((*then(F, sums[0].result()), f_shape, axis))
+            start, step = stop, max(1, max_bytes // (sums[0].held // len(F) + 1))
+    means, spreads, shapes, axes = zip(*found)
+    f_shape = torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])
+    return Outputs(torch.cat(means), torch.cat(spreads), f_shape, axes[0])
+
+
+class _Covariances:
+    """Adds up what `φ` of a batch gives, layer by layer; `held` are the bytes of all `φ`."""
+
+    def __init__(self, root: BlockDiagonal, F: Tensor, full: bool) -> None:
+        self.root, self.F, self.full, self.held = root, F, full, 0
+        self._variances = F.new_zeros(F[0].numel(), len(F))  # [R·C, N]
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)
+        self._sizes: dict[Layer, Tensor] = {}
+
+    def take(self, name: str, vector: int, phi: Tensor) -> None:  # [V, N, k]
+        """Take a block's `φ` of some outputs, from number `vector` on."""
+        self.held += 2 * phi.nbytes
+        if self.full:
+            self._parts[name].append(phi)
+        else:
+            self._variances[vector : vector + len(phi)] += phi.square().sum(-1)
+
+    def result(self) -> Tensor:
+        """Variances [N, R, C], or covariances [N, R, C, C]."""
+        N, R, C = self.F.shape
+        if not self.full:
+            return self._variances.view(R, C, N).permute(2, 0, 1)
+        phis = [torch.cat(part).view(R, C, N, -1).permute(2, 0, 1, 3) for part in self._parts.values()]
+        return torch.stack([phi @ phi.mT for phi in phis]).sum(0)
+
+    def add(self, seen: LayerBatch, vector: int) -> None:
+        """Take the blocks of a layer."""
+        for group in seen.layer.groups:
+            own, L = seen.restrict(group), self.root.blocks[group.name]
+            phi = self._of_rows(L, own)
+            phi = _of_gradients(L, own.per_example_grads.flatten(2)) if phi is None else phi
+            self.take(group.name, vector, phi)
+
+    def _of_rows(self, L: LinearOperator, batch: LayerBatch) -> Tensor | None:  # [V, N, o]
+        """`φ` of a layer that reads one row `a` for each example, up to a rotation: `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`.
+
+        None where a layer reads more, or `L` is no `(Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`. As many numbers as the layer has
+        outputs and not as it has parameters: on wide perceptrons a thousand times faster.
+        """
+        if not batch.layer.affine or len(batch.calls) != 1 or len(batch.layer.roles) != 1:
+            return None
+        rows = batch.rows
+        if not rows.weight or not isinstance(rows.inputs, Tensor) or rows.grads.ndim != 4 or rows.grads.shape[2] != 1:
+            return None
+        a, g, c = rows.inputs[:, 0], rows.grads[:, :, 0], 1.0
+        while isinstance(L, Scaled):
+            L, c = L.A, c * float(L.c)
+        if isinstance(L, Diagonal):
+            values = L.vector
+        elif isinstance(L, Eigendecomposed) and isinstance(L.basis, Kronecker):
+            values, g = L.values, (L.basis.G.T @ g.flatten(0, 1).T).T.view(g.shape)
+            a = (L.basis.A.T @ a.T).T if batch.first else a
+        else:
+            return None
+        if batch.first:
+            self._sizes[batch.layer] = c * (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+        return g * self._sizes[batch.layer]
+
+
+def _of_gradients(L: LinearOperator, J: Tensor) -> Tensor:  # [V, N, k]
+    return (L.T @ J.flatten(0, 1).T).T.reshape(J.shape)
+
+
+class _Targetless(Likelihood):
+    """Outputs in the form in which a loss reads them, where there are no targets."""
+
+    def __init__(self, like: Likelihood) -> None:
+        super().__init__(None, "sum")
+        self.class_axis = like.class_axis
+
+    def canonical(self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None) -> tuple[Tensor, Tensor]:
+        return super().canonical(f, f, num_examples, class_axis)
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        return F
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        return torch.zeros_like(F[..., 0])
+
+
+class _Units(Vectors):
+    """A unit vector for each number of an example's output, the same for all examples."""
+
+    def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        return F.shape[1] * F.shape[2]
+
+    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        for r in range(F.shape[1]):
+            for c in range(F.shape[2]):
+                unit = torch.zeros_like(F)
+                unit[:, r, c] = 1
+                yield unit
+
+
+def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
+    """The same model, parameters and layers for inputs alone, in this process."""
+    other = copy(risk)
+    (one,) = risk.losses
+    loss = _Targetless(one.likelihood)
+    other.losses = Losses({"dict": {one.key: loss}, "tuple": (loss,)}.get(risk.losses.form, loss))
+    other.checked, other.processes = Checked(), Alone()
+    other.options = replace(risk.options, mask=None, shift_labels=False, progressbar=False)
+    return other
+
+
+def _examples(X: Any, N: int, start: int, stop: int) -> Any:
+    """Some of the examples of an input."""
+    if isinstance(X, Tensor):
+        return X[start:stop]
+    if not isinstance(X, Mapping):
+        return X
+    return {key: x[start:stop] if isinstance(x, Tensor) and x.ndim and len(x) == N else x for key, x in X.items()}

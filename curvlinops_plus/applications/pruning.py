@@ -54,10 +54,11 @@ def prune(
 
     Raises:
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
-            model doesn't have, `K` was computed at other values than the model's, or a module is pruned already.
+            model doesn't have, or `K` was computed at other values than the model's.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
             `K.materialize()` has.
-        UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm and others).
+        UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm and others), or is
+            pruned already.
 
     Cost: a decomposition of the part of each block that is left in each round: of a block of n parameters, memory for
     n² numbers, and about 2 n³ operations for all rounds. One round takes one of n (1 - sparsity) parameters alone.
@@ -124,13 +125,12 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
     """For each parameter that `K` knows the modules that hold it, and its names there."""
     require_own_values(K, model, "K")
     own = dict(model.named_parameters(remove_duplicate=False))
-    for key, shape in K.in_space.shapes.items():
-        if key not in own or own[key].shape != shape:
-            has = f"it has shape {list(own[key].shape)} there" if key in own else f"its parameters are {[*own][:5]}"
-            raise ValueError(
-                f"K is a matrix on a parameter {key!r} of shape {list(shape)} that the model doesn't have: {has}. Make "
-                "it of this model, with its own names."
-            )
+    wrong = [key for key, shape in K.in_space.shapes.items() if key not in own or own[key].shape != shape]
+    if wrong:
+        raise ValueError(
+            f"The model has no parameters {wrong[:3]} of the shapes that K has; it has {[*own][:5]}. Make K "
+            "of this model, with its own names."
+        )
     holders = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     return {key: [(m, name) for m, name, p in holders if p is own[key]] for key in K.in_space.names}
 
@@ -144,14 +144,8 @@ def _check(places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], spa
     if unknown := chosen - places.keys():
         raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
     for key, module in [(name, module) for name in places if name in chosen for module, _ in places[name]]:
-        if torch_prune.is_pruned(module):
-            raise ValueError(
-                f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
-                "first, torch.nn.utils.prune.remove(module, name), and compute K again."
-            )
-        if isinstance(module, ParametrizationList):
+        if torch_prune.is_pruned(module) or isinstance(module, ParametrizationList):
             raise UnsupportedError(
-                f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out "
-                "of `candidates`, or make the weight plain before K is computed: "
-                "torch.nn.utils.parametrize.remove_parametrizations."
+                f"{key!r} is pruned already, or a weight is computed from it. Leave it out of `candidates`, or make it "
+                "plain before K is computed: torch.nn.utils.prune.remove or parametrize.remove_parametrizations."
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,9 @@ from curvlinops_plus import (
     CurvatureEstimator,
     DiagonalBlock,
     EmpiricalRisk,
-    ForwardOnly,
-    FullBlock,
     IdentityLinearOperator,
     Laplace,
     NoClosedForm,
-    NumericsError,
     QuadraticPenalty,
     UnsupportedError,
     attribution_scores,
@@ -32,7 +28,6 @@ from curvlinops_plus import (
     merge,
     per_example_gradients,
     prune,
-    self_influence,
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
 
@@ -102,12 +97,6 @@ def scores(P: Any = None, queries: Any = None, **options: Any) -> object:
     return attribution_scores(P, risk_of() if queries is None else queries, risk_of(), **options)
 
 
-def shared() -> EmpiricalRisk:
-    risk = risk_of()
-    risk.processes = SimpleNamespace(world=2)  # type: ignore[assignment]
-    return risk
-
-
 def merge_with_other_buffers() -> None:
     norms: Any = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double().eval() for _ in range(2)]
     norms[1][1].running_mean.add_(1.0)
@@ -143,7 +132,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Laplace(GGN(risk_of()).materialize()), TypeError, "takes the curvature of a risk"),
     (lambda: Laplace(kfac() + kfac()), TypeError, "takes the curvature of a risk"),
     (lambda: Laplace(12 * kfac()), ValueError, r"K is 12 times a curvature\. Laplace makes the sum"),
-    (lambda: Laplace(kfac(vectors=ForwardOnly())), UnsupportedError, "not a curvature of the loss"),
     (lambda: Laplace(GGN(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "not of HuberLoss"),
     (lambda: Laplace(curvature(two_losses(), KFAC)), UnsupportedError, "not of .*MSELoss.*, .*MSELoss"),
     (lambda: Laplace(GGN(weighted())), UnsupportedError, "the weight 1, and not of loss 'y'"),
@@ -153,7 +141,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (of_some_data, ValueError, "computed from 5 examples, and the data of its risk now have 12"),
     (without_data, ValueError, "loaded without data"),
     (lambda: Laplace(kfac(), 0.0), ValueError, "expected one positive finite number"),
-    (lambda: Laplace(kfac(), "large"), TypeError, "prior_precision is a str"),  # type: ignore[arg-type]
     (lambda: Laplace(kfac(), {"0": 1.0}), ValueError, "expected the blocks"),
     (
         lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)),
@@ -166,32 +153,20 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Laplace(kfac()).predict(X, "softmax"), ValueError, "has 'probit', 'mc', 'bridge'"),
     (lambda: Laplace(kfac(loss=MSE)).predict(X, "mc"), ValueError, "link='mc'; MSELoss has 'probit'"),
     (lambda: Laplace(kfac(loss=BINARY)).predict(X, "bridge"), ValueError, "BCEWithLogitsLoss has 'probit', 'mc'"),
-    (lambda: Laplace(kfac()).predict(X, "mc", samples=0), ValueError, "samples=0; expected the number of draws"),
     (lambda: Laplace(kfac()).predict(X[:0]), ValueError, "no inputs to predict for"),
     (lambda: Laplace(kfac(), subnetwork=[]), ValueError, "subnetwork picks no parameter"),
-    (
-        lambda: Laplace(curvature(risk_of(), FullBlock), max_bytes=100).predict(X, "mc"),
-        NumericsError,
-        "derivatives of more than max_bytes=100",
-    ),
     # ----------------------------------------------------------------------------------------- gradients and influence
-    (lambda: self_influence(X, risk_of()), TypeError, "P is a Tensor; expected a LinearOperator"),  # type: ignore[arg-type]
-    (lambda: scores(queries=[(X, CLASSES)]), TypeError, "`queries` is a list; expected an EmpiricalRisk.*with_data"),
     (lambda: per_example_gradients(M), TypeError, "per_example_gradients takes an EmpiricalRisk"),
     (lambda: scores(queries=risk_of(network())), ValueError, "different models or parameters.*with_data"),
-    (lambda: scores(queries=risk_of(params=moved())), ValueError, "at different values of the parameters"),
-    (lambda: scores(Dense(torch.eye(5))), ValueError, "5 x 5.* is no matrix on the 27 parameters"),
     (lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "likelihood"),
-    (lambda: next(per_example_gradients(shared())), UnsupportedError, "shared by 2 processes.*without `processes`"),
     (
         lambda: next(per_example_gradients(two_losses(), per_term=True)),
         UnsupportedError,
-        "about the terms of one loss",
+        "about the terms of one loss; there are",
     ),
     # -------------------------------------------------------------------------------------------------------- merging
     (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each model, got 2 models, 1 curvatures"),
-    (lambda: merge([M], [kfac(network())]), ValueError, r"was computed from another network than models\[0\]"),
-    (lambda: merge([M], [torch.eye(27)]), TypeError, r"curvatures\[0\]: expected an operator"),  # type: ignore[list-item]
+    (lambda: merge([M], [kfac(network())]), ValueError, r"is of another network than models\[0\]"),
     (lambda: merge([M], [Dense(normal(27, 27))]), ValueError, r"curvatures\[0\]: expected a symmetric matrix"),
     (
         lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]),
@@ -205,23 +180,19 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: trained(lambda K: merge([K.risk.model], [K])), ValueError, rf"\['0.weight'\] {OLD} curvatures\[0\]"),
     # ------------------------------------------------------------------------------------------------------- penalties
     (lambda: QuadraticPenalty(GGN(risk_of())), TypeError, FOLLOWS),
-    (lambda: QuadraticPenalty(torch.eye(27)), TypeError, "Expected an operator"),  # type: ignore[arg-type]
     (lambda: QuadraticPenalty(Dense(normal(27, 27))), ValueError, "Expected a symmetric matrix"),
-    (lambda: QuadraticPenalty(kfac(), strength=-1.0), ValueError, "Expected strength to be finite and at least 0"),
     (lambda: QuadraticPenalty(kfac() + kfac()), ValueError, "doesn't tell the network .*; say which parameters"),
-    (lambda: QuadraticPenalty(kfac(), params={"w": M[0].weight}), ValueError, "Expected parameters of the shapes of"),
-    (lambda: QuadraticPenalty(kfac(), normal(27, 2)), ValueError, r"one vector \[27\], got 2 columns"),
     (penalty_of_replaced_parameters, ValueError, "other tensors in place of its parameters"),
     # --------------------------------------------------------------------------------------------------------- pruning
     (lambda: prune(M, kfac(), 90), ValueError, r"sparsity=90, .* in \[0, 1\)"),
     (lambda: prune(M, kfac(), 0.5, candidates=["1.weight"]), ValueError, r"names \['1.weight'\], which K doesn't know"),
-    (lambda: prune(M[2], kfac(), 0.5), ValueError, "that the model doesn't have: its parameters are"),
-    (lambda: prune(nn.Sequential(nn.Linear(3, 4)), on(M), 0.5), ValueError, "it has shape"),
+    (lambda: prune(M[2], kfac(), 0.5), ValueError, "has no parameters .* of the shapes"),
+    (lambda: prune(nn.Sequential(nn.Linear(3, 4)), on(M), 0.5), ValueError, r"no parameters \['0.weight'"),
     (lambda: prune(M, GGN(risk_of()), 0.5), NoClosedForm, "materialize"),
     (lambda: prune(M, GGN(risk_of(params=moved())), 0.5), ValueError, "K was computed at other values of"),
     (lambda: trained(lambda K: prune(K.risk.model, 2 * K, 0.5)), ValueError, rf"\['0.weight'\] {OLD} K was computed"),
-    (prune_again, ValueError, "'2.bias' belongs to a Linear that is pruned already.*remove"),
-    (prune_computed, UnsupportedError, "a weight is computed"),
+    (prune_again, UnsupportedError, "'2.bias' is pruned already.*remove"),
+    (prune_computed, UnsupportedError, "a weight is computed from it"),
 ]
 
 
