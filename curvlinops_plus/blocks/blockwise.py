@@ -34,12 +34,20 @@ from curvlinops_plus.blocks.plan import (
     refuse_missing_gradients,
     warn_of_replaced,
 )
-from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg import BlockDiagonal, LinearOperator, OwnedBlockDiagonal
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Deferred,
+    Kronecker,
+    LinearOperator,
+    OwnedBlockDiagonal,
+    Structure,
+    heuristic_damping,
+)
+from curvlinops_plus.linalg.damping import BlockDampings, HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class BlockwiseLinearOperator(ScaledBlocks):
+class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
     Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. All numbers that
@@ -106,7 +114,11 @@ class BlockwiseLinearOperator(ScaledBlocks):
         offload: str | torch.device | None = None,
         compute: bool = True,
     ) -> None:
-        super().__init__(risk.space, risk.dtype, risk.device)
+        super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
+        #: The operator is `scale` times the blocks, which multiples share.
+        self.scale: float | Tensor = 1.0
+        self._unscaled: BlockDiagonal | None = None
+        self._operator: BlockDiagonal | None = None
         self.vectors = as_vectors(vectors)
         self.risk = risk.for_vectors(self.vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
@@ -208,13 +220,14 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._set_operator(None)
         self.parameters = fingerprint(self.risk)
 
-    def _at_first_use(self) -> None:
-        require_unchanged(self.label, self.parameters, self.risk)
-        self._finish()
-
     def _finish(self) -> None:
         """Compute what is missing."""
         self.compute()
+
+    def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
+        self._unscaled = self._operator = unscaled
+        if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
+            self._operator = unscaled._scale(self.scale)
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
@@ -229,6 +242,132 @@ class BlockwiseLinearOperator(ScaledBlocks):
             operator._keeps_elsewhere = kept != self.device
         self.examples = examples
         self._set_operator(operator)
+
+    # -------------------------------------------------------------------------------------------------------- algebra
+    @property
+    def unscaled(self) -> BlockDiagonal:
+        """The blocks without `scale`."""
+        if self._unscaled is None:
+            require_unchanged(self.label, self.parameters, self.risk)
+            self._finish()
+        assert self._unscaled is not None
+        return self._unscaled
+
+    @property
+    def operator(self) -> BlockDiagonal:
+        """The blocks as a plain operator that knows nothing of networks."""
+        return self.unscaled if self._operator is None else self._operator
+
+    @property
+    def blocks(self) -> dict[str, LinearOperator]:
+        """Block name to operator. Blocks are named after layers, or after parameters that have a block of their own."""
+        return dict(self.operator.blocks)
+
+    def _scale(self, c: Scalar) -> Self:
+        unscaled, multiple = self.unscaled, copy.copy(self)
+        multiple._set_scale(self.scale * c)
+        multiple._set_operator(unscaled)
+        return multiple
+
+    def _set_scale(self, scale: float | Tensor) -> None:
+        self.scale = scale
+        self.structure = Structure.PSD if scale >= 0 else Structure.SYMMETRIC
+
+    def inverse(
+        self,
+        damping: Any = 0.0,
+        *,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        retry_double_precision: bool = True,
+        use_exact_damping: bool = False,
+    ) -> LinearOperator:
+        """`(K + damping·I)⁻¹`, an operator with its own `logdet`, `trace`, `sample`.
+
+        Args:
+            damping: A number; a tensor with one value per block; a rule such as `RelativeDamping(0.1)`; or a pair
+                `(λ_A, λ_G)` that is added to the Kronecker factors instead, as `HeuristicDamping` chooses one.
+            use_heuristic_damping: The same as `HeuristicDamping(damping, min=min_damping)`: split the number over the
+                factors by Martens & Grosse 2015, section 6.3. A separate bias block is damped like the gradient factor
+                of its weight.
+            min_damping: Lower bound of each side under the heuristic.
+            retry_double_precision: Try a failing Cholesky decomposition once more in float64.
+            use_exact_damping: Accepted for code written for curvlinops, where a plain number damps each factor unless
+                this is True; here it always damps the whole matrix, and a pair each factor.
+
+        Raises:
+            SingularMatrixError: If a block is singular and `damping` is 0; names the block.
+            ValueError: If a pair is given together with the heuristic, or either together with exact damping.
+        """
+        heuristic = use_heuristic_damping or isinstance(damping, HeuristicDamping)
+        if use_exact_damping and (heuristic or isinstance(damping, tuple)):
+            raise ValueError("Either damp the factors (heuristic damping, or a pair) or use exact damping, not both.")
+        if isinstance(damping, HeuristicDamping):
+            min_damping, damping = damping.min, damping.damping
+        if not heuristic and not isinstance(damping, tuple):
+            return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
+        if heuristic and isinstance(damping, tuple):
+            raise ValueError("Heuristic and exact damping require a single damping value.")
+        unscaled, c = self.unscaled, self.scale
+        if not c > 0:
+            raise ValueError(
+                f"Dampings of factors need a positive multiple of the curvature; this operator is {float(c):g} times "
+                "it. Damp the whole matrix, with a number."
+            )
+        found: Any = BlockDampings(
+            (damping, heuristic, min_damping),
+            lambda: self._factor_dampings(damping, min_damping) if heuristic else self._pairs(*damping),
+        )
+        inverse = unscaled.inverse(found, retry_double_precision=retry_double_precision)
+        return inverse if unscaled is self._operator else inverse._scale(1 / c)
+
+    # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
+    def _pairs(self, of_A: Any, of_G: Any) -> dict[str, Any]:
+        """Unscaled blocks' dampings `(λ_A, λ_G / c)`; the second of these where there is no `A`, as of a bias."""
+        of_G = of_G if callable(of_G) else of_G / self.scale  # rules are asked for each factor
+        blocks = self.unscaled.blocks.items()
+        return {name: (of_A, of_G) if isinstance(block, Kronecker) else of_G for name, block in blocks}
+
+    def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:
+        """Unscaled blocks' dampings, split over their factors (Martens & Grosse 2015, section 6.3).
+
+        A separate bias block is damped like the gradient factor of its weight.
+        """
+        operator, blocks = self.operator, self.unscaled.blocks
+        found: dict[str, Any] = operator.per_block(damping)
+        found |= {name: resolve(found[name], block) / self.scale for name, block in operator.blocks.items()}
+        for entry in self.plan:
+            names = [group.name for group in entry.layer.groups]
+            for name in names:
+                block = blocks.get(name)  # others may be kept by other processes
+                if isinstance(block, Kronecker):
+                    pair = heuristic_damping(block.A, block.G, found[name], min_damping)
+                    found |= {**dict.fromkeys(names, pair[1]), name: pair}
+        return found
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
+        # Also if the blocks are computed anew; the model stays where it is.
+        moved = copy.copy(self)
+        moved.device = self.device if device is None else device
+        moved.dtype = self.dtype if dtype is None else dtype
+        if isinstance(self.scale, Tensor):
+            moved.scale = self.scale.to(moved.device, moved.dtype)
+        moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
+        return moved
+
+    def offload(self, where: str | torch.device = "cpu") -> Self:
+        """The same operator with blocks that are kept on another device; see `BlockDiagonal.offload`."""
+        moved = copy.copy(self)
+        moved._set_operator(self.unscaled.offload(where))
+        return moved
+
+    def split(self, v: Any) -> dict[str, Tensor]:
+        """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
+        return self.operator.split(v)
+
+    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The vector that `parts` are the blocks' parts of: undoes `split`."""
+        return self.operator.merge(parts)
 
     def memory(self) -> Memory:
         """What the blocks take, layer by layer, in bytes; nothing is computed. Print it for a table in GiB.

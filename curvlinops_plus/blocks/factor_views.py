@@ -1,12 +1,12 @@
 """Kronecker factors by layer, under the names that they have in curvlinops and in a state.
 
-Blocks are taken apart by `read_factor` and put together by `blocks_from_factors`; states and live views use both.
+Blocks are taken apart by `read_factor` and put together by `blocks_from_factors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +14,6 @@ from curvlinops_plus.blocks.ekfac import EKFAC, ekfac_blocks
 from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, factor_forms, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import (
-    BlockDiagonal,
     Dense,
     Diagonal,
     Eigendecomposed,
@@ -27,18 +26,6 @@ from curvlinops_plus.risk import Layer
 COVARIANCES = ("input_covariances", "gradient_covariances")
 EIGENVECTORS = ("input_covariances_eigenvectors", "gradient_covariances_eigenvectors")
 VALUES = "corrected_eigenvalues"
-
-
-class FactorOwner(Protocol):
-    """What a view needs of the operator whose factors it shows."""
-
-    plan: list[LayerPlan]
-
-    @property
-    def in_space(self) -> Space: ...
-    @property
-    def unscaled(self) -> BlockDiagonal: ...
-    def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None: ...
 
 
 def factor_names(entry: LayerPlan) -> tuple[str, ...]:
@@ -98,38 +85,3 @@ def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Spa
     }
     QA, QG = (factors.get(name) for name in EIGENVECTORS)
     return ekfac_blocks(layer, QG, QA, by_block)
-
-
-class FactorView(MutableMapping[str, Any]):
-    """Live view of one kind of factor: layer name to tensor.
-
-    The tensors are those that the operator multiplies with: changing one in place, or setting an item, changes the
-    operator. Of a multiple `c K` they are the factors of `K`.
-    """
-
-    def __init__(self, owner: FactorOwner, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def _entries(self) -> dict[str, LayerPlan]:
-        return {entry.layer.name: entry for entry in self.owner.plan if self.name in factor_names(entry)}
-
-    def __getitem__(self, name: str) -> Any:
-        layer = self._entries()[name].layer
-        return read_factor(layer, self.name, self.owner.unscaled.blocks, self.owner.in_space)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        entry, space, blocks = self._entries()[name], self.owner.in_space, self.owner.unscaled.blocks
-        factors = {other: read_factor(entry.layer, other, blocks, space) for other in factor_names(entry)}
-        self.owner.replace_blocks(blocks_from_factors(entry, {**factors, self.name: value}, space))
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("Factors of an operator can be replaced, not removed.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries())
-
-    def __len__(self) -> int:
-        return len(self._entries())
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

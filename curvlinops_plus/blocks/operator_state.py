@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.factor_views import VALUES, FactorOwner, blocks_from_factors, factor_names, read_factor
+from curvlinops_plus.blocks.factor_views import VALUES, blocks_from_factors, factor_names, read_factor
 from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import (
@@ -55,9 +55,10 @@ KEYS = (
 )
 
 
-class StateOwner(FactorOwner, Protocol):
+class StateOwner(Protocol):
     """What a state needs of the operator that it is of."""
 
+    plan: list[LayerPlan]
     risk: EmpiricalRisk
     vectors: Vectors
     separate_weight_and_bias: bool
@@ -65,6 +66,8 @@ class StateOwner(FactorOwner, Protocol):
     adopts_vectors: bool
     parameters: Fingerprint
 
+    @property
+    def in_space(self) -> Space: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property

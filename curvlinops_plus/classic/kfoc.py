@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.nearest import NearestKronecker
-from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
+from curvlinops_plus.risk import Layer
 
 
 class KFOCLinearOperator(KFACLinearOperator):
@@ -81,30 +80,6 @@ class KFOCLinearOperator(KFACLinearOperator):
             **options,
         )
 
-    @property
-    def input_covariances(self) -> FactorView:
-        """Layer name to the live factor `A`; layers whose weight is not in `params` have none."""
-        return _NearestFactors(self, "input_covariances")
-
-    @property
-    def gradient_covariances(self) -> FactorView:
-        """Layer name to the live factor `G`; of a layer whose bias alone is in `params`, its block."""
-        return _NearestFactors(self, "gradient_covariances")
-
-
-class _NearestFactors(FactorView):
-    """A separate bias block is exact; a new factor of the weight must not replace it."""
-
-    def _entries(self) -> dict[str, LayerPlan]:
-        entries = {e.layer.name: e for e in self.owner.plan if e.approximation.kind is NearestKronecker}
-        if self.name == "gradient_covariances":
-            return entries
-        return {name: entry for name, entry in entries.items() if entry.layer.weight is not None}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        factor = self[name]
-        if value.shape != factor.shape:
-            raise ValueError(
-                f"layer {name!r}: expected a factor of shape {list(factor.shape)}, got {list(value.shape)}."
-            )
-        factor.copy_(value)
+    def _layers_with(self, name: str) -> list[Layer]:
+        layers = [e.layer for e in self.plan if e.approximation.kind is NearestKronecker]
+        return [layer for layer in layers if name != "input_covariances" or layer.weight is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
-from curvlinops_plus.blocks.factor_views import FactorView
+from curvlinops_plus.blocks.factor_views import factor_names, read_factor
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
@@ -20,7 +21,7 @@ from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal
-from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,15 +134,25 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         """Compute the factors anew from the data; what was there before is dropped."""
         self.compute()
 
-    @property
-    def input_covariances(self) -> FactorView:
-        """Layer name to the live input factor `A`; layers whose weight is not in `params` have none."""
-        return FactorView(self, "input_covariances")
+    def _layers_with(self, name: str) -> list[Layer]:
+        """The layers that have this kind of factor."""
+        return [entry.layer for entry in self.plan if name in factor_names(entry)]
+
+    def _factors(self, name: str) -> Mapping[str, Any]:
+        """Layer name to one kind of factor: the tensors of the unscaled blocks, which may be written to in place."""
+        blocks = self.unscaled.blocks
+        layers = [layer for layer in self._layers_with(name) if layer.groups[0].name in blocks]
+        return MappingProxyType({layer.name: read_factor(layer, name, blocks, self.in_space) for layer in layers})
 
     @property
-    def gradient_covariances(self) -> FactorView:
+    def input_covariances(self) -> Mapping[str, Any]:
+        """Layer name to the live input factor `A`; layers whose weight is not in `params` have none."""
+        return self._factors("input_covariances")
+
+    @property
+    def gradient_covariances(self) -> Mapping[str, Any]:
         """Layer name to the live gradient factor `G`."""
-        return FactorView(self, "gradient_covariances")
+        return self._factors("gradient_covariances")
 
     @classmethod
     def from_state_dict(  # type: ignore[override]  # the order of the arguments is that of curvlinops
@@ -274,16 +285,16 @@ class EKFACLinearOperator(KFACLinearOperator):
         return sweeps
 
     @property
-    def input_covariances_eigenvectors(self) -> FactorView:
+    def input_covariances_eigenvectors(self) -> Mapping[str, Any]:
         """Layer name to the live eigenvectors of the input factor."""
-        return FactorView(self, "input_covariances_eigenvectors")
+        return self._factors("input_covariances_eigenvectors")
 
     @property
-    def gradient_covariances_eigenvectors(self) -> FactorView:
+    def gradient_covariances_eigenvectors(self) -> Mapping[str, Any]:
         """Layer name to the live eigenvectors of the gradient factor."""
-        return FactorView(self, "gradient_covariances_eigenvectors")
+        return self._factors("gradient_covariances_eigenvectors")
 
     @property
-    def corrected_eigenvalues(self) -> FactorView:
+    def corrected_eigenvalues(self) -> Mapping[str, Any]:
         """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in `params`: tensor}."""
-        return FactorView(self, "corrected_eigenvalues")
+        return self._factors("corrected_eigenvalues")

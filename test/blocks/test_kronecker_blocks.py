@@ -307,11 +307,10 @@ def test_factors_of_kfoc_are_live() -> None:
     K = kfoc("mlp")
     bias = K.blocks["0.bias"].to_dense()
     A, G = K.input_covariances["0"], K.gradient_covariances["0"].clone()
-    K.input_covariances["0"] = 2 * torch.eye(4)
-    close(A, 2 * torch.eye(4))
+    A.copy_(2 * torch.eye(4))
     close(K.blocks["0.weight"].to_dense(), torch.kron(G, 2 * torch.eye(4).double()))
     same(K.blocks["0.bias"].to_dense(), bias)
-    with pytest.raises(ValueError, match=r"layer '0': expected a factor of shape \[4, 4\], got \[3, 3\]"):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         K.input_covariances["0"] = torch.eye(3)
 
 
