@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
 from curvlinops_plus import CurvatureWarning, EmpiricalRisk, NumericsError, curvature
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
-from test.optim.training import EXACT, TwoHeads, batch, flat, gradient, listening, net, plain
+from test.optim.training import EXACT, TwoHeads, batch, flat, listening, net, plain
 
 Step = Callable[[Any, nn.Module, nn.Module, Tensor, Tensor], Any]
 CE = nn.CrossEntropyLoss()
@@ -42,12 +41,6 @@ def closing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Ten
         assert optimizer.step(closure).requires_grad
 
 
-def zeroing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    loss(model(X), y).backward()
-    optimizer.step()
-
-
 def accumulating(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     buffer = X[:6].clone(), y[:6].clone()
@@ -55,15 +48,6 @@ def accumulating(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y
         for t, new in zip(buffer, (X[k : k + 6], y[k : k + 6]), strict=True):
             np.copyto(t.numpy(), new.numpy())
         (loss(model(buffer[0]), buffer[1]) / 2).backward()
-    optimizer.step()
-
-
-def accumulating_unequally(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    for part in (slice(0, 3), slice(3, 12)):
-        with optimizer.listen((X[part], y[part])):
-            output = model(X[part])
-        (loss(output, y[part]) * len(X[part]) / 12).backward()
     optimizer.step()
 
 
@@ -139,9 +123,7 @@ LOOPS: dict[str, Step] = {
     for step in (
         listening,
         closing,
-        zeroing,
         accumulating,
-        accumulating_unequally,
         evaluating,
         logging,
         calling_for_another,
@@ -173,23 +155,6 @@ def test_loops(number: int, name: str) -> None:
             found.append((flat(model), optimizer.last_step.rho, optimizer.last_step.loss))
     for one, other in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("name", ["closing", "zeroing", "accumulating", "copying"])
-def test_loops_with_another_optimizer(kind: Any, name: str) -> None:
-    """The preconditioner, and an optimizer that goes on from its gradients."""
-    found = []
-    for step in (plain, LOOPS[name]):
-        model, loss = net(), nn.CrossEntropyLoss()
-        first, second = KFACPreconditioner(model, loss, 0.1, **EXACT), kind(model.parameters(), lr=0.05)
-        start = loss(model(batch()[0]), batch()[1]).item()
-        for _ in range(10):
-            step(first, model, loss, *batch())
-            second.step()
-        assert loss(model(batch()[0]), batch()[1]).item() < start
-        found.append(flat(model))
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.usefixtures("quick_compiler")
@@ -296,33 +261,6 @@ def test_batch_norm_and_dropout(door: Step) -> None:
         twin.load_state_dict(model.state_dict())
 
 
-def test_what_modules_store_is_the_users() -> None:
-    """An auxiliary loss of stored activations, and a counter in plain Python."""
-
-    class Storing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.calls = net(), 0
-
-        def forward(self, X: Tensor) -> Tensor:
-            self.calls += 1
-            self.h = self.net[:2](X)
-            return self.net[2](self.h)
-
-    model, (X, y) = Storing(), batch()
-    twin = copy.deepcopy(model)
-    optimizer = KFACOptimizer(model, CE, lr=0.0, **LOOKS)
-    for step in range(3):
-        optimizer.zero_grad()
-        value = CE(model(X), y)
-        (value + model.h.square().mean()).backward()
-        optimizer.step()
-        twin.zero_grad()
-        (nn.functional.cross_entropy(twin(X), y) + twin.h.square().mean()).backward()
-        torch.testing.assert_close(gradient(model), gradient(twin))
-        assert model.calls == step + 1
-
-
 class Keywords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -373,10 +311,9 @@ class LanguageModel(nn.Module):
         return SimpleNamespace(loss=value, logits=logits)
 
 
-@pytest.mark.parametrize("T", [5, 8])  # with 8, axis 1 could hold the classes
-def test_a_model_that_returns_its_loss(T: int) -> None:
-    """`listen` around the call says what it is; the class axis is the last one."""
-    model = LanguageModel().double()
+def test_a_model_that_returns_its_loss() -> None:
+    """`listen` around the call says what it is; the class axis is the last one, also with as many tokens as classes."""
+    model, T = LanguageModel().double(), 8
     optimizer = KFACOptimizer(model, CE, shift_labels=True, lr=0.3, **LOOKS)
     values = []
     for step in range(15):
@@ -425,15 +362,14 @@ def test_factors_that_change_nothing(factor: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what is not finite
-@pytest.mark.parametrize("vectors", [None, "empirical", "ggn_exact"])
 @pytest.mark.parametrize("reject", [None, 2.0])
 @pytest.mark.parametrize("where", ["input", "target", "gradient"])
-def test_a_batch_with_nan(vectors: str | None, reject: float | None, where: str) -> None:
+def test_a_batch_with_nan(reject: float | None, where: str) -> None:
     """It changes nothing, and the next step is as usual."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), nn.MSELoss()
     X, y, nan = batch()[0], torch.rand(12, 2).double(), float("nan")
-    optimizer = KFACOptimizer(model, loss, vectors=vectors, reject=reject)
+    optimizer = KFACOptimizer(model, loss, reject=reject)
     plain(optimizer, model, loss, X, y)
     before, velocity = flat(model), copy.deepcopy(optimizer.state_dict()["state"])
     optimizer.zero_grad()
@@ -454,19 +390,6 @@ def test_a_batch_with_nan(vectors: str | None, reject: float | None, where: str)
     plain(optimizer, model, loss, X, y)
     assert not optimizer.last_step.rejected
     assert optimizer.last_step.examples == 12
-
-
-def test_a_loss_that_is_nan_and_skipped() -> None:
-    model, twin, loss, (X, y) = net(), net(), nn.CrossEntropyLoss(), batch()
-    optimizer, other = KFACOptimizer(model, loss, **EXACT), KFACOptimizer(twin, loss, **EXACT)
-    plain(optimizer, model, loss, X, y)
-    plain(other, twin, loss, X, y)
-    optimizer.zero_grad()
-    assert not bool(loss(model(X * float("nan")), y).isfinite())
-    with pytest.warns(CurvatureWarning, match="A batch was left out of the statistics"):
-        plain(optimizer, model, loss, X, y)
-    plain(other, twin, loss, X, y)
-    assert torch.equal(flat(model), flat(twin))
 
 
 # --------------------------------------------------------------------------------------------------- hooks and memory
@@ -502,16 +425,6 @@ def test_an_error_in_the_model_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(X[:, :2])
     assert hooks(model, loss) == 3
-    plain(optimizer, model, loss, X, y)
-    assert optimizer.last_step.examples == 12
-
-
-def test_other_operators_of_the_same_model_and_loss() -> None:
-    """Hooks of the optimizer don't count: they change neither outputs nor losses."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    before = curvature(EmpiricalRisk(model, loss, [(X, y)])).to_dense()
-    optimizer = KFACOptimizer(model, loss)
-    assert torch.equal(curvature(EmpiricalRisk(model, loss, [(X, y)])).to_dense(), before)
     plain(optimizer, model, loss, X, y)
     assert optimizer.last_step.examples == 12
 
@@ -565,35 +478,23 @@ def test_tensors_do_not_grow(kind: Any, name: str, steps: int) -> None:
 
 
 # ------------------------------------------------------------------------------ what belongs to PyTorch's optimizers
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "LinearLR": lr_scheduler.LinearLR,
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=3),
-}
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k), lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10)]
+)
+def test_schedulers(make: Callable[[Any], Any]) -> None:
     """Those of PyTorch set learning rate and momentum as they set SGD's, and they are what the next step takes."""
     model = net()
     optimizer, sgd = KFACOptimizer(model, CE), torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
-    schedulers = [SCHEDULERS[name](o) for o in (optimizer, sgd)]
+    schedulers = [make(o) for o in (optimizer, sgd)]
     for step in range(5):
         plain(optimizer, model, CE, *batch(seed=step))
         sgd.step()
         for option in ("lr", "momentum"):
             assert getattr(optimizer.last_step, option) == [sgd.param_groups[0][option]]
         for scheduler in schedulers:
-            scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+            scheduler.step()
 
 
 @pytest.mark.parametrize("option", ["lr", "momentum"])
@@ -618,19 +519,6 @@ def test_a_tensor_stays_the_option_that_it_is(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=-1"):
         optimizer.step()
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)
-
-
-def test_hooks_of_steps_and_states() -> None:
-    model, calls = net(), []
-    optimizer = KFACOptimizer(model, CE, lr=0.3)
-    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: calls.append(name))
-    plain(optimizer, model, CE, *batch())
-    state = optimizer.state_dict()
-    assert calls == ["step_pre", "step_post", "state_dict_pre", "state_dict_post"]
-    optimizer.load_state_dict(state)
-    assert "load_state_dict_pre" in calls
-    assert "lr: 0.3" in repr(optimizer)
 
 
 def test_warming_up_is_a_plain_mean() -> None:

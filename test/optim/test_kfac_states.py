@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from curvlinops_plus import EKFAC
 from curvlinops_plus.optim.kfac import (
     KFACOptimizer,
-    KFACPreconditioner,
     LevenbergMarquardt,
     NormConstraint,
     WeightDecay,
@@ -75,35 +73,6 @@ def test_resuming_is_exact(name: str, make: Callable[..., nn.Module], at: int) -
         scheduler.load_state_dict(of_scheduler)
     train(resumed, again, scheduler, range(at, 9))
     assert torch.equal(flat(resumed), flat(straight))
-
-
-def preconditioned(kind: Any) -> Callable[..., tuple[Any, Any]]:
-    return lambda model: (KFACPreconditioner(model, CE), kind(model.parameters(), lr=0.05))
-
-
-@pytest.mark.parametrize("make", [preconditioned(torch.optim.SGD), preconditioned(torch.optim.Adam)])
-def test_states_are_copies_that_load_anywhere(make: Callable[..., tuple[Any, Any]]) -> None:
-    """Of a preconditioner; a deep copy and a pickle of the state."""
-    model = net()
-    first, second = make(model)
-    for seed in range(3):
-        plain(first, model, CE, *batch(seed=seed))
-        second.step()
-    start, found = copy.deepcopy(model.state_dict()), []
-    states = first.state_dict(), second.state_dict()
-    carried = [copy.deepcopy(states), pickle.loads(pickle.dumps(states))]
-    plain(first, model, CE, *batch(seed=5))
-    second.step()
-    for state in carried:
-        twin = net(3)
-        twin.load_state_dict(start)
-        for each, of in zip(others := make(twin), state, strict=True):
-            each.load_state_dict(of)
-        plain(others[0], twin, CE, *batch(seed=5))
-        others[1].step()
-        found.append(flat(twin))
-    assert torch.equal(found[0], flat(model))
-    assert torch.equal(found[1], flat(model))
 
 
 def test_a_state_is_not_the_optimizers_to_change() -> None:

@@ -332,30 +332,6 @@ def test_how_the_damping_adapts(options: dict[str, Any], rho: float, expected: f
     assert LevenbergMarquardt(2.0, **options).adapted(2.0, rho) == pytest.approx(expected)
 
 
-def test_a_step_of_length_zero_does_not_adapt_the_damping() -> None:
-    """As in a warm-up that begins at 0."""
-    model = net()
-    optimizer = KFACOptimizer(model, CE, 0.1, 0.9, LevenbergMarquardt(1.0, interval=1), **EXACT)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, step - 1) / 10)
-    dampings = []
-    for seed in range(4):
-        plain(optimizer, model, CE, *batch(seed=seed))
-        schedule.step()
-        dampings.append(optimizer.param_groups[0]["damping"])
-    assert dampings[:2] == [1.0, 1.0]
-    assert dampings[2] < 1.0
-
-
-def test_a_step_to_a_loss_that_is_nan_is_undone() -> None:
-    model = net()
-    before = flat(model)
-    optimizer = KFACOptimizer(model, CE, lr=1e308, momentum=0.0, norm_constraint=None, reject=2.0, **EXACT)
-    plain(optimizer, model, CE, *batch())
-    assert optimizer.last_step.new_loss != optimizer.last_step.new_loss
-    assert optimizer.last_step.rejected
-    assert torch.equal(flat(model), before)
-
-
 class Transposed(nn.Module):
     """A layer that the package does not know."""
 
@@ -408,16 +384,6 @@ def test_statistics_and_inverses_come_when_they_are_due() -> None:
         plain(optimizer, model, CE, *batch())
         seen.append((optimizer.last_step.examples, optimizer.last_step.refreshed))
     assert seen == [(12, True), (0, False), (0, True), (12, False), (0, True), (0, False), (12, True)]
-
-
-def test_a_norm_constraint_after_a_refresh_is_positive() -> None:
-    """The carried `(K + λ) δ` belongs to the inverse before; wherever it is no metric, it is computed anew."""
-    model = net()
-    optimizer = KFACOptimizer(model, CE, 0.5, 0.9, 1e-3, inverse_every=1, decay=0.1, **EXACT)
-    for step in range(30):
-        plain(optimizer, model, CE, *batch(4, step))
-        assert 0 < optimizer.last_step.scale <= 1
-        assert bool(flat(model).isfinite().all())
 
 
 def test_norms_of_each_parameter_on_request() -> None:
@@ -533,16 +499,7 @@ def test_sparse_gradients(kind: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- float16
-HALF: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "factored": {"inverse": "factored"},
-    "adaptive": ADAPTIVE,
-    "looking": {"damping": LevenbergMarquardt(1e-2, interval=1), "quadratic_model": "exact"},
-    "empirical": {"vectors": "empirical"},
-}
-
-
-@pytest.mark.parametrize("options", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("options", [{"inverse": "factored"}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
 @pytest.mark.parametrize("factor", [None, 1e-3])
 def test_float16(options: dict[str, Any], factor: float | None) -> None:
     """A network in float16; or autocast under a gradient scaler, where most gradients are below float16's range."""

@@ -73,19 +73,6 @@ def test_a_quarter_of_the_fisher_matrix() -> None:
     assert close(4 * S.to_dense(), torch.diag(torch.tensor([1 / 0.64, 2 / 0.64], dtype=F64)))
 
 
-def test_real_drops_the_imaginary_part() -> None:
-    problem = complex_rbm(9, "complex")
-    real = CenteredFisherLinearOperator(lambda p, x: problem.log_psi(p, x).real, *problem.args[1:])
-    assert close(CenteredFisherLinearOperator(*problem.args).to_dense(), real.to_dense())
-
-
-def test_complex_of_a_real_function_is_real() -> None:
-    problem = real_net(9, 3)
-    assert close(
-        fisher(problem).to_dense(), CenteredFisherLinearOperator(*problem.args, amplitude="complex").to_dense()
-    )
-
-
 def test_samples_may_be_trees() -> None:
     problem = real_net(6, 3)
     x = problem.samples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, _foreach_add_, _foreach_copy_, _foreach_mul_, _foreach_neg_, _foreach_norm  # pyright: ignore
 
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker
-from curvlinops_plus.optim.kfac.policies import NormConstraint
+from curvlinops_plus.optim.kfac.policies import GroupOptions
 
 Vectors = list[Tensor]  # one per group
 
@@ -82,11 +82,11 @@ class Flat:
         blocks: The names of the blocks of each vector.
         keys: Of the parameters, in the order of their entries.
         params: Themselves.
-        at: Number of the vector of each.
         gradient: `g`, each `[n]`.
         direction: `P g` and `C P g`, each `[2, n]`.
         velocity: `u` and `C u`, each `[2, n]`.
         displacement: What is added to the parameters, each `[n]`.
+        options: Those of this step, of each vector.
         scale: The least factor of a norm constraint in this step.
 
     Raises:
@@ -121,7 +121,7 @@ class Flat:
                 for key, t in K.layouts[name].views(part).items():
                     places[key] = k, t.shape, t.stride(), int(t.storage_offset())
         self.keys, self._places = list(places), list(places.values())
-        self.at = [k for k, *_ in self._places]
+        self._owners = [groups[key] for key in self.keys]
         self.params = [params[key] for key in self.keys]
         #: Parameters with an axis that the matrix takes apart.
         self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
@@ -170,7 +170,12 @@ class Flat:
 
     # --------------------------------------------------------------------------------------------------------- a step
     def precondition(
-        self, gradient: Mapping[str, Tensor], P: BlockDiagonal, λ: Sequence[float], shrink: Sequence[float], sign: int
+        self,
+        gradient: Mapping[str, Tensor],
+        P: BlockDiagonal,
+        λ: Sequence[float],
+        options: Sequence[GroupOptions],
+        sign: int,
     ) -> None:
         """Begin a step with `P g`.
 
@@ -178,60 +183,83 @@ class Flat:
             gradient: Key to gradient.
             P: The inverse of the damped curvature, or another power.
             λ: The damping in `P`, of each vector.
-            shrink: The `η` of each vector of which `η θ` is a part of its gradient.
+            options: Of all groups.
             sign: -1 to go up.
         """
+        self.options, self.scale = [options[k] for k in self.groups], 1.0
+        self._shrink = [options[k].decay("decoupled") for k in self._owners]
         _foreach_copy_(self._entries, self._taken_apart([gradient[key] for key in self.keys]))
         if sign < 0:
             _foreach_neg_(self.gradient)
-        if any(shrink):
-            for entries, p, k in zip(self._entries, self._taken_apart(self.params), self.at, strict=True):
-                entries.add_(p, alpha=shrink[k])
+        coupled = [o.decay("coupled") for o in self.options]
+        if any(coupled):
+            for entries, p, (k, *_) in zip(self._entries, self._taken_apart(self.params), self._places, strict=True):
+                entries.add_(p, alpha=coupled[k])
         if self._P is None or self._P[0] is not P:
             self._P = P, Products(P, self.blocks)
         found = zip(self.gradient, self._P[1].of(self.gradient), λ, strict=True)
-        self.direction, self.scale = [torch.stack((d, torch.sub(g, d, alpha=x))) for g, d, x in found], 1.0
+        self.direction = [torch.stack((d, torch.sub(g, d, alpha=x))) for g, d, x in found]
+        self._bound("step", self.direction)
 
-    def combine(self, factors: Sequence[float], momentum: Sequence[float], undoable: bool = False) -> None:
-        """`u ← μ u - α P g`; `undo` can take it back, if asked for, and what is added to the parameters afterwards."""
+    def along(self) -> list[Vectors]:
+        """The two directions `-lr P g` and `μ lr u`, of which an update is made."""
+        rates = [o.rates for o in self.options]
+        return [
+            [d[0] * -lr for d, (lr, _) in zip(self.direction, rates, strict=True)],
+            [u[0] * (lr * μ) for u, (lr, μ) in zip(self.velocity, rates, strict=True)],
+        ]
+
+    def combine(self, w: Sequence[float], undoable: bool = False) -> bool:
+        """`u ← w₁ μ u - w₀ P g`; the displacement is `lr u`, less decoupled weight decay.
+
+        Args:
+            w: Factors of both directions.
+            undoable: Whether `undo` may take it back, and what is added to the parameters afterwards.
+
+        Returns:
+            Whether there is such weight decay.
+        """
         if undoable:
             self._before = [p.clone() for p in self.params], [u.clone() for u in self.velocity], self._known
-        for u, d, α, μ in zip(self.velocity, self.direction, factors, momentum, strict=True):
-            u.mul_(μ).sub_(d, alpha=α)
+        for u, d, o in zip(self.velocity, self.direction, self.options, strict=True):
+            u.mul_(w[1] * o.rates[1]).sub_(d, alpha=w[0])
+        self._bound("update", self.velocity)
+        for step, u, o in zip(self.displacement, self.velocity, self.options, strict=True):
+            torch.mul(u[0], o.rates[0], out=step)
+        if any(self._shrink):
+            places = zip(self._moves, self._taken_apart(self.params), self._places, self._shrink, strict=True)
+            for entries, p, (k, *_), η in places:
+                entries.sub_(p, alpha=w[0] * self.options[k].rates[0] * η)
+        return any(self._shrink)
 
-    def bound(
-        self, of: str, constraints: Sequence[NormConstraint | None], lr: Sequence[float], λ: Sequence[float]
-    ) -> None:
+    def _bound(self, of: str, vectors: Vectors) -> None:
         """Shorten what is longer than its norm constraint allows; groups with the same one are bounded as one vector.
 
         Args:
             of: "step" for the directions, "update" for the velocities.
-            constraints: Of each vector.
-            lr: What it is multiplied with.
-            λ: Its damping.
+            vectors: These.
         """
-        vectors = self.direction if of == "step" else self.velocity
+        constraints = [o.norm_constraint for o in self.options]
         for c in dict.fromkeys(c for c in constraints if c is not None and c.of == of):
             at = [k for k, other in enumerate(constraints) if other == c]
-
-            euclidean = c.norm == "euclidean"
-            found = self._square(vectors, c.norm, at, lr, λ) if self._known or of == "step" or euclidean else 0.0
-            if not found > 0 and of == "update" and not euclidean:  # as after the curvature was renewed
-                for u, curved in zip(self.velocity, self.curved([u[0] for u in self.velocity]), strict=True):
-                    u[1] = curved
-                self._known, found = True, self._square(vectors, c.norm, at, lr, λ)
-            if (factor := c.factor(found)) < 1:
+            curved = c.norm != "euclidean" and of == "update"
+            square = self._square(vectors, c.norm, at) if self._known or not curved else 0.0
+            if not square > 0 and curved:  # as after the curvature was renewed
+                for u, product in zip(self.velocity, self.curved([u[0] for u in self.velocity]), strict=True):
+                    u[1] = product
+                self._known, square = True, self._square(vectors, c.norm, at)
+            if (factor := c.factor(square)) < 1:
                 for k in at:
                     vectors[k].mul_(factor)
             self.scale = min(self.scale, factor)
 
-    def _square(self, vectors: Vectors, norm: str, at: Iterable[int], lr: Sequence[float], λ: Sequence[float]) -> float:
-        """The squared norm of those of these numbers together."""
+    def _square(self, vectors: Vectors, norm: str, at: Iterable[int]) -> float:
+        """The squared norm of those of these numbers together, times their learning rates."""
         total: Any = 0.0
         for k in at:
-            v, curved = vectors[k]
-            shift = {"damped": λ[k], "fisher": 0.0, "euclidean": 1.0}[norm]
-            total = total + lr[k] ** 2 * (shift * v.dot(v) + (0.0 if norm == "euclidean" else v.dot(curved)))
+            (v, curved), (lr, _), λ = vectors[k], self.options[k].rates, self.options[k].of_blocks[2]
+            shift = {"damped": λ, "fisher": 0.0, "euclidean": 1.0}[norm]
+            total = total + lr**2 * (shift * v.dot(v) + (0.0 if norm == "euclidean" else v.dot(curved)))
         return float(total)
 
     def curved(self, vectors: Vectors) -> Vectors:
@@ -239,19 +267,6 @@ class Flat:
         if self._products is None:
             self._products = Products(self.K, self.blocks)
         return self._products.of(vectors)
-
-    def displace(self, lr: Sequence[float], shrink: Sequence[float]) -> None:
-        """The displacement is `lr · u`, less the part of each parameter that decoupled weight decay takes.
-
-        Args:
-            lr: Of each vector.
-            shrink: This part, of each parameter.
-        """
-        for step, u, α in zip(self.displacement, self.velocity, lr, strict=True):
-            torch.mul(u[0], α, out=step)
-        if any(shrink):
-            for entries, p, η in zip(self._moves, self._taken_apart(self.params), shrink, strict=True):
-                entries.sub_(p, alpha=η)
 
     def move(self) -> None:
         """Add the displacement to the parameters, in the precision of these."""

@@ -118,20 +118,13 @@ class KFACPreconditioner(torch.optim.Optimizer):
         **risk_options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
-                f"{type(self).__name__}(model, loss, params=...)."
-            )
+            raise TypeError(f"The model is a {type(model).__name__}; expected the nn.Module itself, before the loss.")
         one_of("inverse", inverse, "exact", "factored")
         number("-power", -power, strict=True)
         if inverse == "factored" and power != -1:
             raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
         if "weight" in risk_options:
-            raise UnsupportedError(
-                f"{type(self).__name__}(weight=...): the optimizer takes the gradient of your loss as it is, and can't "
-                "see whether it has the weights of the examples. Accumulate weighted curvature by "
-                "CurvatureEstimator(risk, ...).update(batch)."
-            )
+            raise UnsupportedError("weight=: an optimizer can't see whether your gradients have weights of examples.")
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         self._schedule = damping if callable(damping) else None
@@ -173,10 +166,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         self._options = [self._of_group(group) for group in self.param_groups]
         for c in (options.norm_constraint for options in self._options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
-                raise ValueError(
-                    f"A norm constraint in the {c.norm} norm is for inverses; with power={self._power:g} use "
-                    'NormConstraint(..., norm="euclidean"), or None.'
-                )
+                raise ValueError(f"A norm constraint in the {c.norm} norm is for inverses, and not for power=.")
         self._hooks.keeps = self._looks_again
 
     def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
@@ -184,11 +174,11 @@ class KFACPreconditioner(torch.optim.Optimizer):
         return GroupOptions(1.0, 0.0, number("damping", group["damping"]), constraint, WeightDecay(0.0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: no layer is listened to for parameters that the optimizer was made without."""
+        """Refused: no layer is recorded for parameters that the optimizer was made without."""
         if hasattr(self, "curvature"):
             raise ValueError(
-                "No layer is listened to for parameters that come later. Give all of them to the constructor: those "
-                "that are frozen, and have no gradient, are left alone until they have one."
+                "No layer is recorded for parameters that come later. Give all of them to the constructor: those "
+                "without gradient are left alone until they have one."
             )
         super().add_param_group(param_group)
 
@@ -248,10 +238,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         """
         reduction = self.curvature.risk.losses.reduction
         if self.steps or reduction == "sum":
-            raise ValueError(
-                "warmup(...) averages batches before the first step, of losses that are means. Here "
-                f"{self.steps} steps were taken, and the reduction is {reduction!r}."
-            )
+            raise ValueError(f"warmup(...) averages means before the first step; {self.steps} steps, {reduction!r}.")
         for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
             self.curvature.update(batch, decay=1.0)
         self._hooks.forget()
@@ -314,33 +301,29 @@ class KFACPreconditioner(torch.optim.Optimizer):
         if gradients and not isfinite(norm(list(gradients.values()))):
             bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
             error = NumericsError(
-                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. "
-                "Look for a loss that diverged (a larger damping or a smaller lr helps), for NaN in the batch, or for "
-                "overflow in half precision."
+                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. Did "
+                "the loss diverge (a larger damping or a smaller lr helps), or has the batch a NaN?"
             )
         if error is not None:
             if self._reject is None:
                 raise error from None
             return self._raise_damping(report)
-        if (self._hooks.keeps and not kept) or (
-            self._hooks.due and not heard and (self._strict or not self.curvature.updates)
-        ):
+        required = self._hooks.due and (self._strict or not self.curvature.updates)
+        if (self._hooks.keeps and not kept) or (required and not heard):
             names = ", ".join(one.title for one in self.curvature.risk.losses)
             raise RuntimeError(
                 "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "
-                f"gradients, and then of {names}, as the optimizer was given it, on what the model returned:\n"
-                "    loss(model(X), y).backward()\n    optimizer.step()\n"
-                "For losses that are functions, and for outputs that are changed before the loss:\n"
+                f"gradients, and then of {names}, as the optimizer was given it, on what the model returned. For "
+                "losses that are functions, and for outputs that are changed before the loss:\n"
                 "    with optimizer.listen((X, y)):\n        output = model(X)\n"
-                "    function(output, y).backward()\n    optimizer.step()\n"
-                "strict=False steps with the statistics of before."
+                "    function(output, y).backward()\nstrict=False steps with the statistics of before."
             )
         if self.steps == 0 and self.curvature.risk.processes.world == 1:
             self._hooks.warn_of_factors()  # several processes multiply parts of different size with other numbers
         report.examples, report.left_alone = self._hooks.examples, list(self._keys.values())
         if gradients and (flat := self._precondition(gradients, uncalled, report)) is not None:
             report.left_alone = [key for key in report.left_alone if key not in flat.keys]
-            self._apply(flat, [self._options[k] for k in flat.groups], report)
+            self._apply(flat, report)
 
     def _finish_statistics(self) -> tuple[bool, bool, set[str], NumericsError | None]:
         """What all processes have recorded. Collective.
@@ -409,10 +392,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
             P = curvature.inverse(of_blocks) if self._power == -1 else curvature.refreshed.power(self._power, of_blocks)
             assert isinstance(P, BlockDiagonal)
             self._P = dampings, P
-        options = [self._options[k] for k in flat.groups]
-        coupled = [o.decay("coupled") for o in options]
-        flat.precondition(gradients, self._P[1], [dampings[names[0]] for names in flat.blocks], coupled, self._sign)
-        self._bound(flat, "step", options)
+        λ = [dampings[names[0]] for names in flat.blocks]
+        flat.precondition(gradients, self._P[1], λ, self._options, self._sign)
         return flat
 
     def _dampings(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
@@ -424,11 +405,10 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 if other.of_blocks != first.of_blocks:
                     raise ValueError(
                         f"The parameters {list(layout.names)} are one block of the curvature, and (lr, momentum, "
-                        f"damping, norm constraint) are {first.of_blocks} and {other.of_blocks}, the damping with "
-                        "weight decay in the curvature. Put them in one group. Weight decay of weights alone is "
-                        "possible if it is decoupled, a number."
+                        f"damping with weight decay, norm constraint) are {first.of_blocks} and {other.of_blocks}. Put "
+                        "them in one group. Weight decay of weights alone is possible if it is decoupled, a number."
                     )
-            found[name] = first.shift
+            found[name] = first.of_blocks[2]
         return found
 
     def _of_blocks(self, dampings: dict[str, float]) -> Any:
@@ -439,15 +419,9 @@ class KFACPreconditioner(torch.optim.Optimizer):
         if self._moves and flat is not None:
             flat.keep(self.state)
 
-    def _bound(self, flat: Flat, of: str, options: Sequence[GroupOptions]) -> None:
-        lr = [1.0 if o.lr == "adaptive" else o.lr for o in options]
-        flat.bound(of, [o.norm_constraint for o in options], lr, [o.shift for o in options])
-
-    def _apply(self, flat: Flat, options: Sequence[GroupOptions], report: StepReport) -> None:
-        """Take the step along `P g`; the options are those of each vector."""
-        flat.combine([-1.0] * len(options), [0.0] * len(options))
-        self._bound(flat, "update", options)
-        flat.displace([1.0] * len(options), [])
+    def _apply(self, flat: Flat, report: StepReport) -> None:
+        """Take the step along `P g`."""
+        flat.combine((-1.0, 0.0))
         self._report(flat, report)
         for p, d in zip(flat.params, flat.split(flat.displacement), strict=True):
             assert p.grad is not None
@@ -476,8 +450,9 @@ class KFACPreconditioner(torch.optim.Optimizer):
         state = super().state_dict()
 
         def plain(value: Any) -> Any:
-            policy = isinstance(value, (NormConstraint, WeightDecay))
-            return asdict(value) if policy else value.clone() if isinstance(value, Tensor) else value
+            if isinstance(value, (NormConstraint, WeightDecay)):
+                return asdict(value)
+            return value.clone() if isinstance(value, Tensor) else value
 
         return state | {
             "state": {names[i]: {name: plain(t) for name, t in kept.items()} for i, kept in state["state"].items()},
@@ -502,12 +477,11 @@ class KFACPreconditioner(torch.optim.Optimizer):
         if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
             raise ValueError(f"The state is of groups with the parameters {theirs}, and this optimizer has {own}.")
         self.curvature.load_state_dict(state_dict["curvature"])
-        policies = {"norm_constraint": NormConstraint, "weight_decay": WeightDecay}
-        groups = [
-            {name: policies[name](**value) if isinstance(value, Mapping) else value for name, value in group.items()}
-            for group in state_dict["param_groups"]
-        ]
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group in self.param_groups:
+            for name, kind in (("norm_constraint", NormConstraint), ("weight_decay", WeightDecay)):
+                if isinstance(value := group.get(name), Mapping):
+                    group[name] = kind(**value)
         params = {key: p for p, key in self._keys.items()}
         for key, kept in state_dict["state"].items():  # PyTorch would cast it to the parameters' dtype
             self.state[params[key]] = {name: t.to(params[key].device, copy=True) for name, t in kept.items()}
@@ -669,30 +643,19 @@ class KFACOptimizer(KFACPreconditioner):
     def _looks_again(self) -> bool:
         return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
 
-    def _apply(self, flat: Flat, options: Sequence[GroupOptions], report: StepReport) -> None:
-        lr, momentum = ([1.0 if v == "adaptive" else v for v in vs] for vs in list(zip(*options))[:2])
-        known, w = None, [1.0, 1.0]  # factors of both directions, from a quadratic model if they are adaptive
+    def _apply(self, flat: Flat, report: StepReport) -> None:
+        model, w, rates = None, [1.0, 1.0], [o.rates for o in flat.options]
         if self.trust is not None and self._adaptive:
-            fixed = [None if "adaptive" in values else 1.0 for values in list(zip(*options))[:2]]
-            along = [
-                [d[0] * -α for d, α in zip(flat.direction, lr, strict=True)],
-                [u[0] * (μ * α) for u, μ, α in zip(flat.velocity, momentum, lr, strict=True)],
-            ]
-            known = self.trust.model(flat, along, options)
-            w = known.minimizer(fixed)
-        report.lr, report.momentum = (sorted({f * v for v in vs}) for f, vs in zip(w, (lr, momentum), strict=True))
-        flat.combine([w[0]] * len(lr), [w[1] * μ for μ in momentum], undoable=self._reject is not None)
-        self._bound(flat, "update", options)
-        shrink = [
-            w[0] * lr[k] * self._options[self._groups[key]].decay("decoupled") for key, k in zip(flat.keys, flat.at)
-        ]
-        flat.displace(lr, shrink)
+            model = self.trust.model(flat, flat.along())
+            w = model.minimizer([None if any(o[k] == "adaptive" for o in flat.options) else 1.0 for k in (0, 1)])
+        report.lr, report.momentum = (sorted({w[k] * rate[k] for rate in rates}) for k in (0, 1))
+        shrinks = flat.combine(w, undoable=self._reject is not None)
         self._report(flat, report)
         if self.trust is None or not (self._adapts or self._reject is not None):
             return flat.move()
-        if known is None or any(shrink):
-            known, w = self.trust.model(flat, [flat.displacement], options), [1.0]
-        self._move_and_look(self.trust, flat, known, w, report)
+        if model is None or shrinks:
+            model, w = self.trust.model(flat, [flat.displacement]), [1.0]
+        self._move_and_look(self.trust, flat, model, w, report)
 
     def _move_and_look(
         self, trust: Trust, flat: Flat, model: QuadraticModel, w: Sequence[float], report: StepReport
@@ -720,6 +683,6 @@ class KFACOptimizer(KFACPreconditioner):
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
         value = self._sign * trust.loss()
         for options, group in zip(self._options, self.param_groups, strict=True):
-            if decay := options.decay_in_curvature:
+            if decay := options.in_curvature:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value

@@ -154,19 +154,19 @@ class GroupOptions(NamedTuple):
     weight_decay: WeightDecay
 
     @property
-    def decay_in_curvature(self) -> float:
-        """The weight decay that is added to the diagonal of the curvature."""
-        return 0.0 if self.weight_decay.kind == "decoupled" else self.weight_decay.strength
+    def rates(self) -> tuple[float, float]:
+        """Learning rate and momentum, 1 where they are adaptive."""
+        return (1.0 if self.lr == "adaptive" else self.lr), (1.0 if self.momentum == "adaptive" else self.momentum)
 
     @property
-    def shift(self) -> float:
-        """All that is added to this diagonal."""
-        return self.damping + self.decay_in_curvature
+    def in_curvature(self) -> float:
+        """The weight decay that is added to the diagonal of the curvature."""
+        return self.weight_decay.strength - self.decay("decoupled")
 
     @property
     def of_blocks(self) -> tuple[Any, ...]:
-        """What all parameters of a block have in common."""
-        return self.lr, self.momentum, self.shift, self.norm_constraint
+        """What all parameters of a block have in common: the damping with weight decay in the curvature."""
+        return self.lr, self.momentum, self.damping + self.in_curvature, self.norm_constraint
 
     def decay(self, kind: str) -> float:
         """The weight decay, if it is of this kind."""

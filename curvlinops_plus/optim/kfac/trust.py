@@ -13,7 +13,6 @@ from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.flat import Flat, Vectors
-from curvlinops_plus.optim.kfac.policies import GroupOptions
 from curvlinops_plus.risk.batches import Batch
 
 
@@ -88,12 +87,8 @@ class Trust:
         """How the model is differentiated is found out once."""
         return GGN(self._risk, check_deterministic=False)
 
-    def model(self, flat: Flat, directions: Sequence[Vectors], options: Sequence[GroupOptions]) -> QuadraticModel:
-        """The quadratic model of this step's loss along some directions.
-
-        Args:
-            options: Of each vector.
-        """
+    def model(self, flat: Flat, directions: Sequence[Vectors]) -> QuadraticModel:
+        """The quadratic model of this step's loss along some directions."""
         rows = flat.split([torch.stack(parts) for parts in zip(*directions, strict=True)])  # each [k, *shape]
         V, k = dict(zip(flat.keys, rows, strict=True)), len(directions)
         C, params = self._ggn if self._exact else self._estimator.operator, self._estimator.risk.params
@@ -103,6 +98,6 @@ class Trust:
         table = torch.stack([v[:k] @ v.mT for v in vectors]).double().cpu()  # [groups, k, k + 1]
         R, D = (
             (torch.tensor(factors, dtype=table.dtype) @ table[..., :k].flatten(1)).view(k, k)
-            for factors in ([o.decay_in_curvature for o in options], [o.damping for o in options])
+            for factors in ([o.in_curvature for o in flat.options], [o.damping for o in flat.options])
         )
         return QuadraticModel((A + A.T) / 2, R, D, table[..., k].sum(0))

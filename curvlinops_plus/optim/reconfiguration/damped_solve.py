@@ -216,10 +216,7 @@ class DampedSystem:
         self.mode: str = mode
         self.solver = solver or ("cg" if mode == "lazy" else "cholesky")
         if mode == "kernel" and not self.shift > 0:
-            raise ValueError(
-                'mode="kernel" needs a positive damping: the kernel of centred derivatives is always singular, '
-                'and Woodbury\'s identity divides by λ. Take damping=1e-3 or the like, or mode="dense".'
-            )
+            raise ValueError('mode="kernel" needs a positive damping, 1e-3 or the like: this kernel is singular.')
         rank = (int((ensemble.weights > 0).sum()) - 1) * c
         if not self.shift > 0 and rank < P:
             raise SingularMatrixError(
