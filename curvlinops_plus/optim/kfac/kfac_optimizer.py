@@ -301,8 +301,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
         if gradients and not isfinite(norm(list(gradients.values()))):
             bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
             error = NumericsError(
-                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. Did "
-                "the loss diverge (a larger damping or a smaller lr helps), or has the batch a NaN?"
+                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. "
+                "Did the loss diverge (a larger damping or a smaller lr helps), or has the batch a NaN?"
             )
         if error is not None:
             if self._reject is None:
