@@ -92,27 +92,15 @@ def test_other_inputs_than_listen_was_given() -> None:
 # ------------------------------------------------------------------------------------------------------------- files
 def test_saving_and_loading(tmp_path: Path) -> None:
     r = risk()
-    K, path, none, make = curvature(r), tmp_path / "K.st", tmp_path / "none" / "K.st", BlockwiseLinearOperator
+    K, path, make = curvature(r), tmp_path / "K.st", BlockwiseLinearOperator
     save(K, path)
-    torch.save(K.state_dict(), pickled := tmp_path / "K.pt")
     assert torch.equal(make.from_state_dict(load(path), r.model, None).to_dense(), K.to_dense())
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: save(K, none), FileNotFoundError, "Can't save to .*/none/K.st: it is in a folder that does not exist"),
-        (lambda: save(K, tmp_path), FileNotFoundError, "Can't save to .*: it is a folder; add the name of a file"),
-        (lambda: save(path, K), TypeError, r"save takes what is saved first, then the path: save\(K, '.*K.st'\)"),
-        (lambda: save(GGN(r), path), TypeError, "a GGN has none.*such as GGN, is made again from these"),
-        (lambda: load(path, r.model, DATA), TypeError, "load takes the path of a file, got .*from_state_dict"),
-        (lambda: load(K), TypeError, r"load takes the path of a file, got .*from_state_dict\(load\(path\), model"),
-        (lambda: load(K.state_dict()), TypeError, "load takes the path of a file, got .*from_state_dict"),
-        (lambda: load(tmp_path), FileNotFoundError, "is a folder; expected a file that `save` wrote"),
-        (lambda: load(pickled), ValueError, "no safetensors file. What torch.save wrote is read by torch.load"),
-        (
-            lambda: make.from_state_dict(path, r.model, DATA),
-            ValueError,
-            r"not a state .*, as load\(path\) reads it from",
-        ),
+        (lambda: save(path, K), TypeError, "save takes a state_dict, or what has one.* and then a path"),
+        (lambda: save(GGN(r), path), TypeError, "a GGN has none"),
+        (lambda: make.from_state_dict(path, r.model, DATA), ValueError, r"not a state .*, as load\(path\) reads it"),
         (lambda: K.load_state_dict(str(path)), ValueError, r"not a state .*, as load\(path\) reads it"),
-        (lambda: make.from_state_dict(r.model, load(path), DATA), ValueError, r"K.state_dict\(\) returns, got a Seq"),
+        (lambda: make.from_state_dict(r.model, load(path), DATA), ValueError, r"state_dict\(\) returns.* got a Seq"),
     ]
     for call, error, words in refused:
         with pytest.raises(error, match=words):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import equal, nn
 
-from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint
+from curvlinops_plus.blocks.state import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk
 

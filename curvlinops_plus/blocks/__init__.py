@@ -2,15 +2,13 @@
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Needs
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
-from curvlinops_plus.blocks.checkpoint import Checkpoint
 from curvlinops_plus.blocks.ekfac import EKFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.kronecker_blocks import TNT, NearestKronecker
 from curvlinops_plus.blocks.memory import Memory
-from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
-from curvlinops_plus.blocks.serialization import load, save
-from curvlinops_plus.blocks.tnt import TNT
+from curvlinops_plus.blocks.state import Checkpoint, load, save
 from curvlinops_plus.blocks.verify import Verification
 
 __all__ = [

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
-from warnings import warn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.memory import Memory, groups_within, memory_of, owners_of
-from curvlinops_plus.blocks.operator_state import (
-    block_parts,
-    check_state,
-    describe,
-    part_names,
-    read_blocks,
-    read_state,
-    rebuild_arguments,
-    write_blocks,
-)
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
     make_plan,
@@ -34,10 +21,17 @@ from curvlinops_plus.blocks.plan import (
     refuse_missing_gradients,
     warn_of_replaced,
 )
-from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
+from curvlinops_plus.blocks.state import (
+    Fingerprint,
+    about,
+    arguments_of,
+    changed_parameters,
+    difference,
+    fingerprint,
+    take_state,
+)
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
-from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Deferred,
@@ -48,6 +42,7 @@ from curvlinops_plus.linalg import (
     heuristic_damping,
 )
 from curvlinops_plus.linalg.damping import BlockDampings, HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
@@ -176,7 +171,7 @@ class BlockwiseLinearOperator(Deferred):
         """Take over what processes know of functions that read parameters; those without examples know nothing."""
         found = [one for one in told if one is not None]
         most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
-        if not same_data(most, describe_reads(self.risk.reads)):
+        if difference(most, describe_reads(self.risk.reads)):
             self.risk.reads = rebuild_reads(self.risk, most)
             self.renew_plan()
 
@@ -192,7 +187,7 @@ class BlockwiseLinearOperator(Deferred):
         world = self.risk.processes.world
         return owners_of(self.plan, world) if self.owned and world > 1 else None
 
-    def _keeps(self, block: str) -> bool:
+    def keeps(self, block: str) -> bool:
         """Whether this process keeps the block of this name."""
         return (owners := self.owners) is None or owners[block] == self.risk.processes.rank
 
@@ -233,7 +228,7 @@ class BlockwiseLinearOperator(Deferred):
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
         layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
         kept = self.device if self._offload is None else torch.device(self._offload)
-        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if self._keeps(name)}
+        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if self.keeps(name)}
         space, processes = self.risk.space, self.risk.processes
         if self.owners is None:
             operator = BlockDiagonal(mine, layouts, space, self.device)
@@ -248,7 +243,12 @@ class BlockwiseLinearOperator(Deferred):
     def unscaled(self) -> BlockDiagonal:
         """The blocks without `scale`."""
         if self._unscaled is None:
-            require_unchanged(self.label, self.parameters, self.risk)
+            if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
+                raise RuntimeError(
+                    f"{self.label} is computed at its first use, and the parameters {changed} have changed since it "
+                    "was made. Call its compute() for the matrix at the present ones, or make it after they change. "
+                    "`curvature` computes at once, and so does check_deterministic=True of the other classes."
+                )
             self._finish()
         assert self._unscaled is not None
         return self._unscaled
@@ -429,21 +429,13 @@ class BlockwiseLinearOperator(Deferred):
         if processes keep blocks apart: each gets all of them.
         """
         whole = None if self._unscaled is None else self._unscaled.gather()
-        return self._described() | ({} if whole is None else write_blocks(self, whole))
+        return about(self) | ({} if whole is None else {"blocks": {n: pack(b) for n, b in whole.blocks.items()}})
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
-        """The same in parts, one for each block or layer, and one that says of what they are; see `Checkpoint`.
-
-        Parts of an operator without blocks are empty.
-        """
-        mine = {group.name for entry in self.plan for group in entry.layer.groups if self._keeps(group.name)}
-        parts: dict[str, dict[str, Any]] = {part: {} for entry in self.plan for part in part_names(entry, mine)}
-        if self._unscaled is not None:
-            parts |= block_parts(self, self._unscaled.blocks)
-        return {"state": self._described(), **parts}
-
-    def _described(self) -> dict[str, Any]:
-        return describe(self) | ({} if self._unscaled is None else {"examples": self.examples, "blocks": {}})
+        """The same in parts, "state" and one for each block that this process keeps; empty before they are computed."""
+        names = [group.name for entry in self.plan for group in entry.layer.groups if self.keeps(group.name)]
+        blocks = {} if self._unscaled is None else self._unscaled.blocks
+        return {"state": about(self)} | {f"block {n}": {n: pack(blocks[n])} if blocks else {} for n in names}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the blocks of a state. The data is not read, the model is not changed.
@@ -458,36 +450,7 @@ class BlockwiseLinearOperator(Deferred):
         Warns:
             CurvatureWarning: If the parameters changed since.
         """
-        self._load(state_dict)
-
-    def _load(self, given: Mapping[str, Any]) -> None:
-        state = read_state(given)
-        fitting = _reading_as(self, state)
-        check_state(fitting, state)
-        blocks = read_blocks(fitting, state, fitting._keeps)
-        if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
-            warn(
-                "The model's parameters differ from those that this state was computed at; its blocks describe the old "
-                "ones.",
-                CurvatureWarning,
-                stacklevel=level_of_user(),
-            )
-        self._take_options(state)
-        self.plan, self._reads, self.risk.reads = fitting.plan, fitting._reads, fitting.risk.reads
-        if blocks is None:
-            self._compute_later()
-        else:
-            self._set_blocks(blocks, state["examples"])
-            self.parameters = state["fingerprint"]
-
-    def _take_options(self, state: Mapping[str, Any]) -> None:
-        """Take over the options that a state was computed with."""
-        names = ("progressbar", "num_data", "num_per_example_loss_terms")
-        self.risk = copy.copy(self.risk)  # the caller's stays as it is
-        self.risk.options = replace(self.risk.options, **{name: state[name] for name in names})
-        self._set_scale(state["scale"])
-        if self.adopts_vectors:
-            self.vectors = rebuild_vectors(state["vectors"], [type(self.vectors)])
+        take_state(self, state_dict)
 
     @classmethod
     def from_state_dict(
@@ -548,26 +511,13 @@ class BlockwiseLinearOperator(Deferred):
         )
 
 
-Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
-
-
-def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
-    """The operator with the layers that a state has, where functions read parameters."""
-    if same_data(state["reads"], describe_reads(K.risk.reads)):  # looked and found nothing is not "not looked"
-        return K
-    fitting = copy.copy(K)
-    fitting.risk = copy.copy(K.risk)
-    fitting.risk.reads = rebuild_reads(K.risk, state["reads"])
-    fitting.renew_plan()
-    return fitting
-
-
-def restore(cls: type[Operator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any) -> Operator:
+def restore(
+    cls: type[BlockwiseLinearOperator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any
+) -> Any:
     """`cls.from_state_dict` for every class."""
-    state = read_state(state_dict)
     K = cls.__new__(cls)
-    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), owned=owned, compute=False)
-    K._load(state)
+    BlockwiseLinearOperator.__init__(K, **arguments_of(state_dict, **arguments), owned=owned, compute=False)
+    take_state(K, state_dict)
     return K
 
 

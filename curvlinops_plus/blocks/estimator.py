@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
-from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.layer_sums import Sums, decompose_factors
 from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.plan import plan_table
-from curvlinops_plus.blocks.stored_options import plain, same_data
+from curvlinops_plus.blocks.state import about, checked, difference, fingerprint, plain, take_state
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
@@ -30,8 +29,6 @@ from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 T = TypeVar("T")
-
-FORMAT = "curvlinops_plus.estimator"
 
 
 class CurvatureEstimator:
@@ -399,7 +396,7 @@ class CurvatureEstimator:
         """
         if self._snapshot is None:
             self.refresh(damping)
-        if damping is not None and damping is not self.damping and not same_data(plain(damping), plain(self.damping)):
+        if damping is not None and damping is not self.damping and difference(plain(damping), plain(self.damping)):
             return self.refreshed.inverse(damping)
         if self._inverse is None:
             self._inverse = self.refreshed.inverse(self.damping)
@@ -438,8 +435,7 @@ class CurvatureEstimator:
         told = processes.gather((self.updates, self.examples, drawn))
         updates, examples, drawn = zip(*told)
         return {
-            "format": FORMAT,
-            "about": self._blank.state_dict(),
+            **about(self._blank),
             "decay": self.decay,
             "updates": max(updates),
             "examples": sum(examples),
@@ -458,13 +454,22 @@ class CurvatureEstimator:
         Raises:
             ValueError: If it is cut off, foreign, or of another network or other approximations; nothing has changed.
         """
-        _require_state(state, self.decay)
+        state = checked(state)
+        if missing := {"decay", "updates", "weight", "draws", "damping", "sums", "refreshed"} - state.keys():
+            raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off, or not that of an estimator?")
+        if state["updates"] and not state["sums"].get("layers"):
+            raise ValueError(
+                "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save "
+                "and load Checkpoint(estimator) there."
+            )
+        if state["decay"] != self.decay:
+            raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {self.decay}.")
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
             blank, snapshot = copy.copy(self._blank), None
-            blank.load_state_dict(state["about"])
+            take_state(blank, state)
             if state["refreshed"] is not None:
-                snapshot = _with_layers(blank, state["refreshed"].get("layers", {}))
+                snapshot = _with_layers(blank, state["refreshed"]["plan"]["layers"])
                 snapshot.load_state_dict(state["refreshed"])
         sums = Sums(blank.plan, self._scale)
         sums.load_state_dict(state["sums"])
@@ -491,21 +496,6 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
         K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
         K.in_space = K.risk.space
     return K
-
-
-def _require_state(state: Any, decay: float) -> None:
-    keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
-    if missing := keys - set(state):
-        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
-    if state["updates"] and not state["sums"].get("layers"):
-        raise ValueError(
-            "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save and "
-            "load Checkpoint(estimator) there."
-        )
-    if state["decay"] != decay:
-        raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
 
 
 def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:

@@ -1,7 +1,4 @@
-"""Kronecker factors by layer, under the names that they have in curvlinops and in a state.
-
-Blocks are taken apart by `read_factor` and put together by `blocks_from_factors`.
-"""
+"""Kronecker factors by layer, under the names that they have in curvlinops."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops_plus.blocks.ekfac import EKFAC, ekfac_blocks
-from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, factor_forms, kfac_blocks
+from curvlinops_plus.blocks.ekfac import EKFAC
+from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, factor_forms
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import (
     Dense,
@@ -69,19 +66,3 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
 def _tensor(factor: Any) -> Tensor:
     """What a factor is made of."""
     return factor.vector if isinstance(factor, Diagonal) else factor.matrix
-
-
-def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Space) -> dict[str, LinearOperator]:
-    """The blocks of a layer that `factors`, by their names, belong to. The tensors are shared, not copied."""
-    layer = entry.layer
-    if VALUES not in factors:
-        A, G = (factors.get(name) for name in COVARIANCES)
-        assert G is not None
-        return kfac_blocks(layer, A, G)
-    values = factors[VALUES]
-    by_block = {
-        group.name: values[space.names.index(group.keys[0])] if isinstance(values, Mapping) else values
-        for group in layer.groups
-    }
-    QA, QG = (factors.get(name) for name in EIGENVECTORS)
-    return ekfac_blocks(layer, QG, QA, by_block)

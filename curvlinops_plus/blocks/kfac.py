@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
@@ -218,20 +217,3 @@ def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOp
         else:
             blocks[group.name] = factor
     return blocks
-
-
-def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:
-    """Refuse Kronecker factors that are larger than the option of that name allows.
-
-    Raises:
-        UnsupportedError: If a factor has more than `limit` bytes.
-    """
-    layer = accumulator.layer
-    for name, form in factor_forms(layer, limit).items():
-        if form.bytes > limit and not (name == "A" and layer.sparse):
-            raise UnsupportedError(
-                f"{layer.title}: its factor {name} is {form.size} x {form.size}, {form.bytes / 2**30:.1f} GiB, above "
-                f"{option}={limit}. Use KFAC or EKFAC, which take its diagonal, or DiagonalBlock for this layer, leave "
-                f"its parameters {list(layer.params)} out of `params`, or say "
-                f"{type(accumulator).__name__}.using({option}=...)."
-            )

@@ -14,8 +14,8 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.factor_views import factor_names, read_factor
-from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.state import fingerprint
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType

@@ -56,7 +56,7 @@ def _inner_products(matrices: Sequence[Tensor]) -> Tensor:  # U matrices -> [U, 
     return torch.tensor([[float((M * N).sum()) for N in matrices] for M in matrices], dtype=torch.float64)
 
 
-def nearest_to_matrix(R: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+def nearest_to_matrix(R: Tensor) -> tuple[Tensor, Tensor]:
     """Positive semi-definite factors `G, A` that minimise `|F - G ⊗ A|` for a positive semi-definite `F`.
 
     Rearranged as `R[o, p, i, j] = F[(o i), (p j)]`, with pairs `(o, p)` as rows and `(i, j)` as columns, a Kronecker
@@ -67,10 +67,9 @@ def nearest_to_matrix(R: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor
 
     Args:
         R: The matrix `F`, rearranged: `[*b, o, o, i, i]`, with a batch axis `b` one problem for each of its items.
-        diagonal: Look for a diagonal `A`; `R` is then `[*b, o, o, i]`, the entries with `i = j` alone.
 
     Returns:
-        `G [*b, o, o]` and `A [*b, i, i]` or `[*b, i]`, with equal mean eigenvalues.
+        `G [*b, o, o]` and `A [*b, i, i]`, with equal mean eigenvalues.
 
     Raises:
         NumericsError: If an entry is NaN or infinite.
@@ -82,18 +81,15 @@ def nearest_to_matrix(R: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor
         >>> (torch.kron(G, A) - torch.kron(torch.eye(2), torch.ones(2, 2))).abs().max() < 1e-6
         tensor(True)
     """
-    o, i = R.shape[-2 if diagonal else -3], R.shape[-1]
-    # [*b, o(o+1)/2, i(i+1)/2] or [*b, o(o+1)/2, i]
-    C = _fold(R) if diagonal else _fold(_fold(R.flatten(-2)).mT.unflatten(-2, (i, i))).mT
+    o, i = R.shape[-3], R.shape[-1]
+    C = _fold(_fold(R.flatten(-2)).mT.unflatten(-2, (i, i))).mT  # [*b, o(o+1)/2, i(i+1)/2]
     if C.shape[-2] <= C.shape[-1]:
         G = _absolute(_unfold(_leading(C @ C.mT, _fold_identity(o, C)), o))
         g = _fold(G[..., None])
-        a = (C.mT @ g / _square_norm(g))[..., 0]
-        A = a if diagonal else _unfold(a, i)
+        A = _unfold((C.mT @ g / _square_norm(g))[..., 0], i)
     else:
-        a = _leading(C.mT @ C, torch.ones_like(C[..., 0, :]) if diagonal else _fold_identity(i, C))
-        A = a.abs() if diagonal else _absolute(_unfold(a, i))
-        a = A[..., None] if diagonal else _fold(A[..., None])
+        A = _absolute(_unfold(_leading(C.mT @ C, _fold_identity(i, C)), i))
+        a = _fold(A[..., None])
         G = _unfold((C @ a / _square_norm(a))[..., 0], o)
     return balanced(G, A)
 
@@ -103,19 +99,16 @@ def balanced(G: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         G: `[*b, o, o]`.
-        A: `[*b, i, i]`, or the diagonals `[*b, i]`.
+        A: `[*b, i, i]`.
 
     Example:
-        >>> balanced(8 * torch.eye(2), torch.tensor([1.0, 3.0]))[1]
+        >>> balanced(8 * torch.eye(2), torch.diag(torch.tensor([1.0, 3.0])))[1].diagonal()
         tensor([2., 6.])
     """
-    diagonal = A.ndim < G.ndim
-    mean_G = G.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean_A = (A if diagonal else A.diagonal(dim1=-2, dim2=-1)).mean(-1)
-    known = (mean_G > 0) & (mean_A > 0)
-    one = torch.ones_like(mean_G)
+    mean_G, mean_A = (M.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] for M in (G, A))
+    known, one = (mean_G > 0) & (mean_A > 0), torch.ones_like(mean_G)
     root = torch.where(known, mean_G, one).sqrt() / torch.where(known, mean_A, one).sqrt()
-    return G / root[..., None, None], A * (root[..., None] if diagonal else root[..., None, None])
+    return G / root, A * root
 
 
 def _leading(M: Tensor, start: Tensor) -> Tensor:  # [*b, k, k], [k] -> [*b, k]

@@ -34,8 +34,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
-from curvlinops_plus.blocks import nearest as nearest_module
-from curvlinops_plus.blocks import tnt
+from curvlinops_plus.blocks import kronecker_blocks
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_to_matrix
@@ -71,17 +70,11 @@ def matrices(K: Any, dense: Any) -> Iterator[tuple[str, Any, tuple[int, int], li
             )
 
 
-def rearranged(F: Tensor, o: int, i: int, sparse: bool = False) -> Tensor:
-    """Van Loan's rearrangement, pairs of rows against pairs of columns; equal columns alone if `sparse`."""
-    R = F.view(o, i, o, i).permute(0, 2, 1, 3)
-    return R.diagonal(dim1=2, dim2=3).reshape(o * o, i) if sparse else R.reshape(o * o, i * i)
-
-
-def best(F: Tensor, o: int, i: int, sparse: bool) -> tuple[Tensor, bool]:
-    """The nearest Kronecker product from one SVD, and whether it is the only one."""
-    U, S, V = torch.linalg.svd(rearranged(F, o, i, sparse), full_matrices=False)
-    G, A = U[:, 0].view(o, o), V[0].diag() if sparse else V[0].view(i, i)
-    return S[0] * torch.kron(G, A), len(S) == 1 or bool(S[1] < 0.999 * S[0])
+def best(F: Tensor, o: int, i: int) -> tuple[Tensor, bool]:
+    """The nearest Kronecker product from one SVD of Van Loan's rearrangement, and whether it is the only one."""
+    R = F.view(o, i, o, i).permute(0, 2, 1, 3).reshape(o * o, i * i)
+    U, S, V = torch.linalg.svd(R, full_matrices=False)
+    return S[0] * torch.kron(U[:, 0].view(o, o), V[0].view(i, i)), len(S) == 1 or bool(S[1] < 0.999 * S[0])
 
 
 # --------------------------------------------------------------------------------------------------- nearest Kronecker
@@ -98,7 +91,7 @@ def test_nearest_kronecker_is_the_leading_singular_pair(name: str, separate: boo
             close(K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block)
             continue
         for F, N in zip(parts, found, strict=True):
-            expected, unique = best(F, o, i, layer.sparse)
+            expected, unique = best(F, o, i)
             if unique:
                 close(N, expected, 1e-8, block)
             assert (F - N).norm() <= (F - expected).norm() + 1e-8 * F.norm(), block
@@ -174,20 +167,19 @@ def test_only_layers_that_are_too_large_need_more_sweeps() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.booleans(), st.sampled_from([0, 3]))
-def test_nearest_to_matrix(o: int, i: int, rank: int, diagonal: bool, batch: int) -> None:
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 3]))
+def test_nearest_to_matrix(o: int, i: int, rank: int, batch: int) -> None:
     generator = torch.Generator().manual_seed(o + 7 * i + 50 * rank)
     J = torch.randn(max(batch, 1), rank, o, i, dtype=torch.float64, generator=generator)
     R = torch.einsum("bnoi,bnpj->bopij", J, J)
-    R = R.diagonal(dim1=3, dim2=4) if diagonal else R
-    G, A = nearest_to_matrix(R if batch else R[0], diagonal)
+    G, A = nearest_to_matrix(R if batch else R[0])
     for k in range(max(batch, 1)):
         Gk, Ak, Rk = (G[k], A[k], R[k]) if batch else (G, A, R[0])
         product = torch.einsum("op,...->op...", Gk, Ak)
         least = torch.linalg.svdvals(Rk.reshape(o * o, -1))[1:].norm()
         assert (Rk - product).norm() <= least + 1e-8 * Rk.norm()
         assert torch.linalg.eigvalsh(Gk).min() >= -1e-7 * Gk.norm()
-        assert (Ak if diagonal else torch.linalg.eigvalsh(Ak)).min() >= -1e-7 * Ak.norm()
+        assert torch.linalg.eigvalsh(Ak).min() >= -1e-7 * Ak.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -216,7 +208,6 @@ def test_tnt_is_its_definition(name: str, separate: bool) -> None:
         for F in parts:
             F4 = F.view(o, i, o, i)
             G, A = torch.einsum("oipi->op", F4), torch.einsum("oioj->ij", F4)
-            A = A.diagonal().diag() if layer.sparse else A
             products.append(torch.kron(G, A) / F.trace() if F.trace() > 0 else F)
         close(K.blocks[block].to_dense(), torch.block_diag(*products), what=block)
     close(K.trace, p.exact.ggn().trace(), 1e-12, "trace")
@@ -271,11 +262,12 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
     p = problem(name)
     kinds = (TNT, NearestKronecker, KINDS["by sweeps"])
     expected = [p.curvature(kind).to_dense() for kind in kinds]
-    monkeypatch.setattr(nearest_module, "_WORK_BYTES", 1)
     for by_rows in (True, False):
         if not (by_rows and name == "tied"):  # two roles have no common rows
-            monkeypatch.setattr(tnt, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse)
-        monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
+            monkeypatch.setattr(
+                kronecker_blocks, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse
+            )
+        monkeypatch.setattr(kronecker_blocks, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):
             close(p.curvature(kind).to_dense(), dense, 1e-9, f"{kind}, by rows: {by_rows}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, FEW, Problem, close, fresh, problem, same, unchanged
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -44,8 +44,7 @@ from curvlinops_plus import (
     risk,
     save,
 )
-from curvlinops_plus.blocks import stored_options
-from curvlinops_plus.blocks.factor_views import COVARIANCES, EIGENVECTORS
+from curvlinops_plus.blocks import state as states
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Structure
 from curvlinops_plus.risk import Vectors
 
@@ -186,21 +185,8 @@ def test_every_kind_of_vectors_and_a_mix_of_blocks_is_made_again(vectors: Vector
     assert other.risk.losses.given.label_smoothing == 0.1
     assert str(other) == str(K)
     same(other.compute().to_dense(), K.to_dense())
-    with pytest.raises(ValueError, match="State mismatch in layer '3'"):
+    with pytest.raises(ValueError, match="State mismatch in layers, '3'"):
         BlockwiseLinearOperator.from_state_dict(K.state_dict(), model[:2], data)
-
-
-def test_keys_of_curvlinops() -> None:
-    p = problem("mlp")
-    K = classic(KFACLinearOperator, p)
-    state = K.state_dict()
-    plain = {"loss_type": "CrossEntropyLoss", "loss_reduction": "mean", "seed": 2147483647, "mc_samples": 1}
-    assert {key: state[key] for key in plain} == plain
-    E = classic(EKFACLinearOperator, p).state_dict()
-    vectors = "input_covariances_eigenvectors", "gradient_covariances_eigenvectors", "corrected_eigenvalues"
-    factors = "input_covariances", "gradient_covariances"
-    assert all(list(found[key]) == ["0", "2"] for found, keys in ((state, factors), (E, vectors)) for key in keys)
-    assert not set(factors) & classic(KFACLinearOperator, p, check_deterministic=False).state_dict().keys()
 
 
 @both
@@ -307,10 +293,10 @@ def test_everything_of_ours_can_be_made_from_a_state() -> None:
     """A new approximation or mode is registered for states."""
     kinds = [vars(blocks)[name] for name in blocks.__all__]
     ours = {k for k in kinds if isinstance(k, type) and issubclass(k, Accumulator) and k is not Accumulator}
-    assert ours == set(stored_options.APPROXIMATIONS)
+    assert ours == set(states.APPROXIMATIONS)
     modes = [vars(risk)[name] for name in risk.__all__]
     sent = {m for m in modes if isinstance(m, type) and issubclass(m, Vectors) and m is not Vectors}
-    assert sent == set(stored_options.VECTORS)
+    assert sent == set(states.VECTORS)
     assert len(ours) > 5
     assert len(sent) > 4
 
@@ -327,16 +313,16 @@ def with_model(*layers: nn.Module) -> Callable[[Problem], Problem]:
 
 
 MISMATCHES: dict[str, tuple[Callable[[Problem], Problem], dict[str, Any], str]] = {
-    "loss": (with_loss(nn.MSELoss()), {}, "loss"),
-    "option of the loss": (with_loss(nn.CrossEntropyLoss(label_smoothing=0.1)), {}, "loss options"),
-    "weight of the loss": (with_loss(nn.CrossEntropyLoss(torch.ones(3).double())), {}, "loss options"),
+    "loss": (with_loss(nn.MSELoss()), {}, "loss, 'loss': the state has 'CrossEntropyLoss', this operator 'MSELoss'"),
+    "option of the loss": (with_loss(nn.CrossEntropyLoss(label_smoothing=0.1)), {}, "loss, 'label_smoothing'"),
+    "weight of the loss": (with_loss(nn.CrossEntropyLoss(torch.ones(3).double())), {}, "loss, 'weight'"),
     "reduction": (with_loss(nn.CrossEntropyLoss(reduction="sum")), {}, "reduction"),
-    "shapes": (with_model(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), {}, "layer '0'"),
-    "layers": (with_model(nn.Identity(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), {}, "layer"),
+    "shapes": (with_model(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), {}, "layers, '0', 'parameters'"),
+    "layers": (with_model(nn.Identity(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), {}, "layers, '0'"),
     "precision": (lambda p: p.to(torch.device("cpu"), torch.float32), {}, "dtype"),
     "separate blocks": (lambda p: p, {"separate_weight_and_bias": False}, "separate_weight_and_bias"),
     "approximation": (lambda p: p, {"kfac_approx": "reduce"}, "reduce"),
-    "Fisher type": (lambda p: p, {"fisher_type": "empirical"}, "Fisher type"),
+    "Fisher type": (lambda p: p, {"fisher_type": "empirical"}, "vectors, 'kind'"),
 }
 
 
@@ -378,33 +364,25 @@ def test_changed_parameters_are_noticed(change: Callable[[Tensor], object]) -> N
 
 @both
 def test_states_that_do_not_fit_are_refused(kind: Any) -> None:
-    """Those of others, foreign ones, cut ones, and those whose factors have other shapes or places."""
+    """Those of others, foreign ones and cut ones."""
     p = problem("mlp")
     K, other = classic(kind, p), EKFACLinearOperator if kind is KFACLinearOperator else KFACLinearOperator
-    state, keys = K.state_dict(), COVARIANCES if kind is KFACLinearOperator else EIGENVECTORS
-    foreign = [{}, {"a": 1}, p.model.state_dict(), {**state, "format": "something else"}, [state], None]
+    state = K.state_dict()
+    foreign = [{}, {"a": 1}, p.model.state_dict(), [state], None, (K + K).state_dict()]
     # Without "blocks" it is a state from before anything was computed.
     cut = {key: {k: v for k, v in state.items() if k != key} for key in state if key != "blocks"}
-    shapes = ["a string", torch.eye(7).double(), torch.ones(4, 3).double(), torch.ones(3).double()]
-    swapped = {one: {**state[one], "2": state[turned]["2"]} for one, turned in (keys, keys[::-1])}
     wrong: list[tuple[Any, str]] = [
         (classic(other, p).state_dict(), "class"),
         (p.curvature(KFAC).state_dict(), "class"),
-        (kind(p.model, p.loss, p.params[:3], p.data).state_dict(), "layer '2'"),
+        (kind(p.model, p.loss, p.params[:3], p.data).state_dict(), "layers, '2'"),
         ({**state, "version": 99}, "version 99"),
-        ({**state, **swapped}, "layer '2'|block '2"),
-        *((each, "not a state of curvlinops_plus") for each in foreign),
+        ({**state, "blocks": {}}, "lacks the blocks"),
+        *((each, "not a state of") for each in foreign),
         *((each, "lacks|not a state|version") for each in cut.values()),
-        *(({**state, key: {"0": state[key]["0"]}}, f"lacks {key} of layer '2'") for key in keys),
-        *(
-            ({**state, key: {**state[key], "0": value}}, "layer '0'|block '0|dtype")
-            for key in keys
-            for value in [*shapes, state[key]["0"].float()]
-        ),
     ]
     for given, words in wrong:
         refuses(K, given, words)
-    for given in [wrong[0][0], *foreign, *(each for key, each in cut.items() if key != "loss_options")]:
+    for given in [wrong[0][0], *foreign, *cut.values()]:
         with pytest.raises(ValueError, match=r"class|lacks|not a state|version"):
             kind.from_state_dict(given, p.model, p.params, None)
 
@@ -447,19 +425,19 @@ def test_what_is_the_user_s_own_is_passed_or_refused() -> None:
     def state(kind: Any = DiagonalBlock, loss: nn.Module = loss, data: Any = data, **options: Any) -> Any:
         return curvature(EmpiricalRisk(model, loss, data), kind, default=DiagonalBlock, **options).state_dict()
 
-    with pytest.raises(ValueError, match=r"approximation Squares of layer '1' is not part.*approximations=\[Squares\]"):
+    with pytest.raises(ValueError, match=r"Squares is not part.*approximations="):
         make(state(kinds), model, data)
     with pytest.raises(ValueError, match=r"option factor=<built-in function len> .*neither a tensor nor plain Python"):
         make(state({"1": Squares.using(factor=len)}), model, data, approximations=[Squares])
     other = make(state(kinds), model, data, approximations=[Squares])
     close(other.blocks["1"].diagonal(), 2 * make(state(), model, data).blocks["1"].diagonal())
     drawn = state(vectors=Draws(2, 3))
-    with pytest.raises(ValueError, match=r"vectors Draws are not part.*vectors=Draws"):
+    with pytest.raises(ValueError, match=r"Draws is not part.*vectors=Draws"):
         make(drawn, model, data)
-    with pytest.raises(ValueError, match="State mismatch in the vectors"):
+    with pytest.raises(ValueError, match="State mismatch in vectors"):
         make(drawn, model, data, vectors=Draws(2, 4))
     assert make(drawn, model, data, vectors=Draws(2, 3)).trace > 0
-    with pytest.raises(ValueError, match=r"loss Counts can't be made again.*loss=\.\.\..*loss_func="):
+    with pytest.raises(ValueError, match=r"loss .*Counts can't be made again.*loss=\.\.\..*loss_func="):
         make(state(loss=Counts(), data=counts), model, counts)
     assert make(state(loss=Counts(), data=counts), model, counts, loss=Counts()).trace > 0
 
@@ -473,18 +451,14 @@ def test_a_file_that_is_cut_off(kept: float, tmp_path: Path) -> None:
     save(classic(KFACLinearOperator, problem("mlp")).state_dict(), path)
     content = path.read_bytes()
     path.write_bytes(content[: int(kept if kept > 1 else kept * len(content))])
-    with pytest.raises(ValueError, match=r"cut off|can't be read"):
+    with pytest.raises(SafetensorError):
         load(path)
 
 
-REFERENCE = json.dumps({"$dict": [["x", {"$tensor": "b"}]]})
-
-
-@pytest.mark.parametrize("metadata", [None, {"state": "{not json"}, {"state": REFERENCE}])
-def test_foreign_files(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_foreign_files(tmp_path: Path) -> None:
     path = tmp_path / "K.safetensors"
-    save_file({"a": torch.ones(2)}, path, metadata and {"format": "curvlinops_plus", **metadata})
-    with pytest.raises(ValueError, match="can't be read" if metadata else "not one that curvlinops_plus wrote"):
+    save_file({"a": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="not one that curvlinops_plus wrote"):
         load(path)
 
 
@@ -516,8 +490,9 @@ def test_multiples_and_sums(tmp_path: Path) -> None:
         state = through_safetensors(half, tmp_path)
         other = kind.from_state_dict(state, p.model, p.params, p.data)
         close(other.to_dense(), half.to_dense(), 1e-13)
-        name = "input_covariances" + "_eigenvectors" * (kind is EKFACLinearOperator)
-        assert getattr(other, name)["0"].data_ptr() == state[name]["0"].data_ptr()  # mapped from the file
+        mine, stored = other.unscaled.blocks["0.weight"], state["blocks"]["0.weight"]
+        mine, stored = (mine.basis, stored["basis"]) if kind is EKFACLinearOperator else (mine, stored)
+        assert mine.A.matrix.data_ptr() == stored["A"]["matrix"].data_ptr()  # mapped from the file
         close(other.compute().to_dense(), half.to_dense(), 1e-13)
         K.load_state_dict(state)
         close(K.to_dense(), half.to_dense(), 1e-13)
@@ -526,9 +501,9 @@ def test_multiples_and_sums(tmp_path: Path) -> None:
     assert list(total.blocks) == list(K.blocks)
     close(total.to_dense(), 2 * K.to_dense() + L.to_dense(), 1e-12)
     close(BlockDiagonal.from_state_dict(through_safetensors(total, tmp_path)).to_dense(), total.to_dense(), 1e-12)
-    with pytest.raises(ValueError, match="This is the state of a BlockDiagonal, which knows neither model nor data"):
+    with pytest.raises(ValueError, match="not a state of `curvature`"):
         K.load_state_dict(total.state_dict())
-    with pytest.raises(ValueError, match=r"not the state of a BlockDiagonal.*is read by BlockwiseLinearOperator"):
+    with pytest.raises(ValueError, match=r"not the state of a BlockDiagonal"):
         BlockDiagonal.from_state_dict(K.state_dict())
 
 
@@ -537,8 +512,8 @@ def test_damping_of_the_factors_of_a_multiple() -> None:
     p = problem("mlp")
     K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="type-2")
     other = copy.deepcopy(K.state_dict())
-    for G in other["gradient_covariances"].values():
-        G *= 4
+    for block in other["blocks"].values():  # G ⊗ A of a weight, the same G of a bias
+        block.get("G", block)["matrix"] *= 4
     explicit = KFACLinearOperator.from_state_dict(other, p.model, p.params, None)
     close(explicit.to_dense(), 4 * K.to_dense())
     for options in ({"damping": (0.1, 0.3)}, {"damping": 0.1, "use_heuristic_damping": True}, {"damping": 0.2}):

@@ -126,11 +126,11 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), EKFAC.using(basis_rtol=-1e-3)), ValueError, "basis_rtol to be at least 0 and below 1"),
     (lambda: curvature(risk(), SWEEPS.kind.using(power_iterations=0)), ValueError, "power_iterations=0: expected"),
     (lambda: curvature(risk(), ScaledIdentity.using(scale=-1.0)), ValueError, "finite scale of at least 0, got -1.0"),
-    (lambda: curvature(risk(), TNT.using(max_bytes=100)), UnsupportedError, "factor G is 4 x 4.*above max_bytes=100"),
+    (lambda: curvature(risk(), TNT.using(max_bytes=100)), UnsupportedError, "factor G takes .*above max_bytes=100"),
     (
         lambda: curvature(risk(), SWEEPS.kind.using(max_factor_bytes=100)),
         UnsupportedError,
-        r"'0': its factor G is 4 x 4.*above max_factor_bytes=100.*max_factor_bytes=\.\.\.",
+        r"'0': its factor G takes .*above max_factor_bytes=100.*max_factor_bytes=\.\.\.",
     ),
     (
         lambda: curvature(risk(), FullBlock.using(max_bytes=9)),
@@ -167,10 +167,9 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: hears(both_ways), ValueError, "called 2 times inside `listen`"),
     (lambda: hears(lambda model, X: torch.no_grad()(model)(X)), UnsupportedError, r"ran under torch\.no_grad"),
     (lambda: hears(lambda model, X: model(X).sum().backward()), ValueError, "after the block, not inside"),
-    (lambda: loads(format="x"), ValueError, "not the state of a CurvatureEstimator"),
     (lambda: loads(draws=Mine), ValueError, r"lacks \['draws'\]; is the file cut off"),
     (lambda: loads(decay=0.5), ValueError, r"decay: the state has 1\.0, this one 0\.5"),
-    (lambda: loads(DiagonalBlock), ValueError, "mismatch in layer '0'"),
+    (lambda: loads(DiagonalBlock), ValueError, "mismatch in layers, '0'"),
 ]  # fmt: skip
 
 

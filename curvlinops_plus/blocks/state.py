@@ -1,0 +1,429 @@
+"""States: what operators and estimators are, in tensors and plain Python, and what can be made of it again.
+
+A state is `{"version", "plan", "options", "scale", "fingerprint"}`, and "blocks" of an operator or "sums" of an
+estimator. The plan says what the numbers are of, and is compared with that of whoever loads them; what was found out
+about functions that read parameters belongs to it. Classes are stored as `{"kind": name, "options": {...}}`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from io import BytesIO
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.ekfac import EKFAC
+from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.kronecker_blocks import TNT, NearestKronecker
+from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
+from curvlinops_plus.linalg import OwnedBlockDiagonal
+from curvlinops_plus.linalg.packing import FORMAT, copied, mapped, unpack
+from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
+from curvlinops_plus.risk.losses import rebuild_losses
+from curvlinops_plus.risk.replicas import parameter_sums
+
+VERSION = 1
+APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
+VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
+Fingerprint = Mapping[str, list[float]]
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
+    """For all parameters of the risk's model `Σ p` and `‖p‖`, whatever their device and dtype.
+
+    Writing to `p.data` changes no version of a tensor, so that only values tell.
+    """
+    risk.whole.renew()
+    return parameter_sums(risk)
+
+
+def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
+    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
+
+    def same(key: str) -> bool:
+        room = 2 * tolerance * before[key][1]
+        return key in now and all(abs(a - b) <= room for a, b in zip(before[key], now[key], strict=True))
+
+    return [key for key in before if not same(key)]
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+def as_data(given: Approximation | Vectors) -> dict[str, Any]:
+    """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
+
+    Example:
+        >>> as_data(KFAC.using(kfac_approx="reduce"))
+        {'kind': 'KFAC', 'options': {'kfac_approx': 'reduce'}}
+        >>> as_data(MonteCarlo(3, seed=1))
+        {'kind': 'MonteCarlo', 'options': {'samples': 3, 'seed': 1}}
+    """
+    if isinstance(given, Approximation):
+        kind, options = given.kind, given.options
+    elif is_dataclass(given):  # fields that are not shown don't change the numbers
+        kind, options = type(given), {field.name: getattr(given, field.name) for field in fields(given) if field.repr}
+    else:
+        kind, options = type(given), vars(given)
+    return {"kind": kind.__name__, "options": plain(options)}
+
+
+def plain(option: Any) -> Any:
+    """An option as a tensor or plain Python; `{"repr": text}` for what can be compared and not made again."""
+    if isinstance(option, Enum):
+        return plain(option.value)
+    if isinstance(option, Tensor):
+        return copied(option)
+    if isinstance(option, Mapping):
+        return {str(key): plain(item) for key, item in option.items()}
+    if isinstance(option, (list, tuple)):
+        return [plain(item) for item in option]
+    if option is None or isinstance(option, (bool, str)):
+        return str(option) if isinstance(option, str) else option
+    if isinstance(option, (Integral, Real)):
+        return int(option) if isinstance(option, Integral) else float(option)
+    return {"repr": repr(option)}
+
+
+def from_data(data: Mapping[str, Any], known: Iterable[type], argument: str) -> tuple[type, dict[str, Any]]:
+    """The class and the options that `as_data` described.
+
+    Raises:
+        ValueError: If the class is not among the known ones, or an option was not plain data.
+    """
+    kinds, kind, options = {each.__name__: each for each in known}, data["kind"], data["options"]
+    if kind not in kinds:
+        raise ValueError(f"{kind} is not part of curvlinops_plus. Pass it: from_state_dict(..., {argument}).")
+    for name, option in options.items():
+        if isinstance(option, Mapping) and option.keys() == {"repr"}:
+            raise ValueError(
+                f"The option {name}={option['repr']} of {kind} is neither a tensor nor plain Python, so the state does "
+                "not hold it. Make the operator with this option, and call load_state_dict."
+            )
+    return kinds[kind], dict(options)
+
+
+def difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    """Where two nested values differ first, and both parts; tensors up to the rounding of another dtype."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in [*one, *(key for key in other if key not in one)]:
+            if found := difference(one.get(key), other.get(key), f"{where}, {key!r}" if where else str(key)):
+                return found
+        return None
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and torch.allclose(one.cpu().double(), other.cpu().double(), rtol=1e-6)
+    elif isinstance(one, list) and isinstance(other, list):
+        same = len(one) == len(other) and not any(difference(a, b) for a, b in zip(one, other))
+    else:
+        same = type(one) is type(other) and one == other
+    return None if same else (where, one, other)
+
+
+def plan_of(K: Any) -> dict[str, Any]:
+    """What the blocks of an operator are of."""
+    return {
+        "class": type(K).__name__,
+        "loss": K.risk.losses.options(),
+        "vectors": as_data(K.vectors),
+        "separate_weight_and_bias": K.separate_weight_and_bias,
+        "dtype": str(K.dtype).removeprefix("torch."),
+        "reads": describe_reads(K.risk.reads),
+        "layers": {
+            entry.layer.name: {
+                "parameters": {key: list(p.shape) for key, p in entry.layer.params.items()},
+                "approximation": as_data(entry.approximation),
+            }
+            for entry in K.plan
+        },
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+def about(K: Any) -> dict[str, Any]:
+    """The state of an operator without its blocks."""
+    names = ("num_data", "num_per_example_loss_terms", "progressbar")
+    return {
+        "version": VERSION,
+        "plan": plan_of(K),
+        "options": {name: getattr(K.risk.options, name) for name in names},
+        "scale": float(K.scale),
+        "fingerprint": dict(K.parameters),
+        "examples": K.examples,
+    }
+
+
+def checked(state: Any) -> Mapping[str, Any]:
+    """A state, if it is one.
+
+    Raises:
+        ValueError: If it is foreign, cut off, or of another version.
+    """
+    if not isinstance(state, Mapping) or "plan" not in state:
+        raise ValueError(
+            "This is not a state of `curvature` or of a CurvatureEstimator: expected what their state_dict() returns, "
+            f"as load(path) reads it, got a {type(state).__name__}."
+        )
+    if state.get("version") != VERSION:
+        raise ValueError(f"The state has version {state.get('version')}; this package reads version {VERSION}.")
+    if missing := {"options", "scale", "fingerprint", "examples"} - state.keys():
+        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    return state
+
+
+def take_state(K: Any, given: Any) -> None:
+    """What `load_state_dict` of an operator does."""
+    state = checked(given)
+    plan, fitting = state["plan"], copy.copy(K)
+    fitting.risk = copy.copy(K.risk)  # the caller's stays as it is
+    if difference(plan["reads"], describe_reads(K.risk.reads)):  # looked and found nothing is not "not looked"
+        fitting.risk.reads = rebuild_reads(K.risk, plan["reads"])
+        fitting.renew_plan()
+    mine = plan_of(fitting)
+    if K.adopts_vectors and plan["vectors"]["kind"] == mine["vectors"]["kind"]:
+        mine["vectors"] = plan["vectors"]
+        fitting.vectors = _vectors(plan["vectors"], [type(K.vectors)])
+    if found := difference(plan, mine):
+        where, theirs, ours = found
+        raise ValueError(f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}.")
+    blocks = None
+    if "blocks" in state:
+        names = [group.name for entry in fitting.plan for group in entry.layer.groups if fitting.keeps(group.name)]
+        if missing := [name for name in names if name not in state["blocks"]]:
+            raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
+        blocks = {name: unpack(state["blocks"][name], K.device) for name in names}
+    if changed_parameters(state["fingerprint"], fingerprint(K.risk), 1e-5):  # the rounding of another dtype
+        warn(
+            "The model's parameters differ from those that this state was computed at; its blocks describe the old "
+            "ones.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
+    fitting.risk.options = replace(K.risk.options, **state["options"])
+    vars(K).update({name: getattr(fitting, name) for name in ("risk", "plan", "vectors", "_reads")})
+    K._set_scale(state["scale"])
+    if blocks is None:
+        K._compute_later()
+    else:
+        K._set_blocks(blocks, state["examples"])
+        K.parameters = state["fingerprint"]
+
+
+def arguments_of(
+    given: Any,
+    *,
+    model: nn.Module,
+    data: Iterable[Any] | None,
+    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    loss: Any = None,
+    approximations: Iterable[type[Accumulator]] = (),
+    vectors: Vectors | None = None,
+    **risk_options: Any,
+) -> dict[str, Any]:
+    """The arguments of the operator that a state describes, see `BlockwiseLinearOperator.from_state_dict`."""
+    state = checked(given)
+    plan = state["plan"]
+    if loss is None:
+        try:
+            loss = rebuild_losses(plan["loss"])
+        except UnsupportedError as error:
+            raise ValueError(
+                f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
+                "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
+            ) from error
+    risk = EmpiricalRisk(model, loss, NoData() if data is None else data, params, **state["options"], **risk_options)
+    risk.reads = rebuild_reads(risk, plan["reads"])
+    separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
+    names = {layer.name for layer in layers_of(risk, separate)}  # what differs is told when the state is taken
+    of_layers = {
+        name: Approximation(*from_data(own["approximation"], known, "approximations=[...]"))
+        for name, own in plan["layers"].items()
+        if name in names
+    }
+    return {
+        "risk": risk,
+        "approximation": of_layers,
+        "vectors": _vectors(plan["vectors"]) if vectors is None else vectors,
+        "separate_weight_and_bias": separate,
+    }
+
+
+def _vectors(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
+    kind, options = from_data(data, [*VECTORS, *own], f"vectors={data['kind']}(...)")
+    return kind(**options)
+
+
+class NoData(Sequence[Any]):
+    """The data of an operator that was loaded without any."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(
+            "This operator was loaded without data (data=None): it has the blocks of its state, and can't compute, "
+            "verify or differentiate anything anew. Pass the data to from_state_dict."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+def save(state: Any, path: str | PathLike[str]) -> None:
+    """Write a `state_dict` as one safetensors file; `load` reads it.
+
+    Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata. A file that is
+    there is replaced when the new one is complete.
+
+    Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all processes have to
+    call it. Process 0 writes the file, for which all get all blocks; `Checkpoint` saves them apart.
+
+    Args:
+        state: What `state_dict()` returned, or an operator or estimator that has one.
+        path: The file.
+
+    Raises:
+        TypeError: If it is neither: most operators are known by their products alone.
+        ProcessError: In all processes that write together, if one of them fails.
+        ImportError: If the package safetensors is missing (`pip install safetensors`).
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"factors": {"fc": torch.eye(2)}, "seed": 0}, f"{folder}/K.safetensors")
+        ...     load(f"{folder}/K.safetensors")["seed"]
+        0
+    """
+    from safetensors.torch import save_file
+
+    if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
+        raise TypeError(
+            f"save takes a state_dict, or what has one such as the operators of `curvature`, and then a path; a "
+            f"{type(state).__name__} has none."
+        )
+    thing: Any = state
+    processes: Any = Alone()
+    if isinstance(thing, OwnedBlockDiagonal) or getattr(thing, "owned", False):
+        processes = getattr(thing, "risk", thing).processes
+
+    def write() -> None:
+        tensors: dict[str, Tensor] = {}
+        tree = json.dumps(_detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors))
+        if processes.rank == 0:
+            # An operator that was loaded from this path goes on with the old file: its tensors are mapped from it.
+            unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+            try:
+                save_file(tensors, unfinished, metadata={"format": FORMAT, "state": tree})
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    processes.together(write)
+
+
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """Read a `state_dict` that `save` wrote; tensors are on the CPU, and mapped from the file.
+
+    Raises:
+        ValueError: If the file is not one of ours.
+        safetensors.SafetensorError: If it is cut off, or no safetensors file.
+        FileNotFoundError: If there is none.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"values": {0: torch.ones(2)}}, f"{folder}/K.safetensors")
+        ...     load(f"{folder}/K.safetensors")
+        {'values': {0: tensor([1., 1.])}}
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
+        tensors = {name: mapped(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
+    return _attach(json.loads(metadata["state"]), tensors)
+
+
+def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Replace tensors by references and keys that JSON can't carry by lists of pairs."""
+    if isinstance(node, Tensor):
+        tensors[path] = copied(node)
+        return {"$tensor": path}
+    if isinstance(node, Mapping):
+        names = {key: str(key).replace("%", "%25").replace("/", "%2F") for key in node}
+        return {"$dict": [[key, _detach(x, f"{path}/{names[key]}".lstrip("/"), tensors)] for key, x in node.items()]}
+    if isinstance(node, (list, tuple)):
+        items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]
+        return {"$tuple" if isinstance(node, tuple) else "$list": items}
+    return node
+
+
+def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "$tensor":
+        return tensors[content]
+    if kind == "$dict":
+        return {key: _attach(value, tensors) for key, value in content}
+    items = [_attach(value, tensors) for value in content]
+    return tuple(items) if kind == "$tuple" else items
+
+
+class Checkpoint:
+    """Something with a state, as `torch.distributed.checkpoint` saves and loads it, on any number of processes.
+
+    That module asks what is to be loaded for its own state first, and loads what it finds there. An estimator without
+    any batch has no statistics to be found, so its whole state is one entry here. An operator of `curvature` has one
+    for each block: processes that keep blocks apart (`owned=True`) save and load their own ones only.
+
+    Args:
+        thing: A `CurvatureEstimator`, an operator, a `KFACOptimizer`.
+
+    Cost: the state in memory once more while it is saved or loaded. All processes have to save and load together.
+
+    Example:
+        >>> from curvlinops_plus import CurvatureEstimator, EmpiricalRisk
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
+        >>> one, two = CurvatureEstimator(risk), CurvatureEstimator(risk)
+        >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
+        >>> Checkpoint(two).load_state_dict(Checkpoint(one).state_dict())  # as dcp.save and dcp.load do
+        >>> two.updates
+        1
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in bytes."""
+        apart = hasattr(self.thing, "state_parts")
+        parts = self.thing.state_parts() if apart else {"state": self.thing.state_dict()}
+        found = {name: BytesIO() for name in parts}
+        for name, buffer in found.items():
+            torch.save(parts[name], buffer)
+        return {name: buffer.getvalue() for name, buffer in found.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            ValueError: As for that which has it.
+        """
+        parts = {name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()}
+        state = parts.pop("state")
+        blocks = {name: block for part in parts.values() for name, block in part.items()}
+        self.thing.load_state_dict(state | ({"blocks": blocks} if blocks else {}))
