@@ -335,6 +335,9 @@ def save(state: Any, path: str | PathLike[str]) -> None:
 def load(path: str | PathLike[str]) -> dict[str, Any]:
     """Read a `state_dict` that `save` wrote; tensors are on the CPU, and mapped from the file.
 
+    Args:
+        path: The file.
+
     Raises:
         ValueError: If the file is not one of ours.
         safetensors.SafetensorError: If it is cut off, or no safetensors file.
