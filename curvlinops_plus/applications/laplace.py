@@ -14,8 +14,7 @@ from curvlinops_plus.applications.predictive import Normal, Outputs, needs_covar
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.likelihood.gaussian import GaussianNLL
-from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select

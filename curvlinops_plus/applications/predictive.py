@@ -25,8 +25,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
-from curvlinops_plus.likelihood.gaussian import GaussianNLL
-from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.numerics import standard_normal

@@ -8,14 +8,16 @@ target `Y` that begins with the same axes. `likelihood_of(loss)` finds the likel
 from __future__ import annotations
 
 from curvlinops_plus.likelihood.bce import BCE, BCEWithLogits
-from curvlinops_plus.likelihood.builtin import rebuild_loss
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.distribution import FromDistribution
-from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
-from curvlinops_plus.likelihood.gaussian import GaussianNLL
-from curvlinops_plus.likelihood.likelihood import Likelihood, has_likelihood, likelihood_of, register_likelihood
-from curvlinops_plus.likelihood.mse import MSE
-from curvlinops_plus.likelihood.poisson import PoissonNLL
+from curvlinops_plus.likelihood.elementwise import MSE, DiagonalLikelihood, GaussianNLL, PoissonNLL
+from curvlinops_plus.likelihood.likelihood import (
+    Likelihood,
+    has_likelihood,
+    likelihood_of,
+    rebuild_loss,
+    register_likelihood,
+)
 
 __all__ = [
     "BCE",

@@ -51,20 +51,17 @@ class BCEWithLogits(DiagonalLikelihood):
         value = getattr(self.loss, option, None)
         if value is None:
             return None
-        name = f"{self.name}({option}=...) of shape {list(value.shape)}"
+        shape = f"{self.name}({option}=...) of shape {list(value.shape)}"
         try:
-            fits = torch.broadcast_shapes(value.shape, y.shape) == y.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
-            raise ValueError(f"{name} can't be broadcast to the target's shape {list(y.shape)}.")
+            expanded = value.detach().to(F).expand(y.shape)
+        except RuntimeError as error:
+            raise ValueError(f"{shape} can't be broadcast to the target's shape {list(y.shape)}.") from error
         if value.ndim == y.ndim and value.shape[0] > 1:
             raise UnsupportedError(
-                f"{name} has one entry per example of a batch with {value.shape[0]} examples, so it means something "
-                "else in every other batch; use entries per output (trailing axes), or a loss of your own that weighs "
-                "examples by what the target says."
+                f"{shape} has one entry per example of a certain batch, so it means something else in every other one; "
+                "use entries per output (trailing axes), or EmpiricalRisk(..., weight=...) for weights of examples."
             )
-        return value.detach().to(F).expand(y.shape)
+        return expanded
 
     # ---------------------------------------------------------------------------------------------- the loss
 
@@ -83,30 +80,32 @@ class BCEWithLogits(DiagonalLikelihood):
         return Y.sum(-1)
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
-        return self.scale(F, Y) * _variance(F) * V
+        return self.scale(F, Y) * self._fisher(F) * V
 
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
-        return (self._checked_scale(F, Y) * _variance(F)).sqrt()
+        return self._root_scale(F, Y) * self._fisher(F).sqrt()
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape
-        p = F.sigmoid()
+        p = self._probabilities(F)
         drawn = uniform(N, R, num, C).to(F.device).permute(2, 0, 1, 3) < p
-        return self._checked_scale(F, Y).sqrt() * (p - drawn.to(F.dtype))
+        return self._root_scale(F, Y) * (p - drawn.to(F.dtype))
 
-    def _checked_scale(self, F: Tensor, Y: Tensor) -> Tensor:
+    def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
         h = self.scale(F, Y)
         if (h < 0).any():
             raise UnsupportedError(
                 f"{self.name}: weight · (pos_weight · y + 1 - y) is {h.min().item():.3g} for some target y; below 0 "
                 "the loss is not convex and its Hessian has no root. Targets must be between 0 and 1, and weights >= 0."
             )
-        return h
+        return h.sqrt()
 
+    def _probabilities(self, F: Tensor) -> Tensor:
+        return F.sigmoid()
 
-def _variance(F: Tensor) -> Tensor:
-    """p (1 - p) without the cancellation of 1 - p."""
-    return F.sigmoid() * (-F).sigmoid()
+    def _fisher(self, F: Tensor) -> Tensor:
+        """Of one Bernoulli distribution, `p (1 - p)` in its logit, without the cancellation of `1 - p`."""
+        return F.sigmoid() * (-F).sigmoid()
 
 
 @register_likelihood(nn.BCELoss)
@@ -151,18 +150,13 @@ class BCE(BCEWithLogits):
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         yes, no = Y.unbind(-1)
-        return (no * F - yes * (1 - F)) / self._divisor(F)
-
-    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
-        return self.scale(F, Y) / self._divisor(F) * V
-
-    def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
-        return (self._checked_scale(F, Y) / self._divisor(F)).sqrt()
+        return (no * F - yes * (1 - F)) * self._fisher(F)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
-        N, R, C = F.shape
-        drawn = uniform(N, R, num, C).to(F.device).permute(2, 0, 1, 3) < F
-        return self._checked_scale(F, Y).sqrt() * (F - drawn.to(F.dtype)) / self._divisor(F)
+        return super().draw(F, Y, num, uniform) * self._fisher(F)
 
-    def _divisor(self, F: Tensor) -> Tensor:
-        return (F * (1 - F)).clamp(min=1e-12)
+    def _probabilities(self, F: Tensor) -> Tensor:
+        return F
+
+    def _fisher(self, F: Tensor) -> Tensor:
+        return (F * (1 - F)).clamp(min=1e-12).reciprocal()

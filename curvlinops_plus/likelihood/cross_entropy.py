@@ -50,9 +50,6 @@ class CrossEntropy(Likelihood):
             raise UnsupportedError(
                 f"{self.name}(weight=...) has the negative weight {loss.weight.min().item():.3g}; weights must be >= 0."
             )
-        smoothing = getattr(loss, "label_smoothing", 0.0)  # NLLLoss has none
-        if not 0 <= smoothing <= 1:
-            raise ValueError(f"{self.name}(label_smoothing={smoothing}) must be between 0 and 1.")
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         C = F.shape[-1]
@@ -62,20 +59,20 @@ class CrossEntropy(Likelihood):
                 f"{list(f_shape)} has {C} classes along axis {class_axis}."
             )
         if y.shape == f_shape:
-            return super().canonical_target(self._checked_probabilities(y), F, f_shape, class_axis)
+            if not y.is_floating_point() or self.loss.ignore_index >= 0:  # PyTorch refuses this too
+                raise UnsupportedError(
+                    f"{self.name}: a target of the output's shape {list(y.shape)} holds class probabilities. It must "
+                    f"be floating-point, got {y.dtype}, and ignore_index={self.loss.ignore_index} has no meaning. "
+                    "Give class indices without the class axis, or leave it out."
+                )
+            return super().canonical_target(y, F, f_shape, class_axis)
         index_shape = f_shape[:class_axis] + f_shape[class_axis + 1 :]
-        if y.shape != index_shape:
-            last = class_axis != len(f_shape) - 1 and y.numel() == f_shape[:-1].numel()
-            moved = f" {_CLASSES_LAST}" if last else ""
+        if y.shape != index_shape or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            last = class_axis != len(f_shape) - 1 and y.numel() == f_shape[:-1].numel() and y.shape != index_shape
             raise ValueError(
                 f"{self.name}: an output of shape {list(f_shape)} with classes along axis {class_axis} needs class "
-                f"indices of shape {list(index_shape)} or class probabilities of shape {list(f_shape)}, got a target "
-                f"of shape {list(y.shape)}.{moved}"
-            )
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise ValueError(
-                f"{self.name}: a target of shape {list(y.shape)} holds class indices and must be an integer tensor, "
-                f"got {y.dtype}."
+                f"indices of shape {list(index_shape)}, integers, or class probabilities of shape {list(f_shape)}, got "
+                f"a target of shape {list(y.shape)}, {y.dtype}.{' ' + _CLASSES_LAST if last else ''}"
             )
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
@@ -88,19 +85,6 @@ class CrossEntropy(Likelihood):
             )
         self._looked = True
         return y.reshape(F.shape[0], -1)
-
-    def _checked_probabilities(self, y: Tensor) -> Tensor:
-        if not y.is_floating_point():
-            raise ValueError(
-                f"{self.name}: a target of the output's shape {list(y.shape)} holds class probabilities and must be "
-                f"floating-point, got {y.dtype}; convert it, or give class indices without the class axis."
-            )
-        if self.loss.ignore_index >= 0:  # PyTorch refuses this too
-            raise UnsupportedError(
-                f"{self.name}(ignore_index={self.loss.ignore_index}) has no meaning for class probabilities; "
-                "leave it out."
-            )
-        return y
 
     # ---------------------------------------------------------------------------------------------- the loss
 
@@ -285,10 +269,7 @@ class NLL(CrossEntropy):
                 f"{'Are these logits? Use nn.CrossEntropyLoss.' if _differ_from_1(last) else _CLASSES_LAST}"
             )
         if y.shape == f_shape:
-            raise ValueError(
-                f"{self.name}: an output of shape {list(f_shape)} needs class indices without its axis {class_axis}, "
-                f"got a target of shape {list(y.shape)}."
-            )
+            raise ValueError(f"{self.name} needs class indices without axis {class_axis}, got shape {list(y.shape)}.")
         return super().canonical_target(y, F, f_shape, class_axis)
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:

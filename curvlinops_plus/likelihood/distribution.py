@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,10 +111,12 @@ class FromDistribution(Likelihood):
     def _sample_each(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
         """Samples [num, N, R, ...], example by example, so that they don't depend on batch sizes."""
         seeds = (uniform(len(F), 1)[:, 0] * 2**53).long().tolist()
-        samples = []
-        with _own_random_state(F.device) as reseed:
+        device, samples = F.device, []
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             for f, seed in zip(F.split(1), seeds, strict=True):
-                reseed(seed)
+                # The generator of one device: `torch.manual_seed` would seed those of all others, too.
+                generator = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+                generator.manual_seed(seed)
                 samples.append(self._distribution(f).sample(torch.Size([num])))
         return torch.cat(samples, 1)
 
@@ -130,32 +131,29 @@ class FromDistribution(Likelihood):
         return distribution
 
     def _require_support(self, distribution: Distribution) -> None:
-        kind = _innermost(distribution)
-        if isinstance(kind, (distributions.Uniform, distributions.Pareto)):
+        if isinstance(_innermost(distribution), (distributions.Uniform, distributions.Pareto)):
             raise UnsupportedError(
-                f"{self.name}: which values a {type(kind).__name__} distribution can take depends on its parameters, "
-                "so it has no Fisher matrix; use another distribution."
+                f"{self.name}: which values this distribution can take depends on its parameters, so it has no Fisher "
+                "matrix; use another distribution."
             )
 
     def _require_divergence(self, distribution: Distribution) -> None:
         self._require_support(distribution)
         kind = _innermost(distribution)
-        # PyTorch would compare transforms at one output and assume that equal ones are constant.
-        moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
-        # What PyTorch has for Wishart distributions can't be differentiated twice.
-        known = not (moved or isinstance(kind, distributions.Wishart))
-        if known:
-            try:
-                _divergence(distribution, distribution)
-            except NotImplementedError:
-                known = False
-        if not known:
+        try:
+            # PyTorch would compare transforms at one output and assume that equal ones are constant. And what it has
+            # for Wishart distributions can't be differentiated twice.
+            moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
+            if moved or isinstance(kind, distributions.Wishart):
+                raise NotImplementedError
+            _divergence(distribution, distribution)
+        except NotImplementedError as error:
             raise UnsupportedError(
                 f"{self.name}: PyTorch has no Kullback-Leibler divergence between two {type(kind).__name__} "
                 "distributions, so their exact Fisher matrix is unknown. Use MonteCarlo(samples) or Empirical() "
                 "vectors, FisherMCLinearOperator or EFLinearOperator, or add the divergence with "
                 "torch.distributions.register_kl."
-            )
+            ) from error
 
 
 #: Transformed distributions whose transforms do not depend on their parameters, or whose divergence is implemented.
@@ -182,21 +180,6 @@ def _divergence(p: Distribution, q: Distribution) -> Tensor:
         # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
         return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (2 * inner.scale**2)
     return kl_divergence(p, q)
-
-
-@contextmanager
-def _own_random_state(device: torch.device) -> Iterator[Callable[[int], object]]:
-    """Context with a function that seeds the global generator of one device, whose state is restored at the end.
-
-    `torch.manual_seed` would seed those of all other devices too.
-    """
-    if device.type == "cpu":
-        with torch.random.fork_rng([]):
-            yield torch.default_generator.manual_seed
-    else:
-        module = torch.get_device_module(device)
-        with torch.random.fork_rng([device.index], device_type=device.type), module.device(device):
-            yield module.manual_seed
 
 
 def _finitely_many_values(distribution: Distribution) -> Tensor | None:

@@ -15,15 +15,14 @@ depend on `C` numbers of the output each:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
-from curvlinops_plus.likelihood.unsupported import has_hooks, not_registered
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
@@ -375,10 +374,9 @@ def likelihood_of(loss: Any) -> Likelihood:
     """
     if isinstance(loss, Likelihood):
         likelihood = loss
+    elif (make := _maker_of(loss)) is None:
+        raise UnsupportedError(_why_unknown(loss))
     else:
-        make = _maker_of(loss)
-        if make is None:
-            raise not_registered(loss, list(_MAKERS))
         likelihood = make(loss)
         if likelihood.loss is None:
             likelihood.loss = loss
@@ -396,6 +394,26 @@ def has_likelihood(loss: Any) -> bool:
     return isinstance(loss, Likelihood) or _maker_of(loss) is not None
 
 
+def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
+    """The loss that `Likelihood.options()` describes.
+
+    Raises:
+        UnsupportedError: If the loss is not one of the supported losses of PyTorch.
+
+    Example:
+        >>> from curvlinops_plus.likelihood import likelihood_of
+        >>> rebuild_loss(likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)).options()).label_smoothing
+        0.1
+    """
+    kind = getattr(nn, options["loss"], None)
+    if kind not in _MAKERS:
+        raise UnsupportedError(
+            f"the loss {options['loss']} can't be rebuilt from saved options, as those of torch.nn that have a "
+            "likelihood can; pass it as loss_func=..."
+        )
+    return kind(**{option: value for option, value in options.items() if option != "loss"})
+
+
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
     """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
     parent = next(filter(_MAKERS.__contains__, type(loss).__mro__), None)
@@ -404,7 +422,41 @@ def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
 
 def _computes_like(loss: Any, parent: type) -> bool:
     """Whether calling the loss runs the `forward` of the registered class, and nothing else."""
-    for method in ("forward", "__call__"):
-        if getattr(type(loss), method, None) is not getattr(parent, method, None):
-            return False
-    return "forward" not in getattr(loss, "__dict__", {}) and not has_hooks(loss)
+    same = all(getattr(type(loss), method, None) is getattr(parent, method, None) for method in ("forward", "__call__"))
+    return same and "forward" not in getattr(loss, "__dict__", {}) and not _has_hooks(loss)
+
+
+def _has_hooks(loss: Any) -> bool:
+    """Whether calling a loss runs hooks, which may change what it returns, or the gradient.
+
+    Those that have an attribute `only_reads` are this package's own, and change nothing.
+    """
+    if not isinstance(loss, nn.Module):
+        return False
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    own = any(not hasattr(hook, "only_reads") for kind in kinds for hook in vars(loss)[kind].values())
+    return own or any(vars(nn.modules.module)[f"_global{kind}"] for kind in kinds)
+
+
+def _why_unknown(loss: Any) -> str:
+    """Why a loss has no likelihood, and what to use instead."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    why = ""
+    if parent is not None:
+        why = f" It changes the forward of {parent.__name__}, or has hooks, which may change its value."
+    elif isinstance(loss, (nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)):
+        why = (
+            " It has no curvature far from the target: its Hessian is 0 there, so it depends on which examples happen "
+            "to be fitted. For all but GGN, Hessian and Empirical() choose a distribution, as "
+            "torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
+        )
+    elif not isinstance(loss, nn.Module):
+        why = " Losses are known by their class, which holds the options: pass the module, as nn.CrossEntropyLoss()."
+    return (
+        f"no likelihood is registered for the loss {name}.{why} GGN, Hessian and Empirical() take any function. Known "
+        f"losses: {', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it "
+        f"is the negative log-likelihood of:\n\n    @register_likelihood({name})\n"
+        "    def _(loss):\n        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
+        "or decorate a subclass of Likelihood, which needs one method, nll."
+    )

@@ -24,7 +24,6 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.of_examples import OfExamples
-from curvlinops_plus.likelihood.unsupported import has_own_hooks
 from curvlinops_plus.risk.batches import (
     Batch,
     is_iterator,
@@ -125,11 +124,6 @@ class OutputLoss:
         """
         if not self.known:
             return f, y
-        if isinstance(self.loss, nn.Module) and ("forward" in vars(self.loss) or has_own_hooks(self.loss)):
-            raise UnsupportedError(
-                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made. "
-                "They may change what it computes: make the risk, and what was made of it, anew."
-            )
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         try:

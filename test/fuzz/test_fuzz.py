@@ -16,7 +16,7 @@ from torch import Tensor
 import curvlinops_plus
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.likelihood.elementwise import MSE
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import EmpiricalRisk, function_reads
 from curvlinops_plus.risk.layers import FoundReads

@@ -13,11 +13,22 @@ import torch
 from helpers import squared, uniforms
 from torch import Tensor, nn
 
-from curvlinops_plus.likelihood import Likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.builtin import BUILTIN
+from curvlinops_plus.likelihood import (
+    BCE,
+    MSE,
+    NLL,
+    BCEWithLogits,
+    CrossEntropy,
+    GaussianNLL,
+    Likelihood,
+    PoissonNLL,
+    likelihood_of,
+    rebuild_loss,
+)
 from curvlinops_plus.likelihood.sampling import counts
 
 N = 4
+BUILTIN: list[type[Likelihood]] = [MSE, CrossEntropy, NLL, BCEWithLogits, BCE, GaussianNLL, PoissonNLL]
 F64, F32 = torch.float64, torch.float32
 CLASS_WEIGHTS = torch.tensor([0.5, 0.0, 2.0])
 
