@@ -20,12 +20,10 @@ from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.batches import Batch, require_rereadable, take_examples
-from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.layers import title
-from curvlinops_plus.risk.losses import LossWeights, OutputLoss
-from curvlinops_plus.risk.modules import preserve_state
-from curvlinops_plus.risk.process_state import eager, untraced
+from curvlinops_plus.risk.losses import LossWeights, OutputLoss, coarsest_dtype
 from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.state import eager, preserve_state, untraced
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 LOSS_CHECK = "(c) loss Hessian"

@@ -17,12 +17,10 @@ from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
-from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
-from curvlinops_plus.risk.losses import LossWeights, loss_pass, with_consistent_weights
-from curvlinops_plus.risk.modules import preserve_state
-from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
 from curvlinops_plus.risk.replicas import sums_of
 from curvlinops_plus.risk.risk import takes_risk
+from curvlinops_plus.risk.state import preserve_state, training_modules, untraced
 
 
 class RiskOperator(LinearOperator):
@@ -88,13 +86,15 @@ class SymmetricRiskOperator(RiskOperator):
             vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
             return sums_of(vectors)
 
-        def own(weights: LossWeights) -> tuple[Tensor, Totals]:
+        def own() -> tuple[Tensor, Totals]:
+            weights = loss_weights(risk, self._totals)
             total, totals = sweep(weights)
             risk.processes.sum_([total])
-            return total, totals.over(risk.processes)
+            totals = totals.over(risk.processes)
+            weights.require(totals)
+            return total, totals
 
-        work = partial(with_consistent_weights, risk, own, self._totals)
-        return risk.together(work, same=same)
+        return risk.together(own, same=same)
 
     def _check_products(self, cause: str | None = None) -> None:
         """Compare two products; `cause` says what differs if they do, if it is known."""

@@ -21,9 +21,9 @@ from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights, with_consistent_weights
-from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.losses import LossWeights, loss_weights
 from curvlinops_plus.risk.risk import takes_risk
+from curvlinops_plus.risk.state import untraced
 
 
 class RowBlock(Protocol):
@@ -382,7 +382,9 @@ class GGNFactor(DataRows):
         return loss_roots(self.risk, self.vectors, terms, factors, draws)
 
     def _reduced(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
-        result, self._totals = with_consistent_weights(self.risk, sweep, self._totals)
+        weights = loss_weights(self.risk, self._totals)
+        result, self._totals = sweep(weights)
+        weights.require(self._totals)
         return result * float(self.risk.scale(self._totals)) ** 0.5
 
     def _count_rows(self) -> dict[str, tuple[int, ...]]:

@@ -13,9 +13,8 @@ from curvlinops_plus.exact.passes import Passes, add_rows, naming_operations, sp
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of, raise_unreached
+from curvlinops_plus.risk.graph import gradients_of, raise_unreached, refuse_outside_reads
 from curvlinops_plus.risk.losses import LossWeights
-from curvlinops_plus.risk.modules import refuse_outside_reads
 from curvlinops_plus.risk.risk import takes_risk
 
 

@@ -29,8 +29,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder, raise_unreached
-from curvlinops_plus.risk.modules import preserve_state
-from curvlinops_plus.risk.process_state import eager, quiet
+from curvlinops_plus.risk.state import eager, preserve_state, quiet
 
 T = TypeVar("T")
 Outputs = Sequence[Tensor]

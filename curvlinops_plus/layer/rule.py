@@ -199,7 +199,7 @@ class EnclosedRule(LayerRule):
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """All parameters side by side in one row."""
         named = dict(module.named_parameters(remove_duplicate=False))
-        return {name: flat_pattern(named[name].ndim) for name in self.names}
+        return {name: flat_pattern(named[name].ndim) for name in self.names or ()}
 
 
 class AffineRule(LayerRule):

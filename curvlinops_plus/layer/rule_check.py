@@ -141,7 +141,8 @@ class _Check:
         # Examples first, as rules get them.
         first = iter([t if axis is None else t.movedim(axis, 0) for t, axis in zip(tensors, self.in_axes)])
         self.leaves, self.spec = [next(first) if isinstance(t, Tensor) else t for t in leaves], spec
-        self.call = Call(module, *tree_unflatten(self.leaves, spec), N, self.in_axes, self.out_axes)
+        args, kwargs = tree_unflatten(self.leaves, spec)
+        self.call = Call(module, args, kwargs, N, self.in_axes, self.out_axes)
 
     def run(self, params: Mapping[str, Tensor]) -> tuple[list[Tensor], list[int], bool]:
         """Outputs of the module, examples first, their axes in the module, and whether it is one tensor."""
@@ -180,14 +181,9 @@ class _Check:
             g = [self.randn(vectors, stop, *shape) for shape in shapes]
             axes = iter(self.in_axes)
             some = [t[:stop].clone() if isinstance(t, Tensor) and next(axes) is not None else t for t in self.leaves]
-            given = [t.clone() for t in g]
-            found = self.rule.example_grads(
-                self.module,
-                *tree_unflatten(some, self.spec),
-                given[0] if self.single else given,
-                self.in_axes,
-                self.out_axes,
-            )
+            (args, kwargs), given = tree_unflatten(some, self.spec), [t.clone() for t in g]
+            given = given[0] if self.single else given
+            found = self.rule.example_grads(self.module, args, kwargs, given, self.in_axes, self.out_axes)
             if found.keys() != self.params.keys():
                 raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
             self.equal_grads(

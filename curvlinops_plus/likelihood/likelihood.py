@@ -433,9 +433,15 @@ def _has_hooks(loss: Any) -> bool:
     """
     if not isinstance(loss, nn.Module):
         return False
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    own = any(not hasattr(hook, "only_reads") for kind in kinds for hook in vars(loss)[kind].values())
-    return own or any(vars(nn.modules.module)[f"_global{kind}"] for kind in kinds)
+    return has_own_hooks(loss) or any(vars(nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_own_hooks(loss: nn.Module) -> bool:
+    """Whether it has such hooks itself."""
+    return any(not hasattr(hook, "only_reads") for kind in _HOOKS for hook in vars(loss)[kind].values())
 
 
 def _why_unknown(loss: Any) -> str:

@@ -39,6 +39,7 @@ class Batch:
     weight: Tensor | None = None
 
 
+# ------------------------------------------------------------------------------------------------------------- reading
 def check_data(data: Any) -> None:
     """Refuse what can't be an iterable of batches; nothing is read.
 
@@ -49,16 +50,15 @@ def check_data(data: Any) -> None:
         TypeError: If it can't be iterated over, or is a map-style `Dataset` that doesn't say itself how.
     """
     kind = type(data)
-    if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+    dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(kind, "__iter__")
+    if dataset or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+        advice = (
+            "A Dataset holds single examples: wrap it, DataLoader(dataset, batch_size=...), or if its items are "
+            "batches already, DataLoader(dataset, batch_size=None)."
+        )
         raise TypeError(
             f"`data` is a {kind.__name__}; expected an iterable of batches (X, y): a DataLoader, or for one batch "
-            "data=[(X, y)]."
-        )
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(kind, "__iter__"):
-        raise TypeError(
-            f"`data` is a {kind.__name__}, a Dataset, whose items are single examples; expected an iterable of batches "
-            "(X, y). Wrap it: DataLoader(dataset, batch_size=...). If its items are batches already: "
-            "DataLoader(dataset, batch_size=None)."
+            f"data=[(X, y)].{' ' + advice if dataset else ''}"
         )
 
 
@@ -80,28 +80,6 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
         )
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Every tensor of a tensor, mapping, list or tuple on `device`; other objects are passed through."""
-    if isinstance(tree, Tensor):
-        return _usable(tree if tree.device == device else tree.to(device))
-    if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
-        if callable(move := getattr(tree, "to", None)):
-            return move(device)
-        moved = type(tree)()
-        for key, value in tree.items():
-            moved[key] = to_device(value, device)
-        return moved
-    return tree_map_only(Tensor, lambda t: _usable(t.to(device)), tree)
-
-
-def _usable(t: Tensor) -> Tensor:
-    """Tensors made in inference mode can't take part in differentiation; a copy can."""
-    if not t.is_inference():
-        return t
-    with torch.inference_mode(False):
-        return t.clone()
-
-
 def read_batch(
     item: Any,
     index: int,
@@ -118,46 +96,30 @@ def read_batch(
     """
     if isinstance(item, Batch):  # was read before
         return item
-    X, y, *rest = _entries(item, index, weight is not None)
-    unpack = not isinstance(item, (tuple, list))
-    X, y = to_device(X, device), to_device(y, device)
-    found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
-    N = count_examples(X, y, index, batch_size_fn, unpack)
-    return Batch(X, y, N, unpack, first, None if weight is None else _checked_weights(found, N, index, device))
-
-
-def _entries(item: Any, index: int, more: bool) -> Sequence[Any]:
-    """Input and target of one item of the data, and `more` if it may have that."""
-    if isinstance(item, (tuple, list)) and (len(item) == 2 or (more and len(item) > 2)):
-        return item
-    if isinstance(item, Mapping):
-        if "labels" not in item:
-            raise ValueError(
-                f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'."
-            )
-        return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-    what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-    hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
-    if isinstance(item, (tuple, list)) and len(item) > 2:
-        hint = (
-            " Targets of several losses stand together: (X, (y1, y2)). For weights of examples: "
+    if unpack := isinstance(item, Mapping) and "labels" in item:
+        entries: Sequence[Any] = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+    elif isinstance(item, (tuple, list)) and (len(item) == 2 or (weight is not None and len(item) > 2)):
+        entries = item
+    else:
+        size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
+        what = f"mapping with keys {list(item)}" if isinstance(item, Mapping) else f"{type(item).__name__}{size}"
+        raise ValueError(
+            f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. For one batch, write "
+            "data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
             "EmpiricalRisk(..., weight=lambda X, y, w: w)."
         )
-    raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
-
-
-def _checked_weights(found: Any, N: int, index: int, device: torch.device) -> Tensor:
-    """The weights of the examples of one batch."""
-    if not isinstance(found, Tensor) or found.shape != (N,) or found.is_complex():
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a number per example.")
-    found = found.detach().to(device, wide_dtype(device))
-    if not bool((found.isfinite() & (found >= 0)).all()):
-        raise ValueError(
-            f"`weight` returned {float(found.min()):g} to {float(found.max()):g} for batch {index}; weights of "
-            "examples are finite and at least 0."
-        )
-    return _usable(found)
+    X, y = (to_device(entry, device) for entry in entries[:2])
+    found = None if weight is None else weight(X, y, *entries[2:])  # which may take it out of a mapping
+    N = count_examples(X, y, index, batch_size_fn, unpack)
+    if weight is not None:
+        if not isinstance(found, Tensor) or found.shape != (N,) or not (found.isfinite() & (found >= 0)).all():
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(
+                f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a finite number of at least 0 "
+                "for each example."
+            )
+        found = _usable(found.detach().to(device, wide_dtype(device)))
+    return Batch(X, y, N, unpack, first, found)
 
 
 def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool) -> int:
@@ -166,26 +128,20 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     """
     if batch_size_fn is not None:
         return int(batch_size_fn(X))
-    if isinstance(X, Tensor):
-        if X.ndim == 0:
-            raise ValueError(f"The input of batch {index} is a 0-d tensor; its first axis should carry the examples.")
-        return X.shape[0]
-    if unpack and isinstance(y, Tensor) and y.ndim:
-        return y.shape[0]
-    sizes = {t.shape[0] for t in (X.values() if isinstance(X, Mapping) else ()) if isinstance(t, Tensor) and t.ndim}
-    if len(sizes) != 1:
+    carriers = [X] if isinstance(X, Tensor) else [y] if unpack and isinstance(y, Tensor) and y.ndim else []
+    if not carriers and isinstance(X, Mapping):
+        carriers = [t for t in X.values() if isinstance(t, Tensor) and t.ndim]
+    sizes = {len(t) if t.ndim else -1 for t in carriers}
+    if len(sizes) != 1 or -1 in sizes:
         raise ValueError(
-            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}. Pass "
-            "`batch_size_fn`, a function of X that returns "
-            "the number, for instance `batch_size_fn=lambda X: len(X[0])`."
+            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, without a first axis "
+            "that carries them. Pass `batch_size_fn`, a function of X that returns the number, for instance "
+            "`batch_size_fn=lambda X: len(X[0])`."
         )
     return sizes.pop()
 
 
-def _name_of(loss: Any) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
+# ------------------------------------------------------------------------------------------------- what the loss reads
 def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
     """What a loss returned for output `f`, if that can be differentiated.
 
@@ -193,7 +149,7 @@ def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
         TypeError: If it is no tensor.
         ValueError: If it is no single number, or does not depend on the output.
     """
-    name = f"The loss {_name_of(loss)}"
+    name = f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} returned a {type(value).__name__}; expected a 0-d tensor that is differentiable in the model's "
@@ -218,16 +174,15 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
     Raises:
         ValueError: If the output is no tensor and nothing says which part of it is meant.
     """
-    chosen = selector(out) if selector is not None else out
     logits = getattr(out, "logits", None)
-    if selector is None and isinstance(logits, Tensor):
-        chosen = logits
+    chosen = selector(out) if selector is not None else logits if isinstance(logits, Tensor) else out
     if not isinstance(chosen, Tensor):
-        if selector is not None:
-            raise ValueError(f"`output` selected a {type(chosen).__name__}; expected the tensor that the loss reads.")
+        named = [*out] if isinstance(out, Mapping) else [f.name for f in fields(out)] if is_dataclass(out) else ""
         raise ValueError(
-            f"The model returned a {type(out).__name__}{_parts(out)}. Say which tensor the loss reads, for "
-            f"instance `output=lambda o: {_hint(out)}`."
+            f"`output` selected a {type(chosen).__name__}; expected the tensor that the loss reads."
+            if selector is not None
+            else f"The model returned a {type(out).__name__}{f' with fields {named}' if named else ''}. Say which "
+            "tensor the loss reads, as `output=lambda o: o[0]` or `output=lambda o: o.logits`."
         )
     return chosen, chosen is logits
 
@@ -244,18 +199,40 @@ def require_numbers(outputs: Iterable[Tensor]) -> None:
             raise ValueError(f"The model returned a tensor of shape {list(f.shape)}, which has no numbers.")
 
 
-def _parts(out: Any) -> str:
-    if isinstance(out, Mapping):
-        return f" with fields {list(out)}"
-    if isinstance(out, (tuple, list)):
-        return f" of length {len(out)}"
-    return f" with fields {[f.name for f in fields(out)]}" if is_dataclass(out) else ""
+# --------------------------------------------------------------------------------------------------- trees of tensors
+def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A tensor, mapping, list or tuple with its tensors replaced; other objects are passed through."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
+        made = copy(tree)
+        for key, value in tree.items():
+            made[key] = mapped(function, value)
+        return made
+    return tree_map_only(Tensor, function, tree)
 
 
-def _hint(out: Any) -> str:
-    if isinstance(out, Mapping) and out:
-        return f"o[{next(iter(out))!r}]"
-    return "o[0]" if isinstance(out, (tuple, list)) else "o.logits"
+def to_device(tree: Any, device: torch.device) -> Any:
+    """The same with every tensor on `device`."""
+    return mapped(lambda t: _usable(t.to(device)), tree)
+
+
+def copied(tree: Any) -> Any:
+    """The same with copies of its tensors."""
+    return mapped(_copy, tree)
+
+
+def _usable(t: Tensor) -> Tensor:
+    """Tensors made in inference mode can't take part in differentiation; a copy can."""
+    if not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tensor, mapping, list or tuple."""
+    return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
 
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
@@ -264,44 +241,26 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     None if no tensor of the input does, or if one may have examples times positions on its first axis, or something
     else, as a bag of tokens or the nodes of a graph.
     """
-    inputs, targets = (_Picker(examples, batch.num_examples) for _ in range(2))
-    X = inputs.pick(batch.X)
-    clear = inputs.found and not inputs.unclear
-    return Batch(X, targets.pick(batch.y), len(examples), batch.unpack) if clear else None
+    N, seen = batch.num_examples, set[str]()
+    first, *more = examples  # one is a view, which costs a tenth
 
-
-class _Picker:
-    """Picks examples out of tensors, at any depth."""
-
-    def __init__(self, examples: Sequence[int], num_examples: int) -> None:
-        self.examples, self.num_examples = examples, num_examples
-        self.found = False  # whether any tensor carried examples
-        self.unclear = False  # whether any has other rows
-
-    def pick(self, tree: Any) -> Any:
-        """The same structure with the examples alone."""
-        if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
-            picked = type(tree)()
-            picked.update({key: self.pick(value) for key, value in tree.items()})
-            return picked
-        if isinstance(tree, Mapping):
-            return {key: self.pick(value) for key, value in tree.items()}
-        if isinstance(tree, (tuple, list)):
-            picked = [self.pick(value) for value in tree]
-            return type(tree)(*picked) if hasattr(tree, "_fields") else type(tree)(picked)
-        return self._pick_rows(tree) if isinstance(tree, Tensor) and tree.ndim else tree
-
-    def _pick_rows(self, t: Tensor) -> Tensor:
-        N = self.num_examples
+    def pick(t: Tensor) -> Tensor:
+        if not t.ndim:
+            return t
         if N in t.shape[:2]:
-            self.found = True
-            return self._select(t, t.shape.index(N))
-        self.unclear |= len(t) != 1
-        return self._select(t.unflatten(0, (N, -1)), 0).flatten(0, 1) if t.shape[0] % N == 0 else t
+            seen.add("examples")
+            axis = t.shape.index(N)
+        elif len(t) % N:
+            seen.update(["other"] * (len(t) != 1))
+            return t
+        else:
+            seen.add("other")
+            return pick(t.unflatten(0, (N, -1))).flatten(0, 1)
+        return t.index_select(axis, torch.tensor(examples, device=t.device)) if more else t.narrow(axis, first, 1)
 
-    def _select(self, t: Tensor, axis: int) -> Tensor:
-        first, *more = self.examples  # one is a view, which costs a tenth
-        return t.index_select(axis, torch.tensor(self.examples, device=t.device)) if more else t.narrow(axis, first, 1)
+    X = mapped(pick, batch.X)
+    clear = seen == {"examples"}
+    return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack) if clear else None
 
 
 def call_model(model: Callable[..., Any], batch: Batch) -> Any:
@@ -323,28 +282,9 @@ def call_model(model: Callable[..., Any], batch: Batch) -> Any:
         return call()
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tensor, mapping, list or tuple."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
-
-
-def copied(tree: Any) -> Any:
-    """Copies of the tensors in a tensor, mapping, list or tuple; other objects are passed through."""
-    if isinstance(tree, Tensor):
-        return _copy(tree)
-    if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
-        made = copy(tree)
-        for key, value in tree.items():
-            made[key] = copied(value)
-        return made
-    return tree_map_only(Tensor, _copy, tree)
-
-
 def _copy(t: Tensor) -> Tensor:
-    copied = t.detach().clone()
+    made = t.detach().clone()
     if t.requires_grad:  # `torch.func` allows no call that says it is not
-        copied.requires_grad_()
-    vars(copied).update(vars(t))  # what the user has put there, which models may read
-    return copied
+        made.requires_grad_()
+    vars(made).update(vars(t))  # what the user has put there, which models may read
+    return made

@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.layer.replay import kept_attributes
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, take_examples
-from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
 from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.modules import copied_buffers, kept_attributes
-from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.state import TOLERANCE, copied_buffers, eager, relative_difference, training_modules
 
 # How many examples are run alone in a batch of a new kind, and else one. Of 1 852 runs of networks made to mislead, one
 # leaves 12 unnoticed, two leave 4.

@@ -30,9 +30,8 @@ from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, pro
 from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, is_iterator, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
-from curvlinops_plus.risk.modules import hookable_modules, preserve_state
-from curvlinops_plus.risk.process_state import eager, own_calls
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.state import eager, own_calls, preserve_state
 
 # A prime that hardly any other size of a tensor is a multiple of.
 _FEW = 3
@@ -288,7 +287,9 @@ class DryPass:
         def run(model: nn.Module) -> None:
             self._held = {name: dict(module._parameters) for name, module in model.named_modules()}
             with ExitStack() as hooks:
-                for name, module in hookable_modules(model):
+                for name, module in model.named_modules():
+                    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        continue
                     enter, leave = own_calls(partial(self._enter, name)), own_calls(self._leave)
                     hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                     hook = module.register_forward_hook(leave, always_call=True, with_kwargs=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -122,3 +122,25 @@ def _copy_ambiguous(N: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     if g is None or g.device.type != "cpu" or 1 not in (g.shape[0], *g.shape[2:]):
         return grads
     return (torch.stack((g, g), -1)[..., 0], *grads[1:])
+
+
+def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping[str, Tensor]) -> None:
+    """Refuse a model or loss that reads trainable parameters past the modules, where other values stand for them.
+
+    Args:
+        reader: Which of the two.
+        tensors: What it returned.
+        params: The parameters in their own tensors, by key.
+
+    Cost: a walk through the graph.
+    """
+    own = {id(p): key for key, p in params.items()}
+    if read := {own.get(id(getattr(node, "variable", None))) for node in postorder(nodes_of(tensors))} - {None}:
+        names = [key for key in params if key in read]
+        raise UnsupportedError(
+            f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
+            "attributes of modules, such as a list that keeps them, or a penalty in the loss. Derivatives are taken "
+            "where parameters are replaced in the modules, so that part would be left out. Let forward read the "
+            "attribute (self.weight), keep several in an nn.ParameterList, and add the curvature of a penalty to the "
+            "operator, as in `H + weight_decay * IdentityLinearOperator(...)`."
+        )

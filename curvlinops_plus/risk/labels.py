@@ -13,12 +13,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import Batch, take_examples
-from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
-from curvlinops_plus.risk.losses import Losses
-from curvlinops_plus.risk.modules import preserve_state
-
-# Of the batch, so many examples are enough to tell.
-_FEW = 4
+from curvlinops_plus.risk.losses import Losses, OutputLoss
+from curvlinops_plus.risk.state import TOLERANCE, preserve_state, relative_difference
 
 
 def are_labels_shifted(
@@ -41,20 +37,23 @@ def are_labels_shifted(
     while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
         model = inner  # inside of what `torch.compile` and data parallelism make of it
     arguments = signature(model.forward).parameters
-    if losses.form != "single" or not any(
-        name == "labels" or a.kind == Parameter.VAR_KEYWORD for name, a in arguments.items()
-    ):
+    takes_labels = "labels" in arguments or any(a.kind == Parameter.VAR_KEYWORD for a in arguments.values())
+    if losses.form != "single" or not takes_labels:
         return False
     y, order = batch.y, list(range(batch.num_examples))
     if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(order):  # prompts of which no label counts say nothing
         counting = (y != getattr(losses[0].loss, "ignore_index", -100)).flatten(1).sum(1).tolist()
         order.sort(key=lambda n: -counting[n])
-    few = take_examples(batch, order[:_FEW]) or batch
+    few = take_examples(batch, order[:4]) or batch
+
+    def run(**labels: Any) -> Any:
+        with preserve_state(model, ()):  # the same random numbers each time
+            return model(**few.X, **labels)
+
     # With gradients: hooks of a sweep may be on the layers, which need them.
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            with preserve_state(model, ()):
-                (f,), (axis,), own = _told(model(**few.X, labels=few.y), losses, output)
+            (f,), (axis,), own = _told(run(labels=few.y), losses, output)
         except UnsupportedError:
             raise
         except Exception:  # labels of another form than it takes
@@ -62,37 +61,29 @@ def are_labels_shifted(
         y = few.y
         if own is None or not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
             return False
+        why = "has outputs that depend on `labels`"
         try:
-            with preserve_state(model, ()):
-                (without,), _ = losses.select(model(**few.X), output)
+            g = losses.select(run(), output)[0][0].detach()
+            same = g.shape == f.shape and relative_difference(g, f.detach()) <= TOLERANCE[f.element_size()]
         except (ValueError, TypeError, RuntimeError) as error:
-            raise _needs_labels(model, f"fails without `labels`: {error}") from error
-        if without.shape != f.shape or relative_difference(without.detach(), f.detach()) > TOLERANCE[f.element_size()]:
-            raise _needs_labels(model, "has outputs that depend on `labels`")
+            same, why = False, f"fails without `labels`: {error}"
+    if not same:
+        raise UnsupportedError(
+            f"{type(model).__name__} {why}. Labels are given to the loss, and not to the model: give the "
+            "inputs that it makes of them in the batch, too, as "
+            "decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
+        )
     if not math.isfinite(own):
         return None  # none counts, or the output is not finite, which is reported elsewhere
-    pairs = {False: (f, y, axis), True: (f[:, :-1], y[:, 1:], losses[0].beside_positions(f, axis))}
-    errors: list[Exception] = []
-    values = {shifted: _mean(losses, *pair, errors=errors) for shifted, pair in pairs.items()}
-    away = {shifted: abs(value - own) for shifted, value in values.items()}
-    nearest = min(away, key=away.__getitem__)
-    if not away[nearest] <= min(TOLERANCE[f.element_size()] * max(abs(own), 1.0), away[not nearest] / 4):
-        if errors:  # the loss can't read such an output
-            raise errors[0]
+    plain, shifted = _mean(losses, f, y, axis), _mean(losses, *shifted_labels(losses[0], f, y, axis))
+    near, far = sorted([abs(plain - own), abs(shifted - own)])
+    if not near <= min(TOLERANCE[f.element_size()] * max(abs(own), 1.0), far / 4):
         raise UnsupportedError(
-            f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {len(order[:_FEW])} "
-            f"examples; {type(losses[0].loss).__name__} gives {values[False]:.6g}, and {values[True]:.6g} with the "
-            "output at position t compared with the label at t + 1. Say EmpiricalRisk(..., shift_labels=True) for the "
-            "latter, or shift_labels=False."
+            f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {few.num_examples} "
+            f"examples; {losses[0].title} gives {plain:.6g}, and {shifted:.6g} with the output at position t compared "
+            "with the label at t + 1. Say EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False."
         )
-    return nearest
-
-
-def _needs_labels(model: nn.Module, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(model).__name__} {why}. Labels are given to the loss, and not to the model: give the inputs that it "
-        "makes of them in the batch, too, as decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
-    )
+    return abs(shifted - own) == near
 
 
 def _told(out: Any, losses: Losses, output: Callable[[Any], Any] | None) -> tuple[Any, Any, float | None]:
@@ -106,32 +97,29 @@ def _told(out: Any, losses: Losses, output: Callable[[Any], Any] | None) -> tupl
         rest = {key: value for key, value in out.items() if key != "loss"}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return (torch.empty(0),), (None,), None
-    fs, axes = losses.select(rest, output)
-    return fs, axes, float(loss.detach())
+    return *losses.select(rest, output), float(loss.detach())
 
 
-def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None, errors: list[Exception]) -> float:
-    """Our loss as a mean over the terms that count; infinite without any."""
+def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None) -> float:
+    """Our loss as a mean over the terms that count; infinite without any, or where it can't read such an output."""
     try:
-        totals = losses.terms((f,), (y,), len(f), (axis,)).totals
-        return float(torch.as_tensor(totals.losses[0]).detach()) / float(totals.counts[0])
-    except ZeroDivisionError:
-        return math.inf
-    except (IndexError, ValueError, TypeError, RuntimeError) as error:
-        errors.append(error)
+        totals = losses.terms((f,), (y,), len(f), (axis,)).totals.detached()
+        return float(totals.losses[0]) / float(totals.counts[0])
+    except (ZeroDivisionError, IndexError, ValueError, TypeError, RuntimeError):
         return math.inf
 
 
-def shifted_labels(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs, and the labels at the next positions.
+def shifted_labels(one: OutputLoss, f: Tensor, y: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor, int | None]:
+    """Outputs, the labels at the next positions, and the class axis of an output whose axis 1 holds positions.
 
     Raises:
-        ValueError: If they don't have as many positions.
+        ValueError: If axis 1 isn't that of the positions of both.
     """
-    if f.shape[1:2] != y.shape[1:2]:
+    given = class_axis if class_axis is not None else one.likelihood.class_axis if one.known else -1
+    if f.shape[1:2] != y.shape[1:2] or (given == 1 and f.ndim < 3):
         raise ValueError(
-            f"Labels are shifted (shift_labels) along axis 1 of an output of shape {list(f.shape)} and labels of shape "
-            f"{list(y.shape)}, which has to be the positions of both. Classes are last: of an output [N, classes, T] "
-            "say output=lambda f: f.mT."
+            f"{one.title}: labels are shifted (shift_labels) along axis 1 of an output of shape {list(f.shape)} and "
+            f"labels of shape {list(y.shape)}, which has to be the positions of both; expected [N, T, classes]. Of an "
+            "output [N, classes, T] say output=lambda f: f.mT."
         )
-    return f[:, :-1], y[:, 1:]
+    return f[:, :-1], y[:, 1:], -1 if given == 1 else class_axis

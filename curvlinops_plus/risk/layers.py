@@ -22,7 +22,6 @@ from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
-from curvlinops_plus.risk.modules import modules_of
 from curvlinops_plus.risk.parameters import common_dtype
 
 
@@ -384,7 +383,7 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
     claimed: set[nn.Module] = set()  # whose parameters another one answers for
-    for name, module in modules_of(model).items():
+    for name, module in model.named_modules():
         if module in claimed or not (module._parameters or module._modules):
             continue
         if module._modules and is_parametrized(module):

@@ -5,38 +5,145 @@ tuple, the losses are the same of `loss` or `(loss, weight)`, and so are the tar
 own, read literally over the whole data set: `c_h` is 1 for "sum", and one over what PyTorch divides by for "mean".
 
 Statistics have one factor `c` in front, that of the reference loss: the first one under "mean". What else multiplies a
-loss is its relative weight `w_h c_h / c`, see `LossWeights`.
+loss is its relative weight `w_h c_h / c`, see `LossWeights`. `Totals` are what a pass over the data counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
+from curvlinops_plus.likelihood.likelihood import has_own_hooks
 from curvlinops_plus.likelihood.of_examples import OfExamples
-from curvlinops_plus.risk.batches import (
-    Batch,
-    is_iterator,
-    require_rereadable,
-    scalar_loss,
-    select_output,
-)
-from curvlinops_plus.risk.graph import raise_unreached
-from curvlinops_plus.risk.modules import refuse_outside_reads
-from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.likelihood.sampling import wide_dtype
+from curvlinops_plus.risk.batches import is_iterator, require_rereadable, scalar_loss, select_output
+from curvlinops_plus.risk.graph import raise_unreached, refuse_outside_reads
+from curvlinops_plus.risk.state import eager, training_modules
 
 Key = str | int
+Number = Tensor | float
+
+
+@dataclass
+class Totals:
+    """What one batch, or all batches of a pass, contained.
+
+    Attributes:
+        examples: N.
+        terms: Loss terms of the reference loss, N·R.
+        loss_count: What PyTorch's mean reduction of the reference loss divides by; of all losses if all are sums.
+        called: Indices of the layers that ran.
+        reached: Indices of the layers that a gradient reached.
+        counts: For each loss, what its mean divides by.
+        losses: For each loss, its un-reduced sum.
+        weights: For each loss, its relative weight in the vectors (see `LossWeights`); empty if there were none.
+        steps: Of a stream, the sum of the weights of its steps: what totals that are added are parts of, too.
+    """
+
+    examples: int = 0
+    terms: int = 0
+    loss_count: Number = 0.0
+    called: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    counts: tuple[Number, ...] = ()
+    losses: tuple[Number, ...] = ()
+    weights: tuple[float, ...] = ()
+    steps: float = 0.0
+
+    def mismatch(self, other: Totals) -> str | None:
+        """Why statistics of these and other totals must not be added, None if they may."""
+        mine, theirs = self.weights, other.weights
+        if not mine or not theirs or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs)):
+            return None
+        here, there = (" : ".join(f"{weight:.4g}" for weight in weights) for weights in (mine, theirs))
+        return (
+            f"Statistics of several losses can't be added: their relative weights are {here} here and {there} there, "
+            "since their means are over other proportions of terms. Compute them on the union of the data, or use "
+            'reduction="sum" for all losses, with the divisors in their weights.'
+        )
+
+    def add(self, other: Totals) -> None:
+        """Add another batch's totals.
+
+        Raises:
+            ValueError: If several losses had other weights there.
+        """
+        if problem := self.mismatch(other):
+            raise ValueError(problem)
+        self.examples += other.examples
+        self.terms += other.terms
+        self.loss_count = _sum(self.loss_count, other.loss_count)
+        self.called |= other.called
+        self.reached |= other.reached
+        self.weights = self.weights or other.weights
+        self.steps = max(self.steps, other.steps)
+        if other.counts:
+            self.counts = tuple(map(_sum, self.counts, other.counts)) if self.counts else other.counts
+            self.losses = tuple(map(_sum, self.losses, other.losses)) if self.losses else other.losses
+
+    def decay(self, factor: float) -> None:
+        """Multiply what statistics are divided by."""
+        self.loss_count = self.loss_count * factor  # others may have the same tensor
+        self.steps *= factor
+
+    def over(self, processes: Alone, error: Exception | None = None) -> Totals:
+        """The totals of all processes; an `error` of this one is raised in all. Collective.
+
+        Raises:
+            ValueError: If there are no examples, or several losses have other weights in other processes.
+        """
+        told = processes.gather((self.plain(), error)) if processes.world > 1 else [(self, error)]
+        if noticed := [each for _, each in told if each is not None]:
+            raise error or noticed[0]
+        if processes.world == 1:
+            return self
+        whole = Totals.union(totals for totals, _ in told)
+        if not whole.examples:
+            raise ValueError(f"`data` has no examples in any of the {processes.world} processes.")
+        return whole
+
+    @classmethod
+    def union(cls, parts: Iterable[Totals]) -> Totals:
+        """The totals of all parts together."""
+        whole = cls()
+        for totals in parts:
+            whole.add(totals)
+        return whole
+
+    def plain(self) -> Totals:
+        """The same without tensors."""
+        counts, losses = tuple(map(float, self.counts)), tuple(map(float, self.losses))
+        return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
+
+    def detached(self) -> Totals:
+        """The same without a graph behind the losses, in double precision."""
+        counts, losses = tuple(map(_wide, self.counts)), tuple(map(_wide, self.losses))
+        return replace(self, loss_count=_wide(self.loss_count), counts=counts, losses=losses)
+
+    def of_stream(self) -> Totals:
+        """What a stream of batches adds up, in double precision, as a state has it that is resumed."""
+        return replace(self, loss_count=_wide(self.loss_count), counts=(), losses=())
+
+
+def _wide(x: Number) -> Number:
+    return x.detach().to(wide_dtype(x.device)) if isinstance(x, Tensor) else x
+
+
+def _sum(one: Number, other: Number) -> Number:
+    # A zero added to a tensor takes as long as a small layer does.
+    if type(one) is float and one == 0:
+        return other
+    return one if type(other) is float and other == 0 else one + other
 
 
 @dataclass(eq=False)
@@ -73,11 +180,8 @@ class OutputLoss:
     @property
     def title(self) -> str:
         """Its name in messages."""
-        return self._name if self.key is None else f"loss {self.key!r} ({self._name})"
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.loss, "__name__", type(self.loss).__name__)
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        return name if self.key is None else f"loss {self.key!r} ({name})"
 
     @cached_property
     def known(self) -> bool:
@@ -109,9 +213,8 @@ class OutputLoss:
         if reduction == "batchmean":  # nn.KLDivLoss: the sum over the batch, divided by the number of its examples
             return "mean"
         if reduction not in ("mean", "sum"):
-            prefix = "" if self.key is None else f"{self.title}: "
             raise UnsupportedError(
-                f"{prefix}{self._name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "
+                f"{self.title} (reduction={reduction!r}) is no scalar loss, so it has no curvature; use "
                 '"mean" or "sum".'
             )
         return reduction
@@ -124,6 +227,11 @@ class OutputLoss:
         """
         if not self.known:
             return f, y
+        if isinstance(self.loss, nn.Module) and ("forward" in vars(self.loss) or has_own_hooks(self.loss)):
+            raise UnsupportedError(
+                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made: "
+                "make it anew."
+            )
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         try:
@@ -133,35 +241,15 @@ class OutputLoss:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
 
-    def class_axis(self, class_axis: int | None) -> int:
-        """The axis of outputs that holds the numbers of a term: the one that is given, or the loss's own."""
-        return class_axis if class_axis is not None else self.likelihood.class_axis if self.known else -1
-
-    def beside_positions(self, f: Tensor, class_axis: int | None) -> int | None:
-        """The class axis of an output `[N, T, ...]` whose axis 1 holds positions, which labels are shifted along.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        if self.class_axis(class_axis) != 1:
-            return class_axis
-        if f.ndim < 3:
-            raise ValueError(
-                f"{self.title}: labels are shifted (shift_labels) along axis 1, and an output of shape {list(f.shape)} "
-                "has its classes there; expected [N, T, classes]."
-            )
-        return -1
-
     def count(self, F: Tensor, Y: Any, weight: Tensor | None) -> Tensor:
         """What "mean" divides by, of a loss with a likelihood."""
         return self.likelihood.count(F, Y) if weight is None else self.likelihood.counts(F, Y) @ weight
 
     def sums(self, F: Tensor, Y: Any, N: int, weight: Tensor | None = None) -> tuple[Number, Tensor]:
         """What "mean" divides by, and the sum of all terms; a loss without a likelihood counts as N terms."""
-        if weight is not None:
-            return self.count(F, Y, weight), (self.likelihood.nll(F, Y) * weight.to(F)[:, None]).sum()
         if self.known:
-            return self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
+            terms = self.likelihood.nll(F, Y)
+            return self.count(F, Y, weight), (terms if weight is None else terms * weight.to(F)[:, None]).sum()
         value = scalar_loss(self.loss(F, Y), F, self.loss)
         return float(N), value * N if self.reduction == "mean" else value
 
@@ -175,9 +263,9 @@ class Losses(tuple[OutputLoss, ...]):
         reduction: For losses without an attribute `reduction`.
 
     Raises:
-        TypeError: If a loss is a class or not callable.
-        ValueError: If an entry is neither loss nor pair, a weight is no positive finite number, or `reduction`
-            contradicts the losses.
+        TypeError: If the loss is a class or not callable.
+        ValueError: If there is none, or one of several is none; if a weight is no positive finite number, or
+            `reduction` contradicts the losses.
 
     Example:
         >>> from torch import nn
@@ -193,15 +281,15 @@ class Losses(tuple[OutputLoss, ...]):
         if isinstance(given, Losses):
             given, reduction = given.given, reduction or given.default_reduction
         form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
-        if form == "single":
-            self = super().__new__(cls, [OutputLoss(None, _checked_loss(given), 1.0, reduction)])
-        else:
-            self = super().__new__(cls, _read_losses(given, form, reduction))
+        several = dict(enumerate(given)) if form == "tuple" else given if isinstance(given, Mapping) else {None: given}
+        self = super().__new__(cls, [_read_loss(key, entry, reduction) for key, entry in several.items()])
         self.form, self.default_reduction = form, reduction
-        own = [getattr(one.loss, "reduction", None) for one in self]
-        if reduction is not None and None not in own and set(own) != {reduction}:
+        own = {getattr(one.loss, "reduction", None) for one in self}
+        if not own:
+            raise ValueError("There are no losses: give at least one.")
+        if reduction is not None and None not in own and own != {reduction}:
             raise ValueError(
-                f"reduction={reduction!r} contradicts the loss, which has reduction={own[0]!r}. The argument is for "
+                f"reduction={reduction!r} contradicts the loss, which has reduction={own.pop()!r}. The argument is for "
                 f"losses without that attribute; leave it out, or make the loss with the other reduction."
             )
         return self
@@ -217,34 +305,32 @@ class Losses(tuple[OutputLoss, ...]):
     @property
     def given(self) -> Any:
         """The losses as they were given: one, or a dict or tuple of pairs of a loss and its weight."""
-        if self.form == "single":
-            return self[0].loss
-        pairs = [(one.loss, one.weight) for one in self]
-        return dict(zip(self.keys, pairs)) if self.form == "dict" else tuple(pairs)
+        return self[0].loss if self.form == "single" else self.joined([(one.loss, one.weight) for one in self])
 
     @cached_property
     def known(self) -> bool:
         """Whether all losses have a likelihood."""
         return all(one.known for one in self)
 
-    @property
-    def reduction(self) -> str:
-        """That of the reference loss: "mean" if any loss has it.
+    @cached_property
+    def reference(self) -> int:
+        """Index of the loss whose factor `c` is that of all statistics: the first one under "mean".
 
         Raises:
-            UnsupportedError: If one has another reduction than "mean" and "sum".
+            UnsupportedError: If a loss has another reduction than "mean" and "sum".
         """
-        return "mean" if "mean" in [one.reduction for one in self] else "sum"
+        reductions = [one.reduction for one in self]
+        return reductions.index("mean") if "mean" in reductions else 0
 
     @property
-    def reference(self) -> int:
-        """Index of the loss whose factor `c` is that of all statistics: the first one under "mean"."""
-        return 0 if len(self) == 1 else next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
+    def reduction(self) -> str:
+        """That of the reference loss: "mean" if any loss has it."""
+        return self[self.reference].reduction
 
     @property
     def constant_weights(self) -> bool:
         """Whether relative weights don't depend on the data."""
-        return len(self) == 1 or all(one.reduction == "sum" for one in self)
+        return len(self) == 1 or self.reduction == "sum"
 
     def of_examples(self) -> Losses:
         """The same, of which those without a likelihood have the loss of each example by itself."""
@@ -306,19 +392,14 @@ class Losses(tuple[OutputLoss, ...]):
 
     def _match(self, given: Any, what: str, subject: str) -> list[Any]:
         """The entries of a dict or tuple in the order of the losses."""
-        if isinstance(given, Mapping):
-            parts, kind = dict(given), "dict"
-        elif isinstance(given, (tuple, list)):
-            parts, kind = dict(enumerate(given)), "tuple"
-        else:
-            parts, kind = {}, type(given).__name__
+        kind = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else None
+        parts = dict(given if kind == "dict" else enumerate(given)) if kind else {}
         if kind == self.form and parts.keys() == set(self.keys):
             return [parts[key] for key in self.keys]
-        came = f"a {kind} with {what}s {list(parts)}" if parts else f"a {kind}"
-        advice = " Say which are meant, in the form of the losses, with EmpiricalRisk(..., output=lambda o: ...)."
+        came = f"a {kind} with {what}s {list(parts)}" if kind else f"a {type(given).__name__}"
         raise ValueError(
-            f"{subject} {came}, but the losses are a {self.form} for the {what}s {self.keys}."
-            f"{advice if what == 'output' else ''}"
+            f"{subject} {came}, but the losses are a {self.form} for the {what}s {self.keys}. Outputs can be brought "
+            "into the form of the losses by EmpiricalRisk(..., output=lambda o: ...)."
         )
 
     def terms(
@@ -390,6 +471,24 @@ class Losses(tuple[OutputLoss, ...]):
         return [weight / math.sqrt(largest) for weight in weights]
 
 
+def _read_loss(key: Key | None, entry: Any, reduction: str | None) -> OutputLoss:
+    """A loss, or, of several, a pair of a loss and its weight."""
+    pair = key is not None and isinstance(entry, (tuple, list)) and len(entry) == 2
+    (loss, weight), where = entry if pair else (entry, 1.0), "" if key is None else f" for the output {key!r}"
+    if isinstance(loss, type):
+        raise TypeError(f"The loss{where} is the class {loss.__name__}; expected an instance. Call it.")
+    if not callable(loss) and not isinstance(loss, Likelihood):
+        came = repr(entry) if isinstance(entry, (str, int, float)) else f"a {type(entry).__name__}"
+        raise (TypeError if key is None else ValueError)(
+            f"The loss{where} is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), or a function of "
+            "output and target that returns a 0-d tensor. For several outputs give a dict or a tuple, with a loss or "
+            "a pair (loss, weight) for each."
+        )
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < float(weight) < math.inf:
+        raise ValueError(f"The weight of the loss{where} is {weight!r}; expected a positive finite number.")
+    return OutputLoss(key, loss, float(weight), reduction)
+
+
 def rebuild_losses(options: Mapping[str, Any]) -> Any:
     """A loss, or several with their weights, from `options()`.
 
@@ -411,70 +510,35 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
     return found if options["loss"] == "dict" else tuple(found.values())
 
 
-def _checked_loss(loss: Any) -> Any:
-    if isinstance(loss, type):
-        raise TypeError(f"The loss is the class {loss.__name__}; expected an instance. Call it: {loss.__name__}(...).")
-    if not callable(loss) and not isinstance(loss, Likelihood):
-        came = repr(loss) if isinstance(loss, (str, int, float)) else f"a {type(loss).__name__}"
-        raise TypeError(
-            f"The loss is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), a function of output and "
-            "target that returns a 0-d tensor, or a dict or tuple of losses for a model with several outputs."
-        )
-    return loss
-
-
-def _read_losses(given: Any, form: str, reduction: str | None) -> list[OutputLoss]:
-    """The losses of a dict or a tuple."""
-    items = list(given.items() if form == "dict" else enumerate(given))
-    if not items:
-        raise ValueError("There are no losses: give at least one.")
-    found = []
-    for key, entry in items:
-        loss, weight = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (entry, 1.0)
-        if isinstance(loss, (tuple, list, Mapping)) or not (callable(loss) or isinstance(loss, Likelihood)):
-            came = f"a {type(entry).__name__}" if isinstance(entry, Tensor) else repr(entry)
-            raise ValueError(
-                f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got {came}. For one "
-                "output give the loss alone; for several write the weight beside its loss: ((loss, weight), (loss, "
-                "weight))."
-            )
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < float(weight) < math.inf:
-            raise ValueError(
-                f"The weight of the loss for the output {key!r} is {weight!r}; expected a positive finite number."
-            )
-        found.append(OutputLoss(key, _checked_loss(loss), float(weight), reduction))
-    return found
-
-
-T = TypeVar("T")
-
-
+# ------------------------------------------------------------------------------------------------ passes over all data
+# `risk` is an `EmpiricalRisk`.
 class LossWeights:
     """The relative weights of losses during a pass over data.
 
     Args:
         num_data: As in `EmpiricalRisk`.
-        totals: Of the whole data set, if they are known; else each batch must have the weights of the first one.
+        totals: Of the whole data set, if they are known; else each batch has the weights of its own counts, which have
+            to be the same in all of them.
     """
 
     def __init__(self, losses: Losses, num_data: int | None = None, totals: Totals | None = None) -> None:
-        self.losses, self.num_data, self.totals = losses, num_data, totals
-        self._known = self._relative(totals) if totals is not None or losses.constant_weights else None
-        self._first: list[float] | None = None  # terms of each loss in the first batch
+        self.losses, self.num_data, self.counted = losses, num_data, False
+        self.fixed: tuple[float, ...] | None = None
+        if losses.constant_weights:
+            self.fixed = tuple([one.weight for one in losses])
+        elif totals is not None:
+            self.fixed, self.counted = self._relative(totals), True
 
     @classmethod
     def plain(cls, losses: Losses) -> LossWeights:
         """Each loss has the weight that it was given, whatever its reduction."""
         weights = cls(losses)
-        weights._known = tuple(one.weight for one in losses)
+        weights.fixed = tuple([one.weight for one in losses])
         return weights
 
-    def _relative(self, totals: Totals | None) -> tuple[float, ...]:
-        losses = self.losses
-        if losses.constant_weights or totals is None:
-            return tuple([one.weight for one in losses])
-        scales = losses.scales(totals, self.num_data)
-        return tuple(float(one.weight * c / scales[losses.reference]) for one, c in zip(losses, scales))
+    def _relative(self, totals: Totals) -> tuple[float, ...]:
+        scales = self.losses.scales(totals, self.num_data)
+        return tuple(float(one.weight * c / scales[self.losses.reference]) for one, c in zip(self.losses, scales))
 
     def of(self, batch: Totals) -> tuple[float, ...]:
         """The weights for a batch with these totals.
@@ -482,77 +546,36 @@ class LossWeights:
         Raises:
             ValueError: If they depend on the whole data set, and it is not known.
         """
-        if self._known is not None:
-            return self._known
-        counts = [float(count) for count in batch.counts]
-        self._first = self._first or counts
-        alike = all(math.isclose(a * self._first[0], b * counts[0], rel_tol=1e-9) for a, b in zip(counts, self._first))
-        if len({one.reduction for one in self.losses}) == 1 and all(count > 0 for count in counts) and alike:
-            return self._relative(batch)
-        raise ValueError(
-            f"The losses for {self.losses.keys} weigh by their numbers of terms in the whole data set, which can't be "
-            f"known from batches that are seen once: here {_ratio(counts)}, and {_ratio(self._first)} in the first "
-            f"one, with the reductions {[one.reduction for one in self.losses]}. Use curvature(risk, ...) over data "
-            'that can be read twice, batches with the same proportion, or reduction="sum" for all losses with the '
-            "divisors in their weights. (For another stream make a new EmpiricalRisk.)"
-        )
-
-    def objective(self, batch: Totals) -> Tensor:
-        """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a graph."""
-        weighted = [s * loss if s != 1 else loss for s, loss in zip(self.of(batch), batch.losses)]
-        total = weighted[0] if len(weighted) == 1 else sum(weighted)
-        assert isinstance(total, Tensor)
-        return total
+        if self.fixed is not None:
+            return self.fixed
+        if len(reductions := {one.reduction for one in self.losses}) > 1:
+            raise ValueError(
+                f"The losses for {self.losses.keys} weigh by their numbers of terms in the whole data set, which can't "
+                f"be known from batches that are seen once, as their reductions are {sorted(reductions)}. Use "
+                'curvature(risk, ...) over data that can be read twice, or reduction="sum" for all losses with the '
+                "divisors in their weights."
+            )
+        return self._relative(batch)
 
     def require(self, totals: Totals) -> None:
-        """Refuse a whole pass over the data to which other weights belong than those that were used.
-
-        Raises:
-            ValueError: If the data have changed meanwhile.
-        """
-        if self.totals is None or self._known is None:
-            return
-        if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self._relative(totals), self._known)):
+        """Refuse a pass over the data to which other weights belong than those that were used: the data change."""
+        known = self.fixed if self.counted else None
+        if known and not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self._relative(totals), known)):
             raise ValueError(
                 f"The numbers of terms that count for the losses of {self.losses.keys} differ from pass to pass, so "
                 "the data change: is there random masking or augmentation? Give data that are the same each time."
             )
 
-
-def _ratio(counts: Sequence[float]) -> str:
-    return " : ".join(f"{count:g}" for count in counts)
-
-
-# ------------------------------------------------------------------------------------------------ passes over all data
-class Evaluated(Protocol):
-    """What a pass over the data needs of a risk."""
-
-    losses: Losses
-    data: Any
-    device: torch.device
-    processes: Alone
-    params: dict[str, Tensor]
-
-    @property
-    def options(self) -> Any: ...
-    def batches(self, desc: str) -> Iterator[Batch]: ...
-    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]: ...
-    def terms(self, outputs: Any, targets: Any, batch: Batch, class_axes: Any) -> Terms: ...
-    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T: ...
+    def objective(self, batch: Totals) -> Tensor:
+        """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a graph."""
+        batch.weights = self.of(batch)
+        weighted = [s * loss if s != 1 else loss for s, loss in zip(batch.weights, batch.losses)]
+        total = weighted[0] if len(weighted) == 1 else sum(weighted)
+        assert isinstance(total, Tensor)
+        return total
 
 
-def loss_pass(risk: Evaluated, desc: str = "loss") -> Totals:
-    """Totals of all data. Cost: one forward pass. Random state is not restored."""
-    totals = Totals()
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-        for batch in risk.batches(desc):
-            with eager():
-                outputs, targets, class_axes = risk.run(batch)
-                totals.add(risk.terms(outputs, targets, batch, class_axes).totals)
-    return totals.over(risk.processes)
-
-
-def loss_weights(risk: Evaluated, known: Totals | None = None) -> LossWeights:
+def loss_weights(risk: Any, known: Totals | None = None) -> LossWeights:
     """The weights for passes over the data of a risk.
 
     Args:
@@ -564,32 +587,25 @@ def loss_weights(risk: Evaluated, known: Totals | None = None) -> LossWeights:
     Cost: one forward pass over the data if they depend on it, which is never so for one loss. For an iterator each
     batch has to determine them.
     """
-    if not risk.losses.constant_weights and risk.processes.world > 1:
-        require_rereadable(risk.data, "the loss terms of all processes are counted first")
-    if not risk.losses.constant_weights and not is_iterator(risk.data):
-        known = loss_pass(risk, "counting loss terms") if known is None else known
+    if not risk.losses.constant_weights:
+        if risk.processes.world > 1:
+            require_rereadable(risk.data, "the loss terms of all processes are counted first")
+        if known is None and not is_iterator(risk.data):
+            known = loss_pass(risk, "counting loss terms")
     return LossWeights(risk.losses, risk.options.num_data, known)
 
 
-def with_consistent_weights(
-    risk: Evaluated, attempt: Callable[[LossWeights], tuple[T, Totals]], before: Totals | None = None
-) -> tuple[T, Totals]:
-    """Result and totals of a pass over the data, with the weights of several losses that belong to all of it.
-
-    Args:
-        attempt: The pass, with the weights that it is to use.
-        before: Totals of a pass over the same data, if there was one; else one counts, see `loss_weights`.
-
-    Raises:
-        ValueError: If passes don't agree.
-    """
-    weights = loss_weights(risk, before)
-    result, totals = attempt(weights)
-    weights.require(totals.detached())
-    return result, totals
+def loss_pass(risk: Any, desc: str = "loss") -> Totals:
+    """Totals of all data. Cost: one forward pass. Random state is not restored."""
+    totals = Totals()
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(risk.device.type, enabled=False), eager():
+        for batch in risk.batches(desc):
+            outputs, targets, class_axes = risk.run(batch)
+            totals.add(risk.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight).totals)
+    return totals.over(risk.processes)
 
 
-def gradient_pass(risk: Evaluated, weights: LossWeights) -> tuple[dict[str, Tensor], Totals]:
+def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
     """Gradient of the sum of all loss terms, each loss times its relative weight, and totals.
 
     Random state is not restored.
@@ -597,16 +613,16 @@ def gradient_pass(risk: Evaluated, weights: LossWeights) -> tuple[dict[str, Tens
     with torch.inference_mode(False):
         free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
         totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
+    weights = loss_weights(risk)
 
     def add_batches(model: nn.Module) -> None:
         looked_at = risk.losses.known  # a loss that we know reads nothing but output and target
         reached = False
         for batch in risk.batches("gradient"):
-            with eager():
-                outputs, targets, class_axes = risk.run(batch, model)
-                batch_totals = risk.terms(outputs, targets, batch, class_axes).totals
-            objective = weights.objective(batch_totals)
-            totals.add(batch_totals.detached())
+            outputs, targets, class_axes = risk.run(batch, model)
+            own = risk.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight).totals
+            objective = weights.objective(own)
+            totals.add(own.detached())
             if not objective.requires_grad:
                 continue
             reached = True
@@ -620,7 +636,38 @@ def gradient_pass(risk: Evaluated, weights: LossWeights) -> tuple[dict[str, Tens
         if not reached and totals.examples:
             raise_unreached()
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), eager():
         risk.at(free, add_batches)
     risk.processes.sum_(list(grads.values()))
-    return grads, totals.over(risk.processes)
+    totals = totals.over(risk.processes)
+    weights.require(totals)
+    return grads, totals
+
+
+def require_same(risk: Any, first: Totals, second: Totals) -> None:
+    """Compare the totals of two passes: the order of the examples does not matter, everything else does.
+
+    Raises:
+        NumericsError: If a loss is not finite.
+        RuntimeError: If the passes disagree; names modules in training mode.
+    """
+    one, two = (
+        float(sum(a.weight * float(x) for a, x in zip(risk.losses, totals.losses))) for totals in (first, second)
+    )
+    if not math.isfinite(one + two):
+        raise NumericsError(f"The total loss is {one}: an output or a target has NaN or infinite entries.")
+    tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 5e-5
+    if first.examples == second.examples and math.isclose(one, two, rel_tol=tolerance, abs_tol=1e-6):
+        return
+    cause = "Does the data change from pass to pass (random augmentation, drop_last with shuffling), or the model?"
+    if random := training_modules(risk.model):
+        cause = f"These modules are in training mode: {random}; call model.eval()."
+    raise RuntimeError(
+        f"Two passes over the data disagree: total loss {one:.8g} over {first.examples} examples and {two:.8g} over "
+        f"{second.examples}. {cause} check_deterministic=False turns this check off."
+    )
+
+
+def coarsest_dtype(risk: Any) -> torch.dtype:
+    """The dtype of the parameters that rounds most: what the digits of results are limited by."""
+    return max((p.dtype for p in risk.params.values()), key=lambda dtype: torch.finfo(dtype).eps)

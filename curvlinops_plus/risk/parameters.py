@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
-from operator import is_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.modules import Replaced, modules_of, parameter_places, parameters_of, replaced_parameters
 from curvlinops_plus.risk.replicas import WholeParameters, give_up_gathered
+from curvlinops_plus.risk.state import Replaced, parameter_places, replaced_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,27 +39,23 @@ class ModelParameters:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
-        modules: Mapping[str, nn.Module],
-        processes: Alone,
+        self, model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, processes: Alone
     ) -> None:
-        self.model, owned = model, parameters_of(modules)
+        self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
         self._own = named_params(model, params, owned)
         self.whole = WholeParameters(model, owned, processes)
         self.params = self.whole.of(_values_of(params, self._own))
-        self._elsewhere = bool(self.whole) or not all(map(is_, self.params.values(), self._own.values()))
+        self._elsewhere = bool(self.whole) or any(self.params[key] is not p for key, p in self._own.items())
         # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(modules.values(), self._own)
-        self._paths = [(m, name, child) for m in modules.values() for name, child in m._modules.items() if child]
-        for module, names in self._places:
-            if isinstance(module, torch.jit.ScriptModule):
-                raise UnsupportedError(
-                    f"{[key for _, key in names]} are parameters of a {type(module).__name__} (torch.jit): they can't "
-                    "be replaced, and hooks inside do not run. Pass the Python module that it was made from, or leave "
-                    "its parameters out of `params`."
-                )
+        self._places = parameter_places(modules, self._own)
+        holders = {module for module, _ in self._places}
+        if compiled := [m for m in holders if isinstance(m, torch.jit.ScriptModule)]:
+            raise UnsupportedError(
+                f"A {type(compiled[0]).__name__} (torch.jit) holds parameters: they can't be replaced, and hooks "
+                "inside do not run. Pass the Python module that it was made from, or leave them out of `params`."
+            )
+        children = [(m, name, child) for m in modules for name, child in m._modules.items() if child is not None]
+        self._paths = [path for path in children if not holders.isdisjoint(path[2].modules())]
         self.space, self.device = Space.of(self.params), common_device(self.params)
         self.dtype = common_dtype(self.params)
 
@@ -111,35 +106,18 @@ class ModelParameters:
             TypeError: If `v` is none of these, or of another device or a wider dtype.
             ValueError: If names or shapes do not fit, or `params` holds other values than the model's own.
             UnsupportedError: If parameters are sharded by `fully_shard`.
-            RuntimeError: If a parameter can't be written to. Nothing is changed then, nor in the cases before.
         """
         self.require_in_place()
         self.whole.refuse(
             "risk.assign(v) can't write to a model", "Use torch.distributed.checkpoint.state_dict.set_model_state_dict."
         )
-        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
-            raise ValueError(
-                f"risk.assign(v) writes into the model's own parameters, and `params` holds other values of "
-                f"{other[:3]}. Assign to a risk without these, or make a new one with other values."
-            )
-        try:
-            x, container = self.space.read(v, self.dtype, self.device)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"risk.assign(v): {error}") from error
+        self.require_own_values("risk.assign(v)")
+        x, container = self.space.read(v, self.dtype, self.device)
         if container.columns is not None:
-            raise ValueError(
-                f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns; pick one."
-            )
-        before, values = {key: p.detach().clone() for key, p in self._own.items()}, self.space.unflatten(x[:, 0])
+            raise ValueError(f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns.")
         with torch.no_grad():
-            try:
-                for key, p in self._own.items():
-                    p.copy_(values[key])
-            except RuntimeError:
-                for p, old in zip(self._own.values(), before.values(), strict=True):
-                    if not torch.equal(p, old):
-                        p.copy_(old)
-                raise
+            for key, value in self.space.unflatten(x[:, 0]).items():
+                self._own[key].copy_(value)
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
@@ -147,44 +125,39 @@ class ModelParameters:
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
         self.require_in_place()
-        with self.whole.placed(), replaced_parameters(self._places, values):
+        with self._placed(values):
             return function(self.model)
 
     def placed(self) -> AbstractContextManager[None]:
         """Context in which the model has the values of `params`, where these are not its own tensors."""
         self.require_in_place()
-        return self._placed() if self._elsewhere else nullcontext()
+        return self._placed(self.params) if self._elsewhere else nullcontext()
 
     @contextmanager
-    def _placed(self) -> Iterator[None]:
-        with self.whole.placed(), replaced_parameters(self._places, self.params):
+    def _placed(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        with self.whole.placed(), replaced_parameters(self._places, values):
             yield
 
     def require_in_place(self) -> None:
-        """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
+        """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
         self.whole.give_up()
-        gone = [m for parent, name, m in self._paths if name not in parent._modules or parent._modules[name] is not m]
-        inside = {module for child in gone for module in child.modules()}
-        other = [
-            key
-            for module, names in self._places
-            for name, key in names
-            if (module._parameters.get(name) is not self._own[key] or module in inside)
-            and not isinstance(module._parameters, Replaced)
-        ]
+        other = [name for parent, name, child in self._paths if parent._modules.get(name) is not child]
+        for module, names in self._places:
+            if not isinstance(module._parameters, Replaced):
+                other += [key for name, key in names if module._parameters.get(name) is not self._own[key]]
         if other:
             raise ValueError(
-                f"The model has other tensors in place of its parameters {other[:5]}{' …' if other[5:] else ''} than "
-                "when this risk was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). "
-                "Make a new EmpiricalRisk, or a new optimizer."
+                f"The model has other tensors in place of its parameters or modules {other[:5]} than when this risk "
+                "was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). Make a new "
+                "EmpiricalRisk, or a new optimizer."
             )
 
     def require_own_values(self, what: str) -> None:
-        """Refuse other values than the model's own, for what watches the user's forward pass."""
+        """Refuse other values than the model's own, for what watches or changes the model itself."""
         if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
             raise ValueError(
-                f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
-                "`update`, which runs the model at these."
+                f"{what} is about the model's own parameters, and `params` holds other values of {other[:3]}. Make a "
+                "risk without these; `update` of an estimator runs the model at these."
             )
 
 
@@ -225,19 +198,15 @@ def named_params(
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(given):
         label, name = f"params[{position if key is None else key!r}]", by_identity.get(id(p))
-        if not isinstance(p, Tensor) or not isinstance(key, (str, type(None))):
+        if name is None and isinstance(p, Tensor):
+            name = by_memory.get((p.data_ptr(), p.shape, p.stride()))
+            if name is None and isinstance(key, str) and key in owned and owned[key].shape == p.shape:
+                name = key
+        if name is None or not isinstance(key, (str, type(None))):
+            came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
             raise ValueError(
-                f"{label} is a {type(p).__name__}; expected a list of parameters of the model, as "
-                "list(model.parameters()), or a dict of them by name, as dict(model.named_parameters())."
-            )
-        name = name or by_memory.get((p.data_ptr(), p.shape, p.stride()))
-        if name is None and key is not None and key in owned and owned[key].shape == p.shape:
-            name = key
-        if name is None:
-            expected = f" (its own {key!r} has {list(owned[key].shape)})" if key is not None and key in owned else ""
-            raise ValueError(
-                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
-                "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+                f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the model's own tensors, "
+                "for instance `[p for p in model.parameters() if p.requires_grad]` or "
                 "`dict(model.named_parameters())`, or a dict of other values under the same names."
             )
         if name in labels:
@@ -245,7 +214,7 @@ def named_params(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
             )
         labels[name] = label
-        own[key or name] = owned[name]
+        own[name if key is None else key] = owned[name]
     if not own:
         raise ValueError(
             f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has {len(owned)} "
@@ -272,52 +241,42 @@ def common_device(params: Mapping[str, Tensor]) -> torch.device:
     """Where all of the parameters are; refuses several devices."""
     device, *others = {p.device for p in params.values()}
     if others:
-        raise ValueError(
-            f"The parameters live on several devices, {sorted(map(str, [device, *others]))}; one operator needs them "
-            "on one."
-        )
+        raise ValueError(f"The parameters live on several devices, {device}, {others}; one operator needs them on one.")
     return device
 
 
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
-    wide, dtypes = torch.float32, {p.dtype for p in params.values()}
-    for dtype in dtypes:
+    wide = torch.float32
+    for dtype in {p.dtype for p in params.values()}:
         if not dtype.is_floating_point:
-            raise ValueError(
-                f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
-                "a curvature here."
-            )
-        wide = wide if dtype == wide else torch.promote_types(wide, dtype)
+            raise ValueError(f"A parameter is {dtype}; only real floating-point parameters have a curvature here.")
+        wide = torch.promote_types(wide, dtype)
     return wide
 
 
-def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A model without its wrapper, and its modules by their names; refuses what is no model, or not yet one.
+def require_module(model: Any) -> nn.Module:
+    """A model without its wrapper; refuses what is no model, or not yet one.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
         UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        advice = ""
-        if isinstance(model, type):
-            advice = f" Call it: {model.__name__}(...)."
-        elif callable(model):
-            advice = (
-                " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
-            )
-        raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
+        what = f"the class {model.__name__}: call it" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(
+            f"`model` is {what}. Layers can only be recorded in a torch.nn.Module; functions (params, X) are models of "
+            "KFACLinearOperator(function, loss, params, data) and the like."
+        )
     model = inner_model(model)
-    modules = modules_of(model)
+    modules = dict(model.named_modules())
     give_up_gathered(modules.values())
     for name, module in modules.items():
         where = f"The module {name!r}" if name else "The model"
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
-                f"{where} is a FullyShardedDataParallel, whose parameters "
-                "are pieces of flat tensors. Use fully_shard of torch.distributed.fsdp, or DistributedDataParallel."
+                f"{where} is a FullyShardedDataParallel, whose parameters are pieces of flat tensors. Use fully_shard "
+                "of torch.distributed.fsdp, or DistributedDataParallel."
             )
         held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if any(type(t) is not nn.Parameter and is_lazy(t) for t in held):
@@ -325,7 +284,7 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
                 f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model once on a batch, "
                 "model(X), which gives it its shapes."
             )
-    return model, modules
+    return model
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -333,32 +292,27 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | None) -> dict[str, int]:
+def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
     """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
 
     Args:
         given: Names of modules, or globs of names, to axes.
 
     Raises:
-        TypeError: If one is no integer, or they are not in a dict.
+        TypeError: If they are no such dict.
         ValueError: If a glob matches no module.
     """
     axes: dict[str, int] = {}
-    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    for name, module in modules.items():
-        holder = module.self_attn if isinstance(module, layers) else module
-        if getattr(holder, "batch_first", None) is False:
+    names = [name for name, _ in model.named_modules()]
+    for name, module in model.named_modules():
+        layer = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+        if getattr(module.self_attn if layer else module, "batch_first", None) is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
     if given is not None and not (isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())):
-        raise TypeError(
-            f"example_axis={given!r} is no dict from names of modules to axes, as example_axis={{'name': 1}}, with '' "
-            "for the model itself."
-        )
+        raise TypeError(f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}.")
     for glob, axis in (given or {}).items():
-        matching = [name for name in modules if fnmatchcase(name, glob)]
+        matching = [name for name in names if fnmatchcase(name, glob)]
         if not matching:
-            raise ValueError(
-                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {[*modules][1:]}."
-            )
+            raise ValueError(f"example_axis={{{glob!r}: {axis}}} matches no module of the model; they are {names[1:]}.")
         axes |= dict.fromkeys(matching, axis)
     return axes

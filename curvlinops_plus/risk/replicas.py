@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.risk.modules import modules_of, parameter_places, parameters_of, replaced_parameters
+from curvlinops_plus.risk.state import parameter_places, replaced_parameters
 
 #: Wrappers that this process was told of already.
 _told: set[str] = set()
@@ -87,7 +87,7 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def parameter_sums(risk: Any) -> dict[str, list[float]]:
     """`sums_of` the parameters: under their keys, and others of the model under their names after "model."."""
     tracked = {*map(id, risk.params.values())}
-    every = risk.whole.of(parameters_of(modules_of(risk.model)))
+    every = risk.whole.of(dict(risk.model.named_parameters()))
     return sums_of(risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked})
 
 

@@ -24,15 +24,13 @@ from curvlinops_plus.risk.batches import (
     read_batch,
     require_numbers,
 )
-from curvlinops_plus.risk.graph import prepare_graph
+from curvlinops_plus.risk.graph import prepare_graph, refuse_outside_reads
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, Terms, gradient_pass, loss_pass, with_consistent_weights
-from curvlinops_plus.risk.modules import preserve_state, refuse_outside_reads
+from curvlinops_plus.risk.losses import Losses, Number, Terms, Totals, gradient_pass, loss_pass
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
-from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.replicas import common_processes, require_replicas
-from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.risk.state import preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
@@ -182,17 +180,17 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        inner, modules = require_module(model)
+        inner = require_module(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
         self.losses = Losses(loss, reduction)
-        super().__init__(inner, params, modules, self.processes)
+        super().__init__(inner, params, self.processes)
         self.options = RiskOptions(
             output,
             mask,
-            example_axes(modules, example_axis),
+            example_axes(inner, example_axis),
             batch_size_fn,
             num_data,
             num_per_example_loss_terms,
@@ -303,11 +301,7 @@ class EmpiricalRisk(ModelParameters):
         targets = self.losses.targets(batch.y)
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:  # labels are those of the next position
-            parts = [
-                (*shifted_labels(f, y), one.beside_positions(f, axis))
-                for one, f, y, axis in zip(self.losses, outputs, targets, class_axes, strict=True)
-            ]
-            outputs, targets, class_axes = zip(*parts, strict=True)
+            outputs, targets, class_axes = zip(*map(shifted_labels, self.losses, outputs, targets, class_axes))
         return outputs, targets, class_axes
 
     def terms(
@@ -365,7 +359,7 @@ class EmpiricalRisk(ModelParameters):
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
 
-        Several means over numbers of terms that are not in the same proportion in all batches: up to two more passes.
+        Of several losses with the reduction "mean": one more forward pass, which counts terms.
         """
         return self.gradient_and_loss()[0]
 
@@ -375,7 +369,7 @@ class EmpiricalRisk(ModelParameters):
 
         def work() -> tuple[dict[str, Tensor], Totals]:
             with preserve_state(self.model, self.data):
-                return with_consistent_weights(self, lambda weights: gradient_pass(self, weights))
+                return gradient_pass(self)
 
         sums, totals = self.together(work)
         c = self.scale(totals)

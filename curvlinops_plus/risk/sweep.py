@@ -16,11 +16,10 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.losses import Losses, LossWeights, OutputLoss, Terms, loss_weights
-from curvlinops_plus.risk.process_state import eager
+from curvlinops_plus.risk.losses import Losses, LossWeights, OutputLoss, Terms, Totals, loss_weights
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.totals import Totals
+from curvlinops_plus.risk.state import eager
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 
@@ -45,9 +44,6 @@ def sweep(
     Returns:
         The totals over all batches.
 
-    Raises:
-        ValueError: If the data are not those that `weights` belong to.
-
     Cost: one forward pass, and one backward pass per vector to the layers' outputs only. Several losses, of which at
     least one has the reduction "mean": see `loss_weights`.
     """
@@ -65,8 +61,7 @@ def sweep(
         except OutsideReads as error:
             outside = error
     totals = totals.over(risk.processes, outside)
-    if vectors.backward:
-        weights.require(totals)
+    weights.require(totals)
     return totals
 
 

@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
     "data": lambda case: case.data[1][0].mul_(1.5),
     "targets": lambda case: case.data[1][1].add_(1).remainder_(3),
 }
-OTHER = (ValueError, r"other tensors in place of its parameters \['a.weight'\]")
+OTHER = (ValueError, r"other tensors in place of its parameters or modules \['a.weight'\]")
 REFUSED: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     "another parameter": (
         lambda case: setattr(case.model.a, "weight", nn.Parameter(1.5 * case.model.a.weight.detach())),

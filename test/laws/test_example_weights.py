@@ -217,8 +217,11 @@ X, Y = normal(3, 2), normal(3, 1)
         (torch.ones(3, 1), r"`weight` returned torch.float32 \[3, 1\] for batch 0; expected a tensor \[3\]"),
         (torch.ones(2), r"\[2\] for batch 0"),
         ([1.0, 1.0, 1.0], "`weight` returned list for batch 0"),
-        (torch.tensor([1.0, -1.0, 1.0]), "returned -1 to 1 for batch 0; weights of examples are finite and at least 0"),
-        (torch.tensor([1.0, float("nan"), 1.0]), "returned nan to nan"),
+        (
+            torch.tensor([1.0, -1.0, 1.0]),
+            "for batch 0; .* a finite number of at least 0",
+        ),
+        (torch.tensor([1.0, float("nan"), 1.0]), "returned torch.float32"),
         (torch.zeros(3), "No term of MSELoss counts"),
     ],
 )
@@ -230,7 +233,7 @@ def test_weights_that_are_none(weight, words) -> None:
 
 def test_what_is_refused() -> None:
     model, data = nn.Linear(2, 1).double(), [(X, Y, torch.ones(3))]
-    with pytest.raises(ValueError, match=r"expected a pair .* For weights of examples: EmpiricalRisk\(..., weight="):
+    with pytest.raises(ValueError, match=r"expected a pair .* weights of examples take EmpiricalRisk\(..., weight="):
         EmpiricalRisk(model, nn.MSELoss(), data).loss()
     with pytest.raises(UnsupportedError, match=r"num_data replaces a count .* is over the sum of their weights"):
         EmpiricalRisk(model, nn.MSELoss(), data, weight=get_weight, num_data=7)

@@ -332,7 +332,7 @@ def test_losses_without_a_likelihood_in_the_exact_operators() -> None:
     function = {"a": CE(), "b": nn.functional.huber_loss}
     assert EmpiricalRisk(model, function, data, reduction="sum").losses.reduction == "mean"
     assert EmpiricalRisk(model, {"b": function["b"]}, data, reduction="sum").losses.reduction == "sum"
-    with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\): HuberLoss\(reduction='none'\) is no scalar"):
+    with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\) .reduction='none'. is no scalar"):
         HessianLinearOperator(model, {"a": CE(), "b": nn.HuberLoss(reduction="none")}, params, data)
 
 
@@ -454,11 +454,11 @@ def test_an_iterator_is_fine_where_proportions_are_even() -> None:
     risk, twin = of("two")
     close(dense(risk), twin.blocks(twin.ggn()))
     close(flat(of("two")[0].gradient()), jacrev(twin.value)(twin.values))
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] weigh.* here 4 : 10, and 3 : 6 in the first"):
+    with pytest.raises(ValueError, match=r"Statistics of several losses can't be added: their relative weights are"):
         _ = curvature(of("ignored")[0]).trace
-    with pytest.raises(ValueError, match="seen once"):
+    with pytest.raises(ValueError, match="over other proportions of terms"):
         of("ignored")[0].gradient()
-    with pytest.raises(ValueError, match=r"reductions \['mean', 'sum', 'mean'\].*for all losses"):
+    with pytest.raises(ValueError, match=r"reductions are \['mean', 'sum'\].*for all losses"):
         _ = curvature(of("mixed")[0]).trace
 
 
@@ -533,8 +533,8 @@ def test_a_stream_with_uneven_proportions_is_refused_and_unchanged() -> None:
     before = one.operator.to_dense()
     x, y = data[0]
     for run, words in (
-        (lambda: one.update(data[1]), r"here 4 : 10, and 3 : 6 in the first.*new EmpiricalRisk"),
-        (lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})), "here 0 : 6"),
+        (lambda: one.update(data[1]), r"relative weights are 1.3 : "),
+        (lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})), "No term of loss .a. .* counts"),
         (lambda: one.merge(other), r"relative weights are 1.3 : 0.25 here and 1.3 : 0.2 there"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -607,7 +607,7 @@ TARGETS = {k: Y[k] for k in "ab"}
 IGNORED = {**TARGETS, "a": torch.full_like(Y["a"], -100)}
 BOTH, AS_TUPLE = (CE(), MSE()), (Y["a"], Y["b"])
 POSITIVE = r"loss for the output 'b' is .*; expected a positive finite number\.$"
-NO_PAIR = r"output 'b': expected a loss or a pair \(loss, weight\), got "
+NO_PAIR = r"The loss for the output 'b' is .*a pair \(loss, weight\)"
 NO_TERM = r"No term of loss 'a' \(CrossEntropyLoss\) counts"
 
 
@@ -617,16 +617,16 @@ def refused(losses: Any, words: str, y: Any = TARGETS, keys: str = "ab", **optio
 
 REFUSED = [
     refused({}, "There are no losses"),
-    refused((CE(), 1.0), r"got 1.0.*\(\(loss, weight\), \(loss, weight\)\)"),
+    refused((CE(), 1.0), r"The loss for the output 1 is 1.0"),
     *(refused({"a": CE(), "b": b}, NO_PAIR) for b in ({"inner": CE()}, (CE(), 1.0, 2.0), 3.0, None, [CE(), MSE()] * 2)),
     *(
         refused({"a": CE(), "b": (MSE(), weight)}, POSITIVE)
         for weight in (-1.0, float("nan"), float("inf"), "1", True, torch.tensor(1.0))
     ),
     refused({"b": (MSE(), 0)}, r"is 0; expected a positive finite number"),
-    refused({"a": CE(), "b": MSE(reduction="none")}, r"loss .b. \(MSELoss\): .*reduction=.none.\) is no scalar loss"),
-    refused({"a": CE(), "box": MSE()}, r"\['a', 'b'\], but .* \['a', 'box'\]\. Say which"),
-    refused(PAIR, r"outputs \['a', 'b', 'c'\], .*\. Say which", keys="abc"),
+    refused({"a": CE(), "b": MSE(reduction="none")}, r"loss .b. \(MSELoss\)"),
+    refused({"a": CE(), "box": MSE()}, r"\['a', 'b'\], but .* \['a', 'box'\]\. Outputs can"),
+    refused(PAIR, r"outputs \['a', 'b', 'c'\], ", keys="abc"),
     refused(BOTH, r"a tuple with outputs \[0, 1, 2\], but", AS_TUPLE, keys=""),
     refused(PAIR, r"tuple with outputs \[0, 1, 2\], but the losses are a dict", keys=""),
     refused(BOTH, r"returned a dict with outputs \['a', 'b'\], but the losses are a tuple", AS_TUPLE),
@@ -640,7 +640,7 @@ REFUSED = [
     refused(PAIR, r"targets \['a'\], but the losses are a dict", {"a": Y["a"]}),
     refused(PAIR, r"targets \['a', 'b', 'id'\], but", {**TARGETS, "id": X}),
     refused(PAIR, NO_TERM, IGNORED),
-    refused(PAIR, r"shift_labels is about one loss.*\['a', 'b'\]. Shift", shift_labels=True),
+    refused(PAIR, r"shift_labels is about one loss.*\['a', 'b'\]", shift_labels=True),
     refused(PAIR, "num_per_example_loss_terms is about one loss.*Leave it out", num_per_example_loss_terms=3),
 ]
 

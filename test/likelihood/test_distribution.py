@@ -210,17 +210,14 @@ def test_distributions_without_a_divergence_have_only_draws(kind: str, make: Any
 
 
 def test_distributions_without_a_fisher_matrix() -> None:
-    for kind, make in (
-        ("Uniform", lambda f: distributions.Uniform(f, f + 1)),
-        ("Pareto", lambda f: distributions.Pareto(f.exp(), 2.0)),
-    ):
+    for make in (lambda f: distributions.Uniform(f, f + 1), lambda f: distributions.Pareto(f.exp(), 2.0)):
         likelihood = FromDistribution(make)
         F = OUTPUT[:, None]
         for use in (
             lambda F=F, rules=likelihood: rules.hessian_product(F, F, F),
             lambda F=F, rules=likelihood: rules.draw(F, F, 1, uniforms()),
         ):
-            with pytest.raises(UnsupportedError, match=f"which values a {kind} distribution can take depends"):
+            with pytest.raises(UnsupportedError, match="which values this distribution can take depends"):
                 use()
 
 

@@ -76,12 +76,12 @@ def test_class_index_out_of_range(index: int) -> None:
 
 @pytest.mark.parametrize("y", [torch.zeros(2), torch.zeros(2, dtype=torch.bool)])
 def test_class_indices_must_be_integers(y) -> None:
-    with pytest.raises(ValueError, match=rf"class indices and must be an integer tensor, got {y.dtype}"):
+    with pytest.raises(ValueError, match=rf"needs class indices of shape .*, integers, .*{y.dtype}"):
         CE.canonical(torch.zeros(2, 3), y, 2)
 
 
 def test_class_probabilities_must_be_floating_point() -> None:
-    with pytest.raises(ValueError, match=r"class probabilities and must be floating-point, got torch\.int64"):
+    with pytest.raises(UnsupportedError, match=r"class probabilities. It must be floating-point, got torch\.int64"):
         CE.canonical(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long), 2)
 
 
@@ -91,7 +91,7 @@ def test_ignore_index_with_class_probabilities() -> None:
     loss = nn.CrossEntropyLoss(ignore_index=1)
     with pytest.raises(RuntimeError):
         loss(f, y)
-    with pytest.raises(UnsupportedError, match=r"ignore_index=1\) has no meaning for class probabilities"):
+    with pytest.raises(UnsupportedError, match=r"ignore_index=1 has no meaning"):
         likelihood_of(loss).canonical(f, y, 2)
 
 
@@ -104,8 +104,6 @@ def test_number_of_class_weights() -> None:
 def test_values_without_a_root() -> None:
     with pytest.raises(UnsupportedError, match=r"negative weight -2; weights must be >= 0"):
         likelihood_of(nn.CrossEntropyLoss(torch.tensor([1.0, -2.0])))
-    with pytest.raises(ValueError, match=r"label_smoothing=1.5\) must be between 0 and 1"):
-        likelihood_of(nn.CrossEntropyLoss(label_smoothing=1.5))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_logits_in_place_of_log_probabilities() -> None:
         likelihood.canonical(f, y, 2)
     likelihood.canonical(f.log_softmax(1), y, 2)
     likelihood.canonical(f.bfloat16().log_softmax(1), y, 2)
-    with pytest.raises(ValueError, match=r"\[2, 3\] needs class indices without its axis 1, got .* \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"needs class indices without axis 1, got shape \[2, 3\]"):
         likelihood.canonical(f.log_softmax(1), f.softmax(1), 2)
     with pytest.raises(UnsupportedError, match="negative weight -1"):
         likelihood_of(nn.NLLLoss(torch.tensor([1.0, -1.0])))
@@ -170,7 +168,7 @@ def test_logits_in_place_of_probabilities() -> None:
     likelihood = likelihood_of(nn.BCELoss())
     with pytest.raises(UnsupportedError, match=r"BCELoss: .* from -1 to 2; probabilities .*BCEWithLogitsLoss"):
         likelihood.canonical(torch.tensor([[-1.0, 2.0]]), torch.zeros(1, 2), 1)
-    with pytest.raises(UnsupportedError, match=r"BCELoss\(weight=...\) of shape \[4, 1\].*batch with 4 examples"):
+    with pytest.raises(UnsupportedError, match=r"BCELoss\(weight=...\) of shape \[4, 1\].*one entry per example"):
         likelihood_of(nn.BCELoss(torch.ones(4, 1))).canonical(torch.full((4, 3), 0.5), torch.zeros(4, 3), 4)
 
 

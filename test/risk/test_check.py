@@ -352,5 +352,5 @@ def test_hooks_of_a_loss_run() -> None:
         GGNLinearOperator(model, loss, list(model.parameters()), [(X, Y)]).to_dense(),
         2 * GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense(),
     )
-    with pytest.raises(UnsupportedError, match=r"no likelihood is registered.*Hooks run when.*remove them"):
+    with pytest.raises(UnsupportedError, match=r"no likelihood is registered.*has hooks, which may change its value"):
         KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])

@@ -157,7 +157,7 @@ def test_models_with_other_tensors_than_when_the_risk_was_made(
     risk = _risk(Asks(lambda m: m.w))
     use(risk)
     change(risk.model)
-    with pytest.raises(ValueError, match=r"has other tensors in place of its parameters \['.*Make a new EmpiricalRisk"):
+    with pytest.raises(ValueError, match=r"has other tensors in place of its parameters or modules \['"):
         use(risk)
 
 

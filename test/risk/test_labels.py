@@ -282,7 +282,7 @@ def test_shifted_labels_have_classes_on_the_last_axis(V: int, T: int, said: bool
 def test_shifted_labels_need_positions() -> None:
     model = nn.Sequential(nn.Linear(3, 4))
     risk = EmpiricalRisk(model, CE, [(torch.rand(2, 3), torch.rand(2, 4).softmax(-1))], shift_labels=True)
-    with pytest.raises(ValueError, match=r"CrossEntropyLoss: labels are shifted .* along axis 1, and .*\[2, 4\]"):
+    with pytest.raises(ValueError, match=r"CrossEntropyLoss: labels are shifted .* of shape \[2, 4\]"):
         risk.loss()
 
 
@@ -294,8 +294,6 @@ def test_classes_on_the_last_axis_are_not_read_from_axis_1() -> None:
     moved = EmpiricalRisk(model, CE, items, output=lambda out: out["scores"].movedim(-1, 1)).loss()
     wide = torch.cat([item["labels"] for item in items])
     close(moved, model(wide, labels=wide)["loss"])
-    with pytest.raises(ValueError, match=r"say `output=lambda out: out.movedim\(-1, 1\)`"):
-        EmpiricalRisk(Plain(9, shift=False), CE, texts(9, 4), output=lambda out: out["scores"]).loss()
 
 
 def test_log_probabilities_on_the_last_axis() -> None:

@@ -21,7 +21,7 @@ from curvlinops_plus import (
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import likelihood_of
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.determinism import training_modules
+from curvlinops_plus.risk.state import training_modules
 
 KINDS = (HessianLinearOperator, GGNLinearOperator, EFLinearOperator, KFACLinearOperator)
 CE = nn.CrossEntropyLoss()
@@ -55,7 +55,7 @@ def product(kind: Any, model: nn.Module, loss: Any, data: Any, **options: Any) -
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (nn.CrossEntropyLoss, r"is the class CrossEntropyLoss; expected an instance. Call it: CrossEntropyLoss\(...\)"),
+        (nn.CrossEntropyLoss, r"is the class CrossEntropyLoss; expected an instance"),
         (None, r"The loss is a NoneType; expected one as nn.MSELoss\(\)"),
         ("mse", r"The loss is 'mse'; expected one as nn.MSELoss\(\).*a function of output and target"),
         ((nn.MSELoss,), r"is the class MSELoss; expected an instance"),
@@ -107,7 +107,7 @@ def test_batchmean_is_a_mean_over_examples(kind: Any) -> None:
 
 def test_other_reductions_are_refused() -> None:
     loss = nn.HuberLoss(reduction="none")
-    with pytest.raises(UnsupportedError, match=r"HuberLoss.reduction='none'. is no scalar loss"):
+    with pytest.raises(UnsupportedError, match=r"HuberLoss .reduction='none'. is no scalar loss"):
         GGNLinearOperator(net(), loss, None, [(X, numbers(6, 3))])  # type: ignore[arg-type]
 
 
@@ -157,7 +157,7 @@ class MeanAndVariance(nn.Module):
 def test_gaussians() -> None:
     """Each message leads to the next one, and the last to the matrix."""
     model, loss, data = MeanAndVariance(), nn.GaussianNLLLoss(), [(X, numbers(6, 2))]
-    with pytest.raises(ValueError, match=r"a tuple of length 2.*lambda o: o\[0\]`"):
+    with pytest.raises(ValueError, match=r"a tuple\. .*lambda o: o\[0\]`"):
         product(GGNLinearOperator, model, loss, data)
     with pytest.raises(
         ValueError, match=r"half the output.*\[6, 1\] for the output \[6, 2\], got \[6, 2\].*side by si"
@@ -205,7 +205,7 @@ def test_datasets_are_no_loaders(kind: Any) -> None:
     x, y, model = numbers(9, 4), numbers(9, 4, seed=1), nn.Linear(4, 4).double()
     for data in (TensorDataset(x, y), Counting(list(zip(x, y)))):
         with pytest.raises(
-            TypeError, match=rf"{type(data).__name__}, a Dataset.*DataLoader\(dataset, batch_size=...\)"
+            TypeError, match=rf"{type(data).__name__}; .*Dataset.*DataLoader\(dataset, batch_size=...\)"
         ):
             kind(model, nn.MSELoss(), list(model.parameters()), data)
         assert getattr(data, "read", 0) == 0
@@ -215,7 +215,7 @@ def test_datasets_are_no_loaders(kind: Any) -> None:
 
 def test_datasets_of_batches_are_read_by_a_loader_without_batch_size() -> None:
     batches = Counting([(X[:4], Y[:4]), (X[4:], Y[4:])])
-    with pytest.raises(TypeError, match=r"items are batches already: DataLoader\(dataset, batch_size=None\)"):
+    with pytest.raises(TypeError, match=r"items are batches already, DataLoader\(dataset, batch_size=None\)"):
         GGNLinearOperator(net(), CE, None, batches)  # type: ignore[arg-type]
     found = product(GGNLinearOperator, net(), CE, DataLoader(batches, batch_size=None))
     torch.testing.assert_close(found, product(GGNLinearOperator, net(), CE, [(X, Y)]))

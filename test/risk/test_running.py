@@ -39,7 +39,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.graph import gradients_of
-from curvlinops_plus.risk.process_state import eager
+from curvlinops_plus.risk.state import eager
 
 CE = nn.CrossEntropyLoss()
 
@@ -437,10 +437,10 @@ def test_parameters_without_derivatives() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(net())
-    with pytest.raises(UnsupportedError, match=r"parameters of a RecursiveScriptModule \(torch.jit\)"):
+    with pytest.raises(UnsupportedError, match=r"A RecursiveScriptModule \(torch.jit\) holds parameters"):
         EmpiricalRisk(scripted, CE, batches())
     model = nn.Sequential(scripted, nn.Linear(3, 3).double())
-    with pytest.raises(UnsupportedError, match=r"\['0.0.weight', .*parameters of a RecursiveScriptModule"):
+    with pytest.raises(UnsupportedError, match=r"A RecursiveScriptModule"):
         EmpiricalRisk(model, CE, batches())
     risk = EmpiricalRisk(model, CE, batches(), list(model[1].parameters()))  # its parameters are constants
     inputs = [(scripted(X).detach(), y) for X, y in batches()]

@@ -1,0 +1,299 @@
+"""What is the user's stays while a risk is evaluated: modules, buffers, random numbers, and switches of the process.
+
+The random generators, the options of compilers and kernels, the filters of warnings and the modules themselves are
+seen by every thread. So one thread at a time evaluates risks; others wait, and each finds everything as it left it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.backends import mha
+
+from curvlinops_plus.layer.embedding import refuse_renormalization
+from curvlinops_plus.layer.replay import as_parameters, kept_attributes
+from curvlinops_plus.random_state import RandomState
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# ------------------------------------------------------------------------------------------------------ the process
+_lock = threading.RLock()
+
+
+def _new_lock() -> None:
+    """A process that was forked while another thread had the lock would wait for ever."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+def exclusive() -> AbstractContextManager[Any]:
+    """Context that one thread at a time is in, as often as it likes."""
+    return _lock
+
+
+class Depth:
+    """Context that counts how often it is entered; generators take several times as long."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+class _OwnPasses(Depth, threading.local):
+    pass
+
+
+#: Context in which this thread's calls of models are this package's own, not the user's.
+own_passes = _OwnPasses()
+_eager, _stance = Depth(), ExitStack()
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Context in which compiled modules run eagerly, and transformers without fused inference: else no hooks fire.
+
+    Counted, since these contexts need not be left in the opposite order: an inner one that restored what it had found
+    would leave everything eager for good.
+    """
+    with _lock:
+        if _eager.depth == 0:
+            _stance.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
+            if _is_compiler_loaded():
+                _stance.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            with _eager:
+                yield
+        finally:
+            if _eager.depth == 0:
+                _stance.close()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and right."""
+    with _lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*batching rule.*")
+        yield
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that `torch.compile` does not look into: around it, the graph of its caller is divided.
+
+    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second, and is left out as long as
+    nobody has loaded it, so that nothing is compiled.
+    """
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (disabled if _is_compiler_loaded() else function)(*args, **kwargs)
+
+    return called
+
+
+def _is_compiler_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+# ---------------------------------------------------------------------------------------------------------- modules
+class OwnThread:
+    """Whether code runs for the thread that made this object: in it, or in a backward pass.
+
+    Autograd has threads of its own, where activation checkpointing calls modules once more.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> bool:
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+
+class Uncopied(partial[Any]):
+    """A hook of a module that copies and pickles of the module don't carry, and that changes no output."""
+
+    only_reads = True
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        return NoHook, ()
+
+
+class NoHook:
+    """A hook that does nothing."""
+
+    only_reads = True
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
+    ours = OwnThread()
+    return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if ours() else None)
+
+
+class Replaced(dict[str, Any]):
+    """The parameters or buffers of one module: those given to one thread, its own ones to all others."""
+
+    def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any], ours: OwnThread) -> None:
+        super().__init__(replaced)
+        self.own, self.ours = own, ours
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) if self.ours() else self.own[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, default) if self.ours() else self.own.get(name, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return super().items() if self.ours() else self.own.items()  # pyright: ignore[reportReturnType]
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return super().values() if self.ours() else self.own.values()  # pyright: ignore[reportReturnType]
+
+
+#: Every module that holds a parameter, and the names in it and keys of those it holds.
+Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
+
+
+def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
+    """Where parameters are: a module may have two names, a parameter two modules."""
+    key_of = {id(p): key for key, p in params.items()}
+    held = [(m, [(name, key_of[id(p)]) for name, p in m._parameters.items() if id(p) in key_of]) for m in modules]
+    return [(module, names) for module, names in held if names]
+
+
+def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Context in which the modules have other parameters, by key; other threads see their own ones."""
+    as_parameters(values.values())
+    return _replaced("_parameters", [(module, {name: values[key] for name, key in names}) for module, names in places])
+
+
+def copied_buffers(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which the modules have copies of their buffers: what is written to them is lost."""
+    copies: dict[int, Tensor] = {}  # a buffer may have two places
+
+    def copied(b: Tensor | None) -> Tensor | None:
+        return None if b is None else copies.setdefault(id(b), b.detach().clone())
+
+    held = [(m, {name: copied(b) for name, b in m._buffers.items()}) for m in model.modules() if m._buffers]
+    return _replaced("_buffers", held)
+
+
+@contextmanager
+def _replaced(attribute: str, modules: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
+    ours, done = OwnThread(), []
+    try:
+        for module, values in modules:
+            given = vars(module)[attribute]
+            made = Replaced({**given, **values}, getattr(given, "own", given), ours)
+            vars(module)[attribute] = made
+            done.append((module, given, made, values))
+        yield
+    finally:
+        for module, given, made, values in reversed(done):
+            # What the model registered meanwhile stays.
+            given.update({name: t for name, t in dict.items(made) if name not in values})
+            vars(module)[attribute] = given
+
+
+# Options of embeddings that say nothing about the function they compute.
+_PLAIN = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
+
+
+@contextmanager
+def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+    """Keep the global random state, the model's buffers and attributes and the data's generators, also on error.
+
+    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
+    statistics. Cost: a copy of the buffers.
+
+    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
+    no derivative), and without `max_norm`, after a check that no row exceeds it. And nothing runs under the caller's
+    autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
+    model.
+
+    One thread at a time is in here; others wait.
+
+    Raises:
+        UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
+    """
+    with _lock, own_passes, ExitStack() as stack:
+        modules = [*model.modules()]
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in model.parameters()]}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        random = RandomState.now()
+        stack.callback(random.restore)
+        sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
+        for holder in (data, sampler, getattr(batch_sampler, "sampler", None)):
+            if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+        stack.enter_context(kept_attributes(modules))
+        stack.enter_context(copied_buffers(model))
+        for module in modules:
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                refuse_renormalization(module)
+                vars(module).update(_PLAIN)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------- equal but rounding
+#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
+#: compute in float32 whatever they get.
+TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Relative difference; 0 where it can't be told because a number is not finite."""
+    # Without copies where it goes: large numbers have squares beyond float32.
+    for dtype in (torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32), torch.float64):
+        one, other = a.to(dtype), b.to(dtype)
+        size, away = float(torch.linalg.vector_norm(other)), float(torch.linalg.vector_norm(one - other))
+        if math.isfinite(size) and math.isfinite(away):
+            return away / (size or 1.0)
+    return 0.0
+
+
+def training_modules(model: nn.Module) -> str:
+    """Names of modules whose forward pass in training mode is random or depends on the batch, "" if there are none.
+
+    Recurrent networks and attention drop out by themselves, without a module inside.
+
+    Example:
+        >>> training_modules(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.1)))
+        "'1' (Dropout), '2' (LSTM)"
+    """
+
+    def differs(module: nn.Module) -> bool:
+        if isinstance(module, nn.RNNBase):
+            return module.num_layers > 1 and module.dropout > 0  # it drops between its layers
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            return module.p > 0
+        if isinstance(module, nn.MultiheadAttention):
+            return module.dropout > 0
+        return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
+
+    modules = [(name, m) for name, m in model.named_modules() if m.training and differs(m)]
+    return ", ".join(f"{name!r} ({type(m).__name__})" for name, m in modules)
