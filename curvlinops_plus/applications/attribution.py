@@ -15,9 +15,9 @@ from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBa
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
 from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.state import preserve_state, untraced
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 #: Takes a layer's batch, and the number of the vector that its first one is.

@@ -20,7 +20,7 @@ from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.losses import loss_pass
-from curvlinops_plus.risk.state import preserve_state, untraced
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 Precision = float | Tensor | Mapping[str, Any]
 

@@ -33,8 +33,8 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vector
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
+from curvlinops_plus.risk.preserve import eager, preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
-from curvlinops_plus.risk.state import eager, preserve_state, untraced
 
 #: What has a predictive distribution here, and by which links from outputs to class probabilities.
 LINKS: dict[type[Likelihood], tuple[str, ...]] = {

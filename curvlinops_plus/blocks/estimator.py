@@ -23,9 +23,9 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.state import preserve_state
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.record import Consumer, OutsideReads
-from curvlinops_plus.risk.state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 if TYPE_CHECKING:

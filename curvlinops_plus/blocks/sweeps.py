@@ -18,7 +18,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.losses import LossWeights, loss_weights, require_same
-from curvlinops_plus.risk.state import preserve_state, untraced
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.sweep import sweep
 
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones

@@ -22,8 +22,8 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteC
 from curvlinops_plus.risk.batches import Batch, require_rereadable, take_examples
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.losses import LossWeights, OutputLoss, coarsest_dtype
+from curvlinops_plus.risk.preserve import eager, preserve_state, untraced
 from curvlinops_plus.risk.record import OutsideReads
-from curvlinops_plus.risk.state import eager, preserve_state, untraced
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 LOSS_CHECK = "(c) loss Hessian"

@@ -19,8 +19,8 @@ from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.preserve import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.state import own_calls, untraced
 
 
 class ActivationHessian(SymmetricRiskOperator):

@@ -18,9 +18,9 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
+from curvlinops_plus.risk.preserve import preserve_state, training_modules, untraced
 from curvlinops_plus.risk.replicas import sums_of
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.state import preserve_state, training_modules, untraced
 
 
 class RiskOperator(LinearOperator):

@@ -22,8 +22,8 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.state import untraced
 
 
 class RowBlock(Protocol):

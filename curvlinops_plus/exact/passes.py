@@ -29,7 +29,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder, raise_unreached
-from curvlinops_plus.risk.state import eager, preserve_state, quiet
+from curvlinops_plus.risk.preserve import eager, preserve_state, quiet
 
 T = TypeVar("T")
 Outputs = Sequence[Tensor]

@@ -30,8 +30,8 @@ from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, pro
 from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, is_iterator, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
+from curvlinops_plus.risk.preserve import eager, own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.state import eager, own_calls, preserve_state
 
 # A prime that hardly any other size of a tensor is a multiple of.
 _FEW = 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.losses import Losses, OutputLoss
-from curvlinops_plus.risk.state import TOLERANCE, preserve_state, relative_difference
+from curvlinops_plus.risk.preserve import TOLERANCE, preserve_state, relative_difference
 
 
 def are_labels_shifted(

@@ -28,7 +28,7 @@ from curvlinops_plus.likelihood.of_examples import OfExamples
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.batches import is_iterator, require_rereadable, scalar_loss, select_output
 from curvlinops_plus.risk.graph import raise_unreached, refuse_outside_reads
-from curvlinops_plus.risk.state import eager, training_modules
+from curvlinops_plus.risk.preserve import eager, training_modules
 
 Key = str | int
 Number = Tensor | float

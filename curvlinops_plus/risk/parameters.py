@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.preserve import Replaced, parameter_places, replaced_parameters
 from curvlinops_plus.risk.replicas import WholeParameters, give_up_gathered
-from curvlinops_plus.risk.state import Replaced, parameter_places, replaced_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self

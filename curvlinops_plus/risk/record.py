@@ -35,7 +35,7 @@ from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.graph import gradients_of, postorder
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, title
-from curvlinops_plus.risk.state import Depth, OwnThread, Uncopied, quiet
+from curvlinops_plus.risk.preserve import Depth, OwnThread, Uncopied, quiet
 
 Consumer = Callable[[LayerBatch], None]
 #: The use that a call is, with the index of its layer and its rule.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.risk.state import parameter_places, replaced_parameters
+from curvlinops_plus.risk.preserve import parameter_places, replaced_parameters
 
 #: Wrappers that this process was told of already.
 _told: set[str] = set()

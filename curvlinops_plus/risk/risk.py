@@ -29,8 +29,8 @@ from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import Losses, Number, Terms, Totals, gradient_pass, loss_pass
 from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.replicas import common_processes, require_replicas
-from curvlinops_plus.risk.state import preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.losses import Losses, LossWeights, OutputLoss, Terms, Totals, loss_weights
+from curvlinops_plus.risk.preserve import eager
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.state import eager
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 

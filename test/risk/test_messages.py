@@ -21,7 +21,7 @@ from curvlinops_plus import (
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import likelihood_of
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.state import training_modules
+from curvlinops_plus.risk.preserve import training_modules
 
 KINDS = (HessianLinearOperator, GGNLinearOperator, EFLinearOperator, KFACLinearOperator)
 CE = nn.CrossEntropyLoss()

@@ -39,7 +39,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.graph import gradients_of
-from curvlinops_plus.risk.state import eager
+from curvlinops_plus.risk.preserve import eager
 
 CE = nn.CrossEntropyLoss()
 

@@ -18,7 +18,7 @@ from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import Hearing, PassStart
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.risk.batches import Batch, copied, tensors_of
-from curvlinops_plus.risk.state import Uncopied, own_passes, untraced
+from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
 _WAITING = 4

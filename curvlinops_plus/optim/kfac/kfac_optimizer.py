@@ -34,8 +34,8 @@ from curvlinops_plus.optim.kfac.policies import (
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
+from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.replicas import wrapped_processes
-from curvlinops_plus.risk.state import untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Self

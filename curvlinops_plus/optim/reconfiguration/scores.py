@@ -30,7 +30,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
 from curvlinops_plus.risk.batches import to_device
-from curvlinops_plus.risk.state import eager, preserve_state
+from curvlinops_plus.risk.preserve import eager, preserve_state
 from curvlinops_plus.risk.sweep import sweep
 
 
