@@ -5,16 +5,14 @@ All other refusals are in `test_messages.py`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers import Written, normal
-from torch import Tensor, nn
+from helpers import normal
+from torch import nn
 
 from curvlinops_plus import (
     EKFAC,
@@ -22,11 +20,8 @@ from curvlinops_plus import (
     BlockwiseLinearOperator,
     CurvatureEstimator,
     EmpiricalRisk,
-    FullBlock,
     Hessian,
     Jacobian,
-    NumericsError,
-    ScaledIdentity,
     curvature,
     load,
     save,
@@ -48,32 +43,6 @@ def risk(model: nn.Module | None = None, data: Any = DATA, params: Any = None, *
 
 
 # ----------------------------------------------------------------------------------------------------- what works
-def test_parameters_in_other_containers() -> None:
-    model = net()
-    whole = GGN(risk(model)).to_dense()
-    for params in (model.parameters(), tuple(model.parameters()), dict(model.named_parameters()), model.state_dict()):
-        assert torch.equal(GGN(risk(model, params=params)).to_dense(), whole)
-    with torch.inference_mode():
-        model = net()
-    assert torch.equal(GGN(risk(copy.deepcopy(model))).to_dense(), whole)  # what the refusal of the model advises
-
-
-def test_batch_sizes_are_any_integers() -> None:
-    for number in (6, np.int64(6), torch.tensor(6)):
-        assert torch.equal(risk(batch_size_fn=lambda X, n=number: n).loss(), risk().loss())
-
-
-class Pair(NamedTuple):
-    """Two inputs of a model."""
-
-    x: Tensor
-    gain: Tensor
-
-
-def test_inputs_in_a_named_tuple() -> None:
-    gain, model = normal(6, 4, seed=1), Written(lambda m, pair: m.inner(pair.x * pair.gain), inner=net())
-    found = curvature(risk(model, [(Pair(X, gain), Y)], batch_size_fn=lambda pair: len(pair.x)), FullBlock)
-    torch.testing.assert_close(found.to_dense(), curvature(risk(data=[(X * gain, Y)]), FullBlock).to_dense())
 
 
 def test_other_inputs_than_listen_was_given() -> None:
@@ -121,11 +90,3 @@ def test_conversion_of_operators() -> None:
             A.to(torch.float32)
         with pytest.raises(NotImplementedError, match=r"to meta and torch.float32: "):
             A.to("meta", torch.float32)
-
-
-def test_large_matrices_are_not_formed() -> None:
-    wide = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1))
-    r = EmpiricalRisk(wide, nn.MSELoss(), [(torch.ones(1, 4), torch.ones(1, 1))])
-    for A in (GGN(r), curvature(r, ScaledIdentity)):
-        with pytest.raises(NumericsError, match=r"not enough memory for the entries of .* GiB .*A\[rows, columns\]"):
-            A.to_dense()

@@ -13,7 +13,6 @@ from torch import nn
 from curvlinops_plus import (
     GGN,
     CGInverseLinearOperator,
-    CurvatureWarning,
     EmpiricalRisk,
     FisherMCLinearOperator,
     KFACLinearOperator,
@@ -29,7 +28,7 @@ from curvlinops_plus import (
     xtrace,
 )
 from curvlinops_plus.estimate import logdet
-from curvlinops_plus.linalg import Dense, Diagonal, Structure, cg
+from curvlinops_plus.linalg import Dense, Structure
 
 M = normal(8, 8) @ normal(8, 8).T + torch.eye(8, dtype=torch.float64)
 A = Dense(M, Structure.PSD)
@@ -71,30 +70,3 @@ def test_tensors_and_numbers(name) -> None:
 def test_what_is_no_count(name, given) -> None:
     with pytest.raises((TypeError, ValueError), match="integer"):
         COUNTS[name](given)
-
-
-def test_an_iteration_limit_alone() -> None:
-    """So many iterations are made; a warning says if the residual is not below 1e-5 then."""
-    ones = torch.ones(8, dtype=torch.float64)
-    for limit in (8, 100):
-        inverse = CGInverseLinearOperator(A, max_iter=limit)
-        assert float((M @ (inverse @ ones) - ones).norm()) < 1e-8
-    D, b = Diagonal(torch.linspace(1, 10, 60, dtype=torch.float64)), torch.ones(60, dtype=torch.float64)
-    alone, given = cg(D, b)[1], cg(D, b, tol=None, max_iter=100)[1]
-    assert float(given.relative_residual) <= 1e-10 < float(alone.relative_residual) <= 1e-5
-    between = cg(D, b, tol=None, max_iter=alone.iterations + 1)[1]  # enough, so there is no warning
-    assert bool(between.converged)
-    assert float(between.relative_residual) > 1e-10
-    with pytest.warns(CurvatureWarning, match="missed tol=1e-05"):
-        CGInverseLinearOperator(A, max_iter=2) @ ones
-
-
-def test_names_of_the_coming_release() -> None:
-    K = KFACLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA)
-    exact = K.inverse(0.1, use_exact_damping=True)
-    assert torch.equal(exact.to_dense(), K.inverse(0.1).to_dense())
-    heuristic = K.inverse(0.1, use_exact_damping=False, use_heuristic_damping=True)
-    assert not torch.allclose(heuristic.to_dense(), exact.to_dense())
-    for options in ({"damping": 0.1, "use_heuristic_damping": True}, {"damping": (0.1, 0.1)}):
-        with pytest.raises(ValueError, match=r"Either damp the factors .* or use exact damping, not both"):
-            K.inverse(**options, use_exact_damping=True)

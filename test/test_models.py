@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -36,7 +35,6 @@ from curvlinops_plus import (
     EKFACLinearOperator,
     Empirical,
     EmpiricalRisk,
-    Exact,
     KFACLinearOperator,
     MonteCarlo,
     UnsupportedError,
@@ -274,19 +272,14 @@ def text_encoder() -> Problem:
     return Problem(text_model(), padded(20, 6, 3), {"LayerNorm"}, {"mask": kept})
 
 
-def text_encoder_norm_first() -> Problem:
-    return Problem(text_model(norm_first=True, activation="gelu", bias=False), padded(20, 6, 3), {"LayerNorm"})
-
-
-def recurrent(first: bool) -> Problem:
+def recurrent() -> Problem:
     """Embedding, two-layer bidirectional LSTM, classifier on the mean and the last states."""
 
     def forward(m: Any, tokens: Tensor) -> Tensor:
-        x = m.embedding(tokens)
-        sequence, (h, _) = m.lstm(x if first else x.transpose(0, 1))
-        return m.head(torch.cat([sequence.mean(1 if first else 0), h[-2], h[-1]], -1))
+        sequence, (h, _) = m.lstm(m.embedding(tokens))
+        return m.head(torch.cat([sequence.mean(1), h[-2], h[-1]], -1))
 
-    lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=first)
+    lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
     model = Written(forward, embedding=nn.Embedding(20, 4, padding_idx=0), lstm=lstm, head=nn.Linear(20, 3))
     data = [(torch.randint(1, 20, (N, 5)), torch.randint(3, (N,))) for N in (3, 2)]
     return Problem(lived_in(model), data, {"LSTM"})
@@ -304,32 +297,6 @@ def lived_in(model: nn.Module) -> nn.Module:
         elif tensor.is_floating_point() and (tensor == 0).all():
             tensor.data.normal_(0, 0.3)
     return model.eval()
-
-
-def siamese() -> Problem:
-    """Two inputs of each example through one encoder, one after the other."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return m.head((m.encoder(x[:, 0]) - m.encoder(x[:, 1])).abs())
-
-    encoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return Problem(Written(forward, encoder=encoder, head=nn.Linear(3, 3)), vectors(2, 4))
-
-
-def cells() -> Problem:
-    """A cell of PyTorch and one of two linear layers, step by step."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = k = x.new_zeros(len(x), 4)
-        for t in range(x.shape[1]):
-            h = m.cell(x[:, t], h)
-            k = (m.given(h) + m.past(k)).tanh()
-        return m.head(k)
-
-    model = Written(
-        forward, cell=nn.GRUCell(3, 4), given=nn.Linear(4, 4), past=nn.Linear(4, 4, bias=False), head=nn.Linear(4, 3)
-    )
-    return Problem(model, vectors(5, 3), {"GRUCell"})
 
 
 def unet() -> Problem:
@@ -365,36 +332,6 @@ def mixer() -> Problem:
     return Problem(lived_in(model), vectors(5, 3), {"LayerNorm"})
 
 
-def flow() -> Problem:
-    """Affine couplings, their log-determinants one more output."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        volume = x.new_zeros(len(x))
-        for net in m.nets:
-            a, b = x.chunk(2, 1)
-            scale, shift = net(a).chunk(2, 1)
-            x, volume = torch.cat([b * scale.tanh().exp() + shift, a], 1), volume + scale.tanh().sum(1)
-        return torch.cat([x, volume[:, None]], 1)
-
-    nets = nn.ModuleList(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4)) for _ in range(3))
-    data = [(torch.randn(N, 4), torch.randint(5, (N,))) for N in (3, 2)]
-    return Problem(Written(forward, nets=nets), data)
-
-
-def densenet() -> Problem:
-    """Every layer reads the outputs of all layers before it."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        for norm, conv in zip(m.norms, m.convs, strict=True):
-            x = torch.cat([x, conv(F.relu(norm(x), inplace=True))], 1)
-        return m.head(x.mean((2, 3)))
-
-    convs = nn.ModuleList(nn.Conv2d(2 + 2 * k, 2, 3, padding=1, bias=False) for k in range(3))
-    norms = nn.ModuleList(nn.BatchNorm2d(2 + 2 * k) for k in range(3))
-    model = lived_in(Written(forward, convs=convs, norms=norms, head=nn.Linear(8, 3)))
-    return Problem(model, images(2, 5, 3), {"BatchNorm2d"})
-
-
 class StandardizedConv(nn.Conv2d):
     """A convolution whose weight has mean 0 and variance 1."""
 
@@ -409,19 +346,6 @@ def computed_weights() -> Problem:
     model = nn.Sequential(StandardizedConv(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), last)
     without = {"StandardizedConv", "GroupNorm", "ParametrizedLinear"}
     return Problem(model.eval(), images(2, 5, 3), without)
-
-
-def film() -> Problem:
-    """One input scales and shifts what a network makes of another; a second layer's weights are computed."""
-
-    def forward(m: Any, x: Tensor, condition: Tensor) -> Tensor:
-        scale, shift = m.modulate(condition).chunk(2, 1)
-        h = (m.first(x) * scale + shift).tanh()
-        return torch.einsum("noi,ni->no", m.weights(condition).view(-1, 3, 4), h)
-
-    model = Written(forward, first=nn.Linear(3, 4), modulate=nn.Linear(2, 8), weights=nn.Linear(2, 12))
-    data = [{"x": torch.randn(N, 3), "condition": torch.randn(N, 2), "labels": torch.randint(3, (N,))} for N in (3, 2)]
-    return Problem(model, data)
 
 
 def rotary() -> Problem:
@@ -457,17 +381,10 @@ NETWORKS: dict[str, Callable[[], Problem]] = {
     "vision transformer": vision_transformer,
     "depthwise separable": depthwise_separable,
     "text encoder": text_encoder,
-    "text encoder, norm first": text_encoder_norm_first,
-    "lstm, batch first": lambda: recurrent(True),
-    "lstm, time first": lambda: recurrent(False),
-    "siamese": siamese,
-    "cells": cells,
+    "lstm": recurrent,
     "u-net": unet,
     "mixer": mixer,
-    "flow": flow,
-    "densenet": densenet,
     "computed weights": computed_weights,
-    "film": film,
     "rotary": rotary,
 }
 
@@ -559,17 +476,6 @@ def problem(name: str, dtype: torch.dtype) -> Problem:
         return (NETWORKS | TRANSFORMERS)[name]().to(dtype)
 
 
-@contextmanager
-def captured(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inputs of a module, call by call."""
-    inputs: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
-    try:
-        yield inputs
-    finally:
-        handle.remove()
-
-
 names = pytest.mark.parametrize("name", [*NETWORKS, *(pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMERS)])
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 every = pytest.mark.parametrize(
@@ -615,58 +521,6 @@ def test_classic_door(name: str) -> None:
         Kv = operator @ v
         assert float(v @ Kv) > 0
         close(operator.inverse(damping=0.1) @ (Kv + 0.1 * v), v, torch.float64, "inverse")
-
-
-@pytest.mark.parametrize("name", [*(n for n in NETWORKS), pytest.param("bert classifier", marks=pytest.mark.slow)])
-def test_exact_vectors(name: str) -> None:
-    """Trace of the GGN of softmax classifiers: `Σ_k ‖J_nᵀ b_k‖²` with the columns of `diag √p − p √pᵀ`."""
-    given, exact, N = problem(name, torch.float64), torch.zeros((), dtype=torch.float64), 0
-    params = list(given.tracked.values())
-    for batch in given.data:
-        for example in given.examples(batch):
-            f, N = given.output(example)[0], N + 1
-            p = f.detach().softmax(0)
-            for b in p.sqrt().diag() - p.sqrt()[:, None] * p:  # one column b_k in each row
-                grads = torch.autograd.grad(f, params, b, retain_graph=True, allow_unused=True)
-                exact += sum(g.square().sum() for g in grads if g is not None)
-    close(curvature(given.risk, EKFAC, vectors=Exact()).trace, exact / N, torch.float64, "trace")
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("text encoder", "encoder.layers.1.linear1"),
-        pytest.param("gpt2", "transformer.h.1.mlp.c_fc", marks=pytest.mark.slow),
-        pytest.param("bert classifier", "bert.encoder.layer.1.intermediate.dense", marks=pytest.mark.slow),
-        pytest.param("bert masked lm", "bert.encoder.layer.1.output.dense", marks=pytest.mark.slow),
-    ],
-)
-def test_padding_leaves_the_input_factor(name: str, layer: str) -> None:
-    given = problem(name, torch.float64)
-    rows = []
-    for batch in given.data:
-        with captured(given.model.get_submodule(layer)) as inputs:
-            given.output(batch)
-        rows.append(inputs[0][given.options["mask"](batch, None)])
-    a = torch.cat(rows)
-    K = curvature(given.risk, KFAC, vectors=Empirical())
-    A = K.blocks[layer].A.to_dense()[:-1, :-1]  # the last column is the bias's
-    close(A, a.T @ a / len(a), torch.float64, "A")
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "key"),
-    [
-        ("text encoder", "tokens", "tokens"),
-        pytest.param("bert classifier", "bert.embeddings.word_embeddings", "input_ids", marks=pytest.mark.slow),
-    ],
-)
-def test_the_input_factor_of_an_embedding_counts_tokens(name: str, layer: str, key: str) -> None:
-    given = problem(name, torch.float64)
-    tokens = torch.cat([batch[key][given.options["mask"](batch, None)] for batch in given.data])
-    block = curvature(given.risk, KFAC, vectors=Empirical()).blocks[layer]
-    counts = tokens.bincount(minlength=given.model.get_submodule(layer).num_embeddings)
-    close(block.A.diagonal(), counts.double() / len(tokens), torch.float64, "A")
 
 
 # ---------------------------------------------------------------------------------------------------------- pretrained
@@ -777,16 +631,6 @@ def test_pitches() -> None:
 
 
 @pytest.mark.slow
-def test_sentences() -> None:
-    """The encoder with the weights of the package: what means the same is close."""
-    given = minilm()
-    with torch.no_grad():
-        vectors = torch.cat([given.model.embed(b["input_ids"], b["attention_mask"]) for b in given.data])
-    S = vectors @ vectors.T
-    assert float(torch.stack([S[0, 1], S[2, 3]]).min()) > 0.5 > 0.2 > float(S[:2, 2:].max())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [minilm, crepe])
 def test_every_layer_of_a_pretrained_network(
     make: Callable[[], Problem], tmp_path: Path, capfd: pytest.CaptureFixture[str], all_cores: None
@@ -816,13 +660,6 @@ def test_every_layer_of_a_pretrained_network(
         assert torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
     # Files hold rows where LAPACK leaves columns, and products round differently then.
     close(loaded @ v, Kv, torch.float32, "product")
-
-
-@pytest.mark.slow
-def test_a_pretrained_network_passes_its_checks(all_cores: None) -> None:
-    given = minilm()
-    found = curvature(given.risk, EKFAC, vectors=MonteCarlo(1, seed=0)).verify(num_examples=2)
-    assert {layer for layer, _, _ in found.rows} >= {"encoder.embeddings.word_embeddings", "head"}
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import torch
 from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from helpers import normal
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from curvlinops_plus import (
     EKFAC,
@@ -103,22 +102,6 @@ def test_through_inverses_of_curvature(name: str) -> None:
     close(self_influence(P, train), expected.diagonal(), rtol=1e-8)
 
 
-def test_matrix_on_parameters_in_another_order() -> None:
-    """Names say which parameter is meant; a matrix without names has the order of the queries' risk."""
-    model, X, y = small_net()
-    own = dict(model.named_parameters())
-    data, turned = [(X, y)], dict(reversed(own.items()))
-    risk, other = (EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params) for params in (own, turned))
-    G = plain_gradients(model, X, y)
-    A = normal(len(G.T), len(G.T))
-    expected = G @ A @ G.T
-    named = Dense(A, in_space=risk.space, out_space=risk.space)
-    close(attribution_scores(named, other, other), expected)
-    close(attribution_scores(named, risk, other), expected)
-    close(self_influence(named, other), expected.diagonal())
-    close(attribution_scores(Dense(A), risk, other), expected)
-
-
 def test_losses_are_not_reduced() -> None:
     """Class weights and ignored targets count, divisors and the number of examples don't."""
     model, X, y = small_net()
@@ -161,35 +144,6 @@ def test_a_mask_of_statistics_does_not_matter() -> None:
     masked = p.risk(mask=lambda X, y: torch.zeros_like(X["input_ids"] if isinstance(X, dict) else X, dtype=torch.bool))
     for found, rows in zip(per_example_gradients(masked), rows_of(p), strict=True):
         close(masked.space.flatten_rows(found), rows[:, 0])
-
-
-class Drawing(Dataset[Any]):
-    """Data with random numbers of a generator of their own and of the global one."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.rand(4, dtype=torch.float64), index % 3
-
-
-def test_random_numbers_are_restored_at_the_end() -> None:
-    """The batches are those of a loop, and both generators are where they were."""
-    model, _, _ = small_net()
-    generator = torch.Generator().manual_seed(3)
-    sampler = RandomSampler(Drawing(), replacement=True, num_samples=40, generator=generator)  # type: ignore[arg-type]
-    loader = DataLoader(Drawing(), batch_size=8, sampler=sampler)  # type: ignore[arg-type]
-    state, torch_state = generator.get_state(), torch.get_rng_state()
-    batches = [*loader]
-    generator.set_state(state)
-    torch.set_rng_state(torch_state)
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), loader, check=False)
-    found = [risk.space.flatten_rows(gradients) for gradients in per_example_gradients(risk)]
-    assert torch.equal(generator.get_state(), state)
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert not any(m._forward_hooks for m in model.modules())
-    for batch, gradients in zip(batches, found, strict=True):
-        close(gradients, plain_gradients(model, *batch))
 
 
 def test_empty_and_uncalled() -> None:

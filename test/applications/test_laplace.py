@@ -282,14 +282,6 @@ def test_a_subnetwork(approximation: str, picked: Any) -> None:
     close(la.log_marginal_likelihood(), expected)
 
 
-def test_the_last_layer_alone_is_a_risk_of_its_parameters() -> None:
-    model = mlp()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(NETS["mlp"][1], CLASSES)], list(model[2].parameters()))
-    K, X = curvature(risk, KFAC), NETS["mlp"][1][:3]
-    J = jacobian(risk, X)
-    close(Laplace(K).outputs(X)[1], J @ torch.linalg.inv(precision(K, "mean", 1.0)) @ J.mT)
-
-
 @pytest.mark.parametrize(("net", "approximation"), [("mlp", "KFAC"), ("cnn", "full blocks"), ("mlp", "GGN")])
 def test_inputs_are_cut_into_chunks(net: str, approximation: str) -> None:
     K, X = APPROXIMATIONS[approximation](risk_of(net)), NETS[net][1]
@@ -301,17 +293,6 @@ def test_inputs_are_cut_into_chunks(net: str, approximation: str) -> None:
     close(parts.predict(X), expected[0])
     close(parts.outputs(X)[1], expected[1])
     assert max(sizes) < N
-
-
-def test_draws_have_mean_and_covariance() -> None:
-    la = Laplace(curvature(risk_of(), EKFAC))
-    draws = la.sample(seeded(), 20_000)
-    assert {k: tuple(d.shape) for k, d in draws.items()}["0.weight"] == (4, 2, 20_000)
-    flat = torch.cat([d.flatten(0, -2) for d in draws.values()])
-    close(flat.mean(1), la._mode, rtol=0.05)
-    close(torch.cov(flat), la.posterior.to_dense(), rtol=0.1)
-    one = la.sample(seeded())
-    close(one["2.bias"], la.sample(seeded(), 3)["2.bias"][..., 0])
 
 
 class Forms(nn.Module):
@@ -353,22 +334,3 @@ def test_predictions_follow_prior_and_noise() -> None:
     close(la.predict(X).variance, Laplace(la.K, la.prior_precision, 0.1).predict(X).variance)
     la.prior_precision, la.noise = 1.0, torch.tensor(0.5, requires_grad=True)
     close(la.predict(X).variance, first)
-
-
-def test_modes_around_it_change_nothing() -> None:
-    approximations = {nn.LayerNorm: FullBlock}
-    for net, make in ("mlp", GGN), ("tokens", lambda risk: curvature(risk, approximations, default=EKFAC)):
-        la, X = Laplace(make(risk_of(net))), NETS[net][1]
-        plain = la.outputs(X)[1], la.posterior.to_dense()
-        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-            close(la.outputs(X)[1], plain[0])
-            close(la.posterior.to_dense(), plain[1])
-
-
-def test_single_precision() -> None:
-    X = NETS["mlp"][1]
-    narrow = EmpiricalRisk(mlp().float(), CE, [(X.float(), CLASSES)])
-    la, wide = (Laplace(curvature(risk, KFAC)) for risk in (narrow, risk_of()))
-    assert la.predict(X.float()).dtype == torch.float32
-    close(la.predict(X.float()), wide.predict(X), rtol=1e-5)
-    close(la.fit_prior().prior_precision, wide.fit_prior().prior_precision, rtol=1e-4)

@@ -12,7 +12,7 @@ from cases import unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, FullBlock, RelativeDamping, curvature, merge
+from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, FullBlock, curvature, merge
 
 
 def mlp() -> nn.Module:
@@ -98,19 +98,6 @@ def test_default_damping_is_relative_to_each_block() -> None:
     means = [0.1 * block.mean() * torch.ones_like(block) for block in total.diagonal().split([16, 10])]
     found = expected([vector(model) for model in models], [K.to_dense() for K in curvatures], torch.cat(means))
     torch.testing.assert_close(vector(merge(models, curvatures)), found, rtol=1e-8, atol=1e-9)
-
-
-def test_large_damping_multiples_and_equal_networks() -> None:
-    models = experts()
-    curvatures = [curvature(risk, KFAC) for risk in risks_of(models)]
-    average = (vector(models[0]) + vector(models[1])) / 2
-    torch.testing.assert_close(vector(merge(models, curvatures, damping=1e12)), average)
-    K, L = (curvature(risk, DiagonalBlock) for risk in risks_of(models))
-    merged = merge(models, [1e9 * K, L], damping=RelativeDamping(1e-12))
-    torch.testing.assert_close(vector(merged), vector(models[0]), rtol=1e-6, atol=1e-6)
-    assert torch.equal(vector(merge(models[:1], curvatures[:1])), vector(models[0]))
-    same = [models[0], copy.deepcopy(models[0])]
-    torch.testing.assert_close(vector(merge(same, [curvature(r, KFAC) for r in risks_of(same)])), vector(models[0]))
 
 
 def test_some_parameters_in_another_order() -> None:

@@ -40,10 +40,6 @@ def moved(model: nn.Module, seed: int = 5) -> Tensor:
     return step
 
 
-def copies(risk: EmpiricalRisk) -> dict[str, Tensor]:
-    return {key: p.detach().clone() for key, p in risk.params.items()}
-
-
 CURVATURES: dict[str, Any] = {
     "KFAC": lambda risk: curvature(risk, KFAC),
     "EKFAC": lambda risk: curvature(risk, EKFAC),
@@ -111,18 +107,3 @@ def test_a_given_point_in_every_form_of_which_a_copy_is_kept() -> None:
     forms[0].add_(1.0)  # type: ignore[union-attr]
     for penalty in penalties:
         torch.testing.assert_close(penalty().detach(), expected)
-
-
-def test_some_parameters_and_half_precision() -> None:
-    model = network().to(torch.bfloat16)
-    data = [(normal(4, 3).to(torch.bfloat16), normal(4, 2).to(torch.bfloat16))]
-    K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, dict(model[2].named_parameters())), KFAC)
-    penalty = QuadraticPenalty(K)
-    with torch.no_grad():
-        model[2].bias.add_(1.0)
-        model[0].bias.add_(1.0)
-    value = penalty()
-    assert value.dtype == torch.float32
-    (g,) = torch.autograd.grad(value, model[2].bias)
-    assert g.dtype == torch.bfloat16
-    torch.testing.assert_close(g.float(), K.to_dense()[-2:, -2:].sum(1), rtol=2e-2, atol=2e-2)

@@ -95,30 +95,6 @@ def test_masks_are_those_of_torch() -> None:
     assert weight.requires_grad
 
 
-def test_shared_parameters_stay_shared() -> None:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)).double()
-    model[2].weight = model[0].weight
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(9, 3), normal(9, 3, seed=1))])
-    (mask,) = pruned(model, curvature(risk, KFAC), 0.5, 2).values()
-    model(normal(2, 3)).sum().backward()
-    assert model[0].weight_orig is model[2].weight_orig
-    for layer in (model[0], model[2]):
-        assert not layer.weight[~mask].any()
-
-
-def test_nothing_and_almost_everything() -> None:
-    model, risk = network()
-    before = copy.deepcopy(model.state_dict())
-    masks = pruned(model, curvature(risk, KFAC), 0.0, 1, candidates=[])
-    assert masks == {}
-    for key, t in model.state_dict().items():
-        close(t, before[key], rtol=1e-7)
-    masks = pruned(model, curvature(risk, KFAC), 0.999, 4)
-    assert sum(int(m.sum()) for m in masks.values()) == 0
-    assert not any(p.any() for p in model.parameters())
-
-
 class Uncalled(nn.Module):
     """Parameters of modules that are not called, or are called after somebody else has read them."""
 

@@ -15,7 +15,6 @@ from curvlinops_plus import (
     attribution_scores,
     curvature,
     per_example_gradients,
-    prune,
     self_influence,
 )
 
@@ -55,11 +54,3 @@ def test_gradients_of_examples_have_no_weights(per_term: bool) -> None:
     P = curvature(weighted).inverse(0.1)
     close(attribution_scores(P, weighted, weighted), attribution_scores(P, plain, plain), 1e-10, "scores")
     close(self_influence(P, weighted), self_influence(P, plain), 1e-10, "self-influence")
-
-
-def test_pruning() -> None:
-    one, other = network(), network()
-    prune(one, curvature(risks(nn.CrossEntropyLoss(), one)[0]), 0.5, rounds=3)
-    prune(other, curvature(risks(nn.CrossEntropyLoss(), other)[1]), 0.5, rounds=3)
-    for index in (0, 2):
-        close(one[index].weight, other[index].weight, 1e-7, "weight")  # type: ignore[index]

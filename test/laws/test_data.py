@@ -18,7 +18,6 @@ from curvlinops_plus import (
     EFLinearOperator,
     EKFACLinearOperator,
     EmpiricalRisk,
-    FisherMCLinearOperator,
     FullBlock,
     GGNLinearOperator,
     HessianLinearOperator,
@@ -47,20 +46,6 @@ def test_an_iterator_is_fine_for_one_sweep() -> None:
         K.compute()
     with pytest.raises(ValueError, match="iterator, which can be read only once"):
         _ = curvature(p.risk(data=iter(p.data)), EKFAC).trace
-
-
-@pytest.mark.parametrize("kind", [*OPERATORS, FisherMCLinearOperator])
-def test_an_iterator_on_the_classic_door(kind: Any) -> None:
-    """One product of a matrix-free operator is one sweep."""
-    p = problem("mlp")
-    with pytest.raises(ValueError, match="iterator, which can be read only once"):
-        kind(p.model, p.loss, p.params, iter(p.data))
-    A = kind(p.model, p.loss, p.params, iter(p.data), check_deterministic=False)
-    if kind is not EKFACLinearOperator:
-        close(A.to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())
-    if kind is not KFACLinearOperator:
-        with pytest.raises(ValueError, match="iterator, which can be read only once"):
-            A.to_dense()
 
 
 def test_every_sweep_sees_the_same_number_of_examples() -> None:
@@ -108,13 +93,6 @@ def test_a_shuffling_loader_passes_the_determinism_check(kind: Any, fisher_type:
             close(dense, kind(p.model, p.loss, p.params, p.data, **options).to_dense())
 
 
-def test_draws_that_follow_the_examples_cannot_be_shuffled() -> None:
-    p = problem("mlp")
-    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
-    with unchanged(p.model), pytest.raises(RuntimeError, match="shuffle=True"):
-        FisherMCLinearOperator(p.model, p.loss, p.params, loader)
-
-
 @every_operator
 def test_data_that_changes_is_noticed(kind: Any) -> None:
     p = problem("mlp")
@@ -140,20 +118,6 @@ def test_dropout_in_training_mode_is_named(kind: Any) -> None:
         kind(model, p.loss, list(model.parameters()), p.data)
     model.eval()
     kind(model, p.loss, list(model.parameters()), p.data)
-
-
-@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
-def test_batch_norm_in_training_mode_leaves_its_statistics() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    p = problem("mlp")
-    params = [model[0].weight, model[2].weight]
-    data = [batch for batch in p.data if len(batch[0]) > 1]
-    with unchanged(model):
-        _ = KFACLinearOperator(model, p.loss, params, data, check_deterministic=False).trace
-        _ = GGNLinearOperator(model, p.loss, params, data, check_deterministic=False) @ torch.ones(35).double()
-    with unchanged(model), pytest.raises(NotImplementedError, match=r"batch norm in training mode"):
-        _ = curvature(EmpiricalRisk(model, p.loss, data), DiagonalBlock).trace
 
 
 # ------------------------------------------------------------------------------------------------------------ wrappers
@@ -189,27 +153,6 @@ def test_wrappers(wrapper: str) -> None:
     close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
 
 
-@pytest.mark.slow
-def test_compiled_models_before_and_after_their_first_call() -> None:
-    p = fresh("mlp")
-    expected = p.curvature(KFAC).to_dense()
-    for called in (False, True):
-        model = torch.compile(p.model, backend="eager")
-        if called:
-            model(p.data[0][0])
-        close(curvature(EmpiricalRisk(model, p.loss, p.data, p.params), KFAC).to_dense(), expected)
-        close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
-
-
-@pytest.mark.parametrize("kind", [KFACLinearOperator, GGNLinearOperator])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_under_no_grad_and_inference_mode(kind: Any, mode: Any) -> None:
-    p = problem("mlp")
-    expected = kind(p.model, p.loss, p.params, p.data).to_dense()
-    with mode():
-        close(kind(p.model, p.loss, p.params, p.data).to_dense(), expected)
-
-
 def test_training_goes_on_between() -> None:
     """A graph that waits for its backward pass is not disturbed, nor is what it accumulates."""
     p = fresh("in-place relu")
@@ -223,21 +166,6 @@ def test_training_goes_on_between() -> None:
     loss.backward()
     for q, g in zip(p.model.parameters(), expected, strict=True):
         close(q.grad, g)
-
-
-def test_hooks_of_the_user_stay_and_run() -> None:
-    p = fresh("mlp")
-    seen: list[str] = []
-    handles = [
-        p.model[0].register_forward_hook(lambda *_: seen.append("forward")),
-        p.model[0].register_forward_pre_hook(lambda *_: seen.append("before")),
-    ]
-    with unchanged(p.model):
-        K = KFACLinearOperator(p.model, p.loss, p.params, p.data, check_deterministic=False, fisher_type="type-2")
-        close(K.to_dense(), problem("mlp").curvature(KFAC, separate_weight_and_bias=True).to_dense())
-    assert seen[-2 * len(p.data) :] == ["before", "forward"] * len(p.data)
-    for handle in handles:
-        handle.remove()
 
 
 def test_a_hook_of_the_user_that_changes_an_output() -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, MonteCarlo, curvature, load, save
+from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, curvature, load, save
 
 SIZES = (3, 2)
 
@@ -288,20 +288,6 @@ def test_exact_blocks_are_those_of_autodiff(name: str, separate: bool) -> None:
         close(p.made(approximation, separate).to_dense(), expected, 1e-8, approximation)
 
 
-def test_the_twin_s_ggn_is_plain_autograd_s() -> None:
-    """Once more without `torch.func`: one backward pass per output number of the user's own model."""
-    for name in LAYERS:
-        p = alone(name)
-        params = list(p.keyed.values())
-        total: Any = 0.0
-        for (X, _), b in zip(p.data, p.exact.batches, strict=True):
-            f = p.model(X).flatten()
-            rows = [torch.autograd.grad(one, params, retain_graph=True, materialize_grads=True) for one in f]
-            J = torch.stack([torch.cat([g.to_dense().flatten() for g in row]) for row in rows])
-            total = total + J.T @ b.H @ J
-        close(p.exact.ggn(), p.exact.c * total, what=name)
-
-
 @pytest.mark.one_in(4)
 @every_layer
 @pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
@@ -396,42 +382,7 @@ def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
             close(other.to_dense(), K.to_dense(), 1e-13, approximation)
 
 
-@pytest.mark.one_in(2)
-@every_layer
-def test_verification_and_draws(name: str) -> None:
-    """`verify` takes single examples out of a batch, and flat bags have no axis of them. Draws follow the examples."""
-    p, draws = alone(name), MonteCarlo(samples=2, seed=3)
-    for approximation in ("KFAC", "EKFAC", "FullBlock") if "offsets" not in name else ():
-        with unchanged(p.model, p.data):
-            assert p.made(approximation).verify().rows
-    full = p.curvature(FullBlock, vectors=draws)
-    close(p.curvature(APPROXIMATIONS["EKFAC"], vectors=draws).trace, full.trace)
-
-
 # ---------------------------------------------------------------------------------------- the layer is the whole model
-
-ROOTS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
-    "conv in groups": (lambda: nn.Conv1d(2, 4, 2, groups=2), floats(2, 3), {}),
-    "transposed conv": (lambda: nn.ConvTranspose1d(2, 2, 2, stride=2), floats(2, 2), {}),
-    "embedding": (lambda: nn.Embedding(4, 2), tokens(4, 3), {}),
-    "layer norm": (lambda: nn.LayerNorm(3), floats(2, 3), {}),
-    "right-hand weight": (lambda: Conv1D(2, 3), floats(2, 3), {}),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(**BLOCK), floats(2, 2), {}),
-    "lstm": (lambda: nn.LSTM(2, 2, batch_first=True), floats(2, 2), {"output": lambda out: out[0]}),
-}
-
-
-@pytest.mark.parametrize("name", ROOTS)
-@pytest.mark.parametrize("loss", ["mse", "bce-sum"])
-def test_the_layer_is_the_whole_model(name: str, loss: str) -> None:
-    kind, x, options = ROOTS[name]
-    without = {"layer norm": ("",), "encoder layer": ("norm1", "norm2"), "lstm": ("",)}.get(name, ())
-    read = options.get("output", lambda out: out)
-    p = make(lambda: Net(kind(), [x(n) for n in SIZES], read=read, options=options, fallback=without), loss, seed=name)
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
-    close(p.curvature(FullBlock).to_dense(), exact, 1e-8, "FullBlock")
-    close(p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.kfac(p.exact.exact()), 1e-8, "KFAC")
-    close(p.curvature(APPROXIMATIONS["EKFAC"]).trace, exact.trace(), 1e-8, "trace of EKFAC")
 
 
 # -------------------------------------------------------------------------------------------------- what must not be so

@@ -13,20 +13,16 @@ from helpers import F64, normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
-    EKFAC,
     GGN,
     KFAC,
-    ActivationHessian,
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
     Empirical,
     EmpiricalRisk,
     Exact,
-    ForwardOnly,
     GGNFactor,
     Hessian,
-    KFACLinearOperator,
     KFACOptimizer,
     MonteCarlo,
     UnsupportedError,
@@ -110,12 +106,6 @@ def test_statistics_of_layers(name, approximation) -> None:
                 close(operator.to_dense(), theirs.blocks[block].to_dense(), what=block)
 
 
-@pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention", "called twice"])
-def test_input_factors_alone(name) -> None:
-    mine, theirs = (quiet_curvature(risk, KFAC, vectors=ForwardOnly()) for risk in risks(problem(name)))
-    close(mine.to_dense(), theirs.to_dense())
-
-
 @pytest.mark.parametrize("vectors", [Exact(), Empirical(), MonteCarlo(2, seed=1), Exact(signs=True)])
 def test_linear_in_the_weights(vectors) -> None:
     """Also random vectors: each example has its own, whatever the weights are."""
@@ -129,28 +119,6 @@ def test_linear_in_the_weights(vectors) -> None:
     for make in (lambda r: quiet_curvature(r, DiagonalBlock, vectors=vectors), lambda r: GGN(r, vectors)):
         one, two, sum_ = (make(of(w)).to_dense() for w in (*parts, both))
         close(one + two, sum_)
-
-
-@pytest.mark.parametrize("vectors", [Exact(), MonteCarlo(2, seed=1), Empirical(), ForwardOnly()])
-def test_equal_weights_change_a_sum_by_their_value_and_a_mean_not_at_all(vectors) -> None:
-    for name, factor in {"mlp, mse": 1.0, "mlp, mse-sum": 2.5}.items():
-        p = problem(name)
-        factor = 1.0 if isinstance(vectors, ForwardOnly) else factor
-        equal = [[2.5] * 3, [2.5], [2.5] * 2]
-        K = curvature(p.risk(weighted(p, equal), weight=get_weight), KFAC, vectors=vectors)
-        close(K.to_dense(), factor * curvature(p.risk(), KFAC, vectors=vectors).to_dense())
-
-
-@pytest.mark.parametrize("name", ["mlp", "strided cnn", "language model"])
-def test_batches_one_at_a_time(name) -> None:
-    p = problem(name)
-    mine, theirs = risks(p)
-    kind = EKFAC if name == "mlp" else KFAC
-    close(*(quiet_curvature(risk, kind).to_dense() for risk in (mine, theirs)))
-    estimator = CurvatureEstimator(mine.with_data([]), KFAC, vectors=Empirical())
-    for item in mine.data:
-        estimator.update(item)
-    close(estimator.operator.to_dense(), quiet_curvature(theirs, KFAC, vectors=Empirical()).to_dense())
 
 
 @pytest.mark.parametrize("vectors", [Exact(), Empirical()])
@@ -187,25 +155,6 @@ def test_several_losses() -> None:
     close(mine.loss(), theirs.loss())
     for make in (GGN, Hessian, lambda r: curvature(r, KFAC), lambda r: GGN(r, Empirical())):
         close(make(mine).to_dense(), make(theirs).to_dense())
-
-
-def test_other_doors() -> None:
-    """Of activations, positions that count, classic names, and `verify`."""
-    p = problem("mlp")
-    ones = risks(p, [[1, 1, 1], [1], [1, 1]])
-    close(*(ActivationHessian(risk, ("0", "output", 0)).to_dense() for risk in ones))
-    mine, theirs = risks(p)
-    K = KFACLinearOperator(p.model, p.loss, p.params, mine.data, fisher_type="type-2", weight=get_weight)
-    T = KFACLinearOperator(p.model, p.loss, p.params, theirs.data, fisher_type="type-2")
-    close(K.to_dense(), T.to_dense())
-    curvature(mine, KFAC).verify()
-    attention = problem("attention")
-    shape = attention.data[0][0].shape
-    options = {"mask": lambda X, y, *rest: (torch.arange(shape[1]) < 2).expand(len(X), -1)}
-    mine = attention.risk(weighted(attention, WEIGHTS), weight=get_weight, **options)
-    theirs = attention.risk(repeated(attention, WEIGHTS), **options)
-    for kind in ("KFAC", "KFAC reduce"):
-        close(*(quiet_curvature(risk, APPROXIMATIONS[kind]).to_dense() for risk in (mine, theirs)))
 
 
 X, Y = normal(3, 2), normal(3, 1)

@@ -18,7 +18,6 @@ from curvlinops_plus import (
     DiagonalBlock,
     EKFACLinearOperator,
     EmpiricalRisk,
-    ForwardOnly,
     GGNLinearOperator,
     KFACLinearOperator,
     UnsupportedError,
@@ -112,34 +111,6 @@ def test_untracked_batch_norm_in_training_mode_is_refused_and_said_in_training(a
     _ = curvature(EmpiricalRisk(model, nn.MSELoss(), data, [model[0].weight], check=False), KFAC).trace
     with pytest.warns(CurvatureWarning, match=r"\['1'\] are batch norm in training mode.*not compared"):
         CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), (), [model[0].weight])).update(data[0])
-
-
-def test_one_pass_is_one_forward_pass_per_batch() -> None:
-    p = problem("mlp")
-    calls: list[int] = []
-    handle = p.model.register_forward_hook(lambda *_: calls.append(1))
-    _ = curvature(p.risk(check=False), KFAC).trace
-    assert len(calls) == len(p.data)
-    _ = curvature(p.risk(check=False), KFAC, vectors=ForwardOnly()).trace
-    assert len(calls) == 2 * len(p.data)
-    handle.remove()
-
-
-@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
-def test_products_keep_their_precision_under_autocast(kind: Any) -> None:
-    p = problem("mlp").to(torch.device("cpu"), torch.float32)
-    K = kind(p.model, p.loss, p.params, p.data)
-    v, J = torch.linspace(-1, 1, K.shape[1]), torch.linspace(-1, 1, 2 * K.shape[1]).view(2, -1)
-
-    def computed() -> list[Tensor]:
-        return [K @ v, K.to_dense(), K.inverse(damping=0.1) @ v, K.quadratic_form(J)]
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = computed()
-        K.verify()
-    for one, other in zip(found, computed(), strict=True):
-        assert one.dtype == torch.float32
-        close(one, other, 1e-6)
 
 
 def test_everything_in_inference_mode() -> None:

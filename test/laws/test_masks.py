@@ -19,7 +19,6 @@ from curvlinops_plus import (
     DiagonalBlock,
     Empirical,
     EmpiricalRisk,
-    ForwardOnly,
     FullBlock,
     curvature,
 )
@@ -208,19 +207,6 @@ def test_the_mean_over_tokens(name: str) -> None:
     compare(*padded(name), ("KFAC", "KFAC reduce", "FullBlock"), loss=nn.CrossEntropyLoss())
 
 
-LAYERS = ["linear", "embedding", "embedding with padding", "right-hand weight", "pointwise convolution", "attention"]
-
-
-@pytest.mark.parametrize("name", [*LAYERS, "attention with time first"])
-def test_inputs_alone(name: str) -> None:
-    """Forward only: the input factors without any gradients. Without the mask padding would count in them."""
-    model, together, apart = padded(name)
-    compare(model, together, apart, ("KFAC", "KFAC reduce"), vectors=ForwardOnly())
-    got, expected = (quietly(risk(model, data, False), KFAC).to_dense() for data in (together, apart))
-    with pytest.raises(AssertionError, match="relative error"):
-        close(got, expected)
-
-
 # ------------------------------------------------------------------------------------- positions with gradients
 
 
@@ -287,29 +273,3 @@ def by_shape(K: Any, block: str) -> dict[str, Tensor]:
             tree[key] = torch.arange(start, start + q.numel(), dtype=torch.float64).view(*q.shape, 1)
             start += q.numel()
     return tree
-
-
-def test_a_mask_of_everything_in_an_example() -> None:
-    """An example of padding only is not there: the divisors are those of the others."""
-    model, together, apart = padded("embedding")
-    X, y = together[0]
-    X, y = {key: t.clone() for key, t in X.items()}, y.clone()
-    X["keep"][1], y[1] = False, -100
-    compare(model, [(X, y), together[1]], [apart[0], *apart[2:]], ("KFAC", "KFAC reduce", "FullBlock"))
-
-
-def test_layers_with_other_positions_keep_theirs() -> None:
-    """Behind a sum over positions there is nothing to mask."""
-
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 3)
-
-        def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-            h = torch.tanh(self.first(inputs["x"])) * inputs["keep"][..., None]
-            return self.last(h.sum(1))
-
-    _, *both = padded("linear")
-    together, apart = ([(X, y[:, 0]) for X, y in data] for data in both)
-    compare(Pooled().double(), together, apart, ("KFAC", "KFAC reduce", "FullBlock", "DiagonalBlock"))

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cases import NETS, Problem, close, fresh, problem, unchanged
-from reference import Reference
+from cases import NETS, Problem, fresh, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
-    GGN,
     KFAC,
     Accumulator,
-    CurvatureEstimator,
     DiagonalBlock,
     EFLinearOperator,
     EKFACLinearOperator,
-    EmpiricalRisk,
     FisherMCLinearOperator,
     FullBlock,
     GGNLinearOperator,
-    Hessian,
     HessianLinearOperator,
     KFACLinearOperator,
     curvature,
@@ -81,68 +72,6 @@ def test_random_numbers_and_modes_stay_on_every_net(name: str) -> None:
         if isinstance(m, nn.BatchNorm1d):
             m.eval()
     p.curvature(DiagonalBlock)  # looks at everything by itself
-
-
-class DropsALayer(nn.Module):
-    """Leaves a layer out now and then, by the random numbers of Python or NumPy, while it is trained."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.first, self.last, self.draw = nn.Linear(4, 4), nn.Linear(4, 3), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep = self.draw() < 0.5
-        return self.last(torch.tanh(self.first(x)) if keep or not self.training else x)
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
-def test_random_numbers_of_python_and_numpy_stay(draw: Any) -> None:
-    """`unchanged` looks at them; a training loop goes on as it would without an estimator that listens."""
-    p = problem("mlp")
-    batches = p.data * 4
-
-    def losses(listen: bool) -> list[float]:
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002, the state that models draw from
-        torch.manual_seed(0)
-        model, found = DropsALayer(draw).double(), []
-        estimator = CurvatureEstimator(EmpiricalRisk(model, p.loss, ()), KFAC)
-        for X, y in batches:
-            with estimator.listen((X, y)) if listen else nullcontext():
-                loss = p.loss(model(X), y)
-            found.append(float(loss.detach()))
-        model.eval()
-        with unchanged(model):
-            risk = EmpiricalRisk(model, p.loss, p.data)
-            for operator in (curvature(risk, EKFAC), GGN(risk)):
-                _ = operator @ torch.ones(operator.shape[1], dtype=torch.float64)
-        return found
-
-    assert losses(True) == losses(False)
-
-
-class TwoNames(nn.Module):
-    """One module registered under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.two = self.one
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.two(torch.tanh(self.one(x)))))
-
-
-def test_one_module_under_two_names() -> None:
-    torch.manual_seed(0)
-    model, p = TwoNames().double(), problem("mlp")
-    twin = Reference(model, p.loss, p.data, dict(model.named_parameters()), axis=1)
-    risk = EmpiricalRisk(model, p.loss, p.data)
-    with unchanged(model):
-        close(curvature(risk, KFAC).to_dense(), twin.kfac(twin.exact()))
-        close(curvature(risk, FullBlock).to_dense(), twin.only_blocks(twin.ggn(), False))
-        close(GGN(risk).to_dense(), twin.ggn())
-        _ = Hessian(risk).to_dense()
 
 
 class Raises(nn.Module):
@@ -211,41 +140,6 @@ def test_errors_in_the_data_go_through() -> None:
     for kind in OPERATORS:
         with unchanged(p.model), pytest.raises(UserError, match="own words"):
             multiply(kind, p.model, p, Broken(p.data), check_deterministic=False)
-
-
-def test_an_interrupt_leaves_nothing() -> None:
-    p = fresh("mlp")
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = p.model[2].register_forward_hook(interrupt)
-    with unchanged(p.model, p.data), pytest.raises(KeyboardInterrupt):
-        KFACLinearOperator(p.model, p.loss, p.params, p.data)
-    handle.remove()
-
-
-class Counting(nn.Module):
-    """Counts in buffers, one of them replaced, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("replaced", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.replaced = self.replaced + 1
-        return self.drop(self.layer(x))
-
-
-@every_operator
-def test_random_models_leave_buffers_and_the_global_generator(kind: Any) -> None:
-    model, p = Counting().double(), problem("mlp")
-    with unchanged(model):
-        K = kind(model, p.loss, list(model.parameters()), p.data, check_deterministic=False)
-        _ = K @ torch.ones(K.shape[1], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,15 @@ from curvlinops_plus import (
     Empirical,
     EmpiricalRisk,
     Exact,
-    FisherMCLinearOperator,
     ForwardOnly,
     FullBlock,
-    GGNLinearOperator,
     Hessian,
-    HessianLinearOperator,
     KFACLinearOperator,
     MonteCarlo,
     curvature,
 )
 from curvlinops_plus.blocks.state import load, save
-from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.likelihood import Likelihood, register_likelihood
-from curvlinops_plus.likelihood.likelihood import _MAKERS
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Vectors
 from curvlinops_plus.risk.vectors import CurvaturePropagation
 
@@ -233,15 +228,6 @@ def test_factors(name: str) -> None:
     close(K.input_covariances["trunk"], X.T @ X / len(X))
 
 
-@pytest.mark.parametrize("vectors", [Exact(), MonteCarlo(3, seed=2), Empirical()], ids=repr)
-def test_inputs_count_once_where_vectors_are_sent_one_by_one(vectors: Vectors) -> None:
-    data = batches((2000, 2))
-    X = torch.cat([x for x, _ in data])
-    K = curvature(EmpiricalRisk(net(*"abc"), CASES["three"][0], data), KFAC, vectors=vectors)
-    A: Any = K.blocks["trunk"].A
-    close(A.to_dense()[:3, :3], X.T @ X / len(X))
-
-
 def alone(model: Net, losses: Losses, data: list[Any], make: Callable[[EmpiricalRisk], Any], **options: Any) -> Tensor:
     """`Σ_h w_h` times what one loss gives by itself."""
     total: Any = 0
@@ -321,21 +307,6 @@ def test_forms_of_losses_and_outputs() -> None:
         close(dense(risk), K, 1e-13)
 
 
-def test_losses_without_a_likelihood_in_the_exact_operators() -> None:
-    model, data = net("a", "b"), batches((3, 5), "ab")
-    losses = {"a": (CE(), 1.3), "b": (nn.HuberLoss(delta=0.3), 0.5)}
-    params, twin = list(model.parameters()), Twin(model, losses, data)
-    close(HessianLinearOperator(model, losses, params, data).to_dense(), hessian(twin.value)(twin.values))
-    close(GGNLinearOperator(model, losses, params, data).to_dense(), twin.ggn())
-    with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\): no likelihood is registered"):
-        KFACLinearOperator(model, losses, params, data)
-    function = {"a": CE(), "b": nn.functional.huber_loss}
-    assert EmpiricalRisk(model, function, data, reduction="sum").losses.reduction == "mean"
-    assert EmpiricalRisk(model, {"b": function["b"]}, data, reduction="sum").losses.reduction == "sum"
-    with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\) .reduction='none'. is no scalar"):
-        HessianLinearOperator(model, {"a": CE(), "b": nn.HuberLoss(reduction="none")}, params, data)
-
-
 def test_parameters_that_one_loss_does_not_reach() -> None:
     model, losses, data, twin = case("two")
     for layer, at in ("a", slice(16, 31)), ("b", slice(31, 41)):
@@ -346,22 +317,6 @@ def test_parameters_that_one_loss_does_not_reach() -> None:
         assert all(float(curvature(risk, vectors=vectors).trace) > 0 for vectors in (MonteCarlo(), Empirical()))
 
 
-def test_a_loss_whose_ggn_is_its_fisher() -> None:
-    class Positive(Net):
-        def forward(self, x: Tensor) -> Any:
-            a, b = super().forward(x).values()
-            return {"a": a, "b": torch.cat([b[:, :1], b[:, 1:].exp()], 1)}
-
-    model = net("a", "b", kind=Positive)
-    data = [(x, {"a": y["a"], "b": y["b"][:, :1]}) for x, y in batches((3, 2), "ab")]
-    losses = {"a": (CE(), 2.0), "b": (nn.GaussianNLLLoss(), 0.5)}
-    close(dense(trunk(model, losses, data)), alone(model, losses, data, dense))
-    risk = EmpiricalRisk(model, losses, data)
-    curvature(risk).verify()
-    with pytest.raises(UnsupportedError, match="GaussianNLLLoss has a Hessian in mean and variance"):
-        _ = curvature(risk, vectors=Exact(matrix="ggn")).trace
-
-
 @pytest.mark.parametrize("vectors", [MonteCarlo(2, seed=5), CurvaturePropagation(2, seed=5), Exact(True, 5)], ids=repr)
 def test_draws_do_not_depend_on_batches(vectors: Vectors) -> None:
     ((x, y),) = whole = batches((7,), terms=(2,))
@@ -370,122 +325,7 @@ def test_draws_do_not_depend_on_batches(vectors: Vectors) -> None:
     close(*(dense(risk, vectors=vectors) for risk in risks), 1e-13)
 
 
-@pytest.mark.parametrize("kind", [MonteCarlo, CurvaturePropagation])
-def test_random_vectors_are_unbiased_and_independent(kind: Any) -> None:
-    """Two losses of one output with the same draws would give twice their matrix."""
-    model = net("a", "b")
-    data = [(x, {**y, "d": y["b"]}) for x, y in batches((3, 2), "ab", ignored=1)]
-    losses = {"a": (CE(), 0.5), "b": MSE(), "d": MSE()}
-    risk = trunk(model, losses, data, output=lambda o: {**o, "d": o["b"]})
-    exact = dense(risk)
-    v = torch.linspace(-1, 1, len(exact), dtype=torch.float64)
-    found = torch.stack([v @ (dense(risk, vectors=kind(1, seed)) @ v) for seed in range(100)])
-    error = float(found.std()) / len(found) ** 0.5
-    assert float((found.mean() - v @ exact @ v).abs()) < 4 * error < 0.8 * float(v @ exact @ v)
-
-
-def test_the_monte_carlo_operator_draws_what_blocks_draw() -> None:
-    """The last layers see one loss each, so that no products between losses are in the way."""
-    model, losses, data, twin = case("ignored", (3, 2))
-    params = dict(model.a.named_parameters(prefix="a"))
-    F = FisherMCLinearOperator(model, losses, params, data, seed=3, mc_samples=2)
-    close(F.to_dense(), dense(EmpiricalRisk(model, losses, data, params), vectors=MonteCarlo(2, 3)), 1e-13)
-    params = dict(model.named_parameters())
-    F = FisherMCLinearOperator(model, losses, params, data, mc_samples=1000, check_deterministic=False)
-    assert float((F.to_dense() - twin.ggn()).norm() / twin.ggn().norm()) < 0.15
-
-
-class Columns(Vectors):
-    """Vectors of a user, who knows nothing of several losses; `choosy` random numbers depend on the numbers."""
-
-    def __init__(self, choosy: bool) -> None:
-        self.choosy, self.seed = choosy, 0
-
-    def count(self, likelihood: Likelihood, F: Tensor) -> int:
-        return likelihood.num_columns(F)
-
-    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
-        if self.choosy and float(draws.uniform(len(F), 1)[0, 0]) != 0.5:
-            draws.uniform(len(F), 2)
-        return likelihood.hessian_root_columns(F, Y)
-
-
-def test_vectors_of_a_user() -> None:
-    model, losses, data, twin = case("ignored")
-    risk = EmpiricalRisk(model, losses, data)
-    close(dense(risk, vectors=Columns(False)), twin.blocks(twin.ggn()))
-
-
 # ------------------------------------------------------------------------------------------------- passes over the data
-
-
-def test_terms_are_counted_once_and_only_if_needed() -> None:
-    losses, sums = CASES["two"][0], CASES["sums"][0]
-    model, data, even = net("a", "b"), batches((3, 5), "ab", ignored=1), batches((3, 5), "ab")
-    params, count = list(model.parameters()), list[int]()
-    model.register_forward_hook(lambda *_: count.append(1))
-
-    def passes(run: Callable[[], object]) -> int:
-        count.clear()
-        run()
-        return len(count)
-
-    def forward(approximation: Any, losses: Any, data: Any, vectors: Any = None, **options: Any) -> int:
-        risk = EmpiricalRisk(model, losses, data, params, check=False)
-        return passes(lambda: curvature(risk, approximation, vectors=vectors, **options).trace)
-
-    assert forward(KFAC, losses, data) == forward(EKFAC, losses, data) == 2 + 2
-    assert forward(EKFAC, losses, data, max_kept_bytes=0) == 2 + 2 * 2
-    assert forward(KFAC, sums, data) == forward(KFAC, losses, data, ForwardOnly()) == 2
-    K = KFACLinearOperator(model, losses, params, data)
-    assert passes(K.compute) == 2 + 2 + 2 + 1  # the determinism check reads the data, too; an example by itself
-    # Terms are counted, once.
-    for given_data, first in (data, 2 + 2), (even, 2 + 2):
-        G = GGNLinearOperator(model, losses, params, given_data, check_deterministic=False)
-        v = torch.ones(G.shape[0], dtype=torch.float64)
-        assert [passes(lambda G=G, v=v: G @ v) for _ in range(2)] == [first, 2]
-
-
-def test_an_iterator_is_fine_where_proportions_are_even() -> None:
-    def of(name: str) -> tuple[EmpiricalRisk, Twin]:
-        model, losses, data, twin = case(name)
-        return EmpiricalRisk(model, losses, iter(data)), twin
-
-    risk, twin = of("two")
-    close(dense(risk), twin.blocks(twin.ggn()))
-    close(flat(of("two")[0].gradient()), jacrev(twin.value)(twin.values))
-    with pytest.raises(ValueError, match=r"Statistics of several losses can't be added: their relative weights are"):
-        _ = curvature(of("ignored")[0]).trace
-    with pytest.raises(ValueError, match="over other proportions of terms"):
-        of("ignored")[0].gradient()
-    with pytest.raises(ValueError, match=r"reductions are \['mean', 'sum'\].*for all losses"):
-        _ = curvature(of("mixed")[0]).trace
-
-
-def test_data_that_change_are_noticed() -> None:
-    class Masked(list[Any]):
-        """Ignores more classes each time."""
-
-        times = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            self.times += 1
-            for x, y in super().__iter__():
-                yield x, {**y, "a": torch.where(torch.arange(len(x)) < self.times, -100, y["a"])}
-
-    risk = EmpiricalRisk(net("a", "b"), CASES["two"][0], Masked(batches((6, 9), "ab")))
-    for run in (lambda: curvature(risk).trace, risk.gradient):
-        with pytest.raises(ValueError, match=r"losses of \['a', 'b'\] differ from pass to pass"):
-            run()
-
-
-def test_other_data_between_products_are_noticed() -> None:
-    losses, data, model = CASES["two"][0], batches((3, 5), "ab", ignored=1), net("a", "b")
-    G = GGNLinearOperator(model, losses, list(model.trunk.parameters()), data, check_deterministic=False)
-    G.to_dense()
-    data[:] = batches((7,), "ab") + batches((3, 4), "ab", ignored=2)[1:]
-    with pytest.raises(ValueError, match=r"losses of \['a', 'b'\] differ from pass to pass"):
-        G.to_dense()
 
 
 @pytest.mark.parametrize("name", ["three", "sums", "positions"])
@@ -579,29 +419,6 @@ def test_a_state_has_all_losses_with_their_options(kind: Any, form: Any, tmp_pat
         K.load_state_dict(single.state_dict())
 
 
-class Wrong(Likelihood):
-    """Rules that are not those of the loss."""
-
-    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-        return (F - Y).square().sum(-1)
-
-
-def test_verify_names_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first examples every class may be ignored."""
-    model, losses, data, _ = case("ignored")
-    data[0][1]["a"][:] = -100
-    table = curvature(EmpiricalRisk(model, losses, data)).verify().table()
-    assert "loss 'a' (CrossEntropyLoss)" in table
-    assert "loss 'b' (MSELoss)" in table
-
-    monkeypatch.setitem(_MAKERS, nn.SmoothL1Loss, lambda loss: None)
-    del _MAKERS[nn.SmoothL1Loss]
-    register_likelihood(nn.SmoothL1Loss)(Wrong)
-    risk = EmpiricalRisk(model, {"a": CE(), "b": nn.SmoothL1Loss()}, data[1:])
-    with pytest.raises(VerificationError, match=r"loss 'b' \(SmoothL1Loss\), check \(c\)"):
-        curvature(risk).verify()
-
-
 X, Y = batches((3,))[0]
 TARGETS = {k: Y[k] for k in "ab"}
 IGNORED = {**TARGETS, "a": torch.full_like(Y["a"], -100)}
@@ -649,15 +466,3 @@ REFUSED = [
 def test_what_does_not_match_is_refused(losses: Any, words: str, targets: Any, keys: str, options: Any) -> None:
     with pytest.raises((ValueError, UnsupportedError), match=words):
         EmpiricalRisk(net(*keys), losses, [(X, targets)], **options).loss()
-
-
-def test_more_that_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tuple of length 3.*\(X, \(y1, y2\)\)"):
-        EmpiricalRisk(net(), BOTH, [(X, Y["a"], Y["b"])]).loss()
-    risk = EmpiricalRisk(net("a", "b"), PAIR, [(X, IGNORED), (X, IGNORED)])
-    for run in (risk.loss, risk.gradient, lambda: curvature(risk).trace):
-        with pytest.raises(ValueError, match=NO_TERM):
-            run()
-    risk = EmpiricalRisk(net(*"abc"), PAIR, [(X, TARGETS)], output=lambda o: {k: o[k] for k in "ab"})
-    with pytest.raises(ValueError, match=r"layer 'c' \(Linear\) does not reach the output"):
-        _ = curvature(risk).trace
