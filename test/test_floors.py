@@ -109,39 +109,6 @@ def test_no_file_name_occurs_twice() -> None:
     assert [name for name, times in count.items() if times > 1] == []
 
 
-def package_with(folder: Path, **texts: str) -> Path:
-    """A package for the tests of these tests: room_file="text"."""
-    package = folder / "curvlinops_plus"
-    for name, text in texts.items():
-        path = package / name.split("_")[0] / f"{name.split('_')[1]}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return package
-
-
-def test_the_floors_can_be_left(tmp_path: Path) -> None:
-    package = package_with(
-        tmp_path,
-        linalg_bad="def f():\n    from curvlinops_plus.risk import EmpiricalRisk\n    import curvlinops_plus\n",
-        exact_bad="from curvlinops_plus.blocks import plan\n",
-        optim_bad="from ..classic import kfac_inverse\nfrom . import other\n",
-    )
-    found = {p.parent.name: offences(p, imports(p, package), package) for p in files(package)}
-    assert {name: len(bad) for name, bad in found.items()} == {"linalg": 2, "exact": 1, "optim": 1}
-
-
-def test_circles_are_found(tmp_path: Path) -> None:
-    only_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from curvlinops_plus.linalg.{} import X\n"
-    package = package_with(
-        tmp_path,
-        linalg_a=only_types.format("b"),
-        linalg_b="from curvlinops_plus.linalg.c import Y\n",
-        linalg_c=only_types.format("a"),
-        linalg_d="import curvlinops_plus.linalg.a\n",
-    )
-    assert circles(package) == [{f"curvlinops_plus.linalg.{name}" for name in "abc"}]
-
-
 def test_files_named_in_contributing_exist() -> None:
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w./]+(?:\.py|/))`", text)

@@ -94,12 +94,6 @@ def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(path.read_text(encoding="utf-8"), path.stem)
 
 
-def test_the_two_commands_are_there() -> None:
-    readme = PAGES[0].read_text(encoding="utf-8")
-    assert 'pip install -e ".[examples]" && python examples/laplace_digits.py' in readme
-    assert 'pip install -e ".[test]" && pytest' in readme
-
-
 def test_a_page_that_says_something_else_fails() -> None:
     with pytest.raises(AssertionError, match="block 0 printed"):
         run("```python\nprint(1 + 1)\n```\n```text\n3\n```\n")

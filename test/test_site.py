@@ -62,13 +62,6 @@ def test_every_example_has_a_card_and_a_page(hooks: ModuleType) -> None:
         assert path.read_text(encoding="utf-8") in hooks.example_page(name)
 
 
-def test_every_picture_is_shown_somewhere(hooks: ModuleType) -> None:
-    pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
-    shown = {name for page in pages for name in re.findall(r"(\w+\.png)\)", page.read_text(encoding="utf-8"))}
-    shown |= {hooks.picture(path) for path in hooks.EXAMPLES}
-    assert {path.name for path in DOCS.glob("*.png")} - shown == set()
-
-
 def test_links_lead_to_files(hooks: ModuleType) -> None:
     """Relative links, as they are read in the repository; the build checks them and their anchors on the site."""
     for path in [*DOCS.glob("*.md"), *(ROOT / name for name in hooks.TEXTS)]:
@@ -76,17 +69,6 @@ def test_links_lead_to_files(hooks: ModuleType) -> None:
         for target in re.findall(r"\]\((?!\w+:)([^)\s#]+)(?:#[^)\s]*)?\)", prose):
             made = target.startswith("reference/") or target == "gallery.md"
             assert made or (path.parent / target).exists(), f"{path.name}: {target}"
-
-
-def test_links_are_translated(hooks: ModuleType) -> None:
-    assert hooks.translated("[a](docs/laplace.md#x)", "index.md") == "[a](laplace.md#x)"
-    assert hooks.translated("[a](../examples/ladder.py)", "exact.md") == "[a](examples/ladder.md)"
-    assert hooks.translated("![a](docs/ladder.png) [b](../README.md)", "contributing.md").startswith("![a](ladder.png)")
-    assert hooks.translated("[a](../README.md#install)", "exact.md") == "[a](index.md#install)"
-    assert (
-        hooks.translated("[a](nowhere.md) [b](https://x.org/y.md)", "exact.md")
-        == "[a](nowhere.md) [b](https://x.org/y.md)"
-    )
 
 
 # ------------------------------------------------------------------------------------------------- names and messages

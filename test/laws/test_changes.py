@@ -258,15 +258,6 @@ def test_changes_are_refused(name: str, change: str) -> None:
         again()
 
 
-@pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian, curvature])
-def test_losses_inside_the_model_are_no_changed_ones(kind: Any) -> None:
-    """While exact operators compute, all modules of the model have hooks, which read only."""
-    case = Case()
-    want = kind(case.risk()).to_dense()
-    case.model.add_module("criterion", case.loss)
-    assert torch.equal(kind(case.risk()).to_dense(), want)
-
-
 def test_what_was_computed_stays() -> None:
     case = Case()
     K = curvature(case.risk(), KFAC)
