@@ -153,21 +153,32 @@ class KFACPreconditioner(torch.optim.Optimizer):
         #: Key of a parameter to the number of its group.
         self._groups = {self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]}
         self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh, by block
-        self._P: tuple[dict[str, float], BlockDiagonal] | None = None  # the inverse with these dampings
+        #: The inverse with these dampings of blocks, for these options.
+        self._P: tuple[Any, dict[str, float], BlockDiagonal] | None = None
         self._flat: Flat | None = None
         #: What the last step did.
         self.last_step = StepReport(-1)
         #: Report norms of each parameter in `last_step`.
         self.report_norms = False
+        self._raw: Any = None  # the options of groups as they are
         self._read_options()
 
     def _read_options(self) -> None:
-        """Read the options of all groups, and refuse those that are out of range."""
-        self._options = [self._of_group(group) for group in self.param_groups]
-        for c in (options.norm_constraint for options in self._options):
+        """Read the options of all groups where some have changed."""
+        raw = [
+            [float(v) if isinstance(v, Tensor) else v for name, v in group.items() if name != "params"]
+            for group in self.param_groups
+        ]
+        if raw != self._raw:
+            self._check_options([self._of_group(group) for group in self.param_groups])
+            self._raw = raw
+
+    def _check_options(self, options: list[GroupOptions]) -> None:
+        """Take options, and refuse those that are out of range."""
+        self._options = options
+        for c in (each.norm_constraint for each in options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
                 raise ValueError(f"A norm constraint in the {c.norm} norm is for inverses, and not for power=.")
-        self._hooks.keeps = self._looks_again
 
     def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
         constraint = as_policy(NormConstraint, group["norm_constraint"])
@@ -386,14 +397,16 @@ class KFACPreconditioner(torch.optim.Optimizer):
             for p in set(self.state) - set(flat.params):  # what is kept of the others is a part of larger tensors
                 self.state[p] = {name: t.clone() for name, t in self.state[p].items()}
             self._keep(flat)
-        dampings = self._refreshed if self._inverse == "factored" else self._dampings(K.layouts)
-        if self._P is None or self._P[0] != dampings:
-            of_blocks = self._of_blocks(dampings)
-            P = curvature.inverse(of_blocks) if self._power == -1 else curvature.refreshed.power(self._power, of_blocks)
-            assert isinstance(P, BlockDiagonal)
-            self._P = dampings, P
-        λ = [dampings[names[0]] for names in flat.blocks]
-        flat.precondition(gradients, self._P[1], λ, self._options, self._sign)
+        if self._P is None or self._P[0] is not self._options:
+            dampings = self._refreshed if self._inverse == "factored" else self._dampings(K.layouts)
+            P = None if self._P is None or self._P[1] != dampings else self._P[2]
+            if P is None:
+                λ = self._of_blocks(dampings)
+                P = curvature.inverse(λ) if self._power == -1 else curvature.refreshed.power(self._power, λ)
+                assert isinstance(P, BlockDiagonal)
+            self._P = self._options, dampings, P
+        λ = [self._P[1][names[0]] for names in flat.blocks]
+        flat.precondition(gradients, self._P[2], λ, self._options, self._sign)
         return flat
 
     def _dampings(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
@@ -486,7 +499,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         for key, kept in state_dict["state"].items():  # PyTorch would cast it to the parameters' dtype
             self.state[params[key]] = {name: t.to(params[key].device, copy=True) for name, t in kept.items()}
         self._hooks.load(state_dict["steps"], *state_dict["heard"])
-        self._refreshed, self._flat, self._P = state_dict["dampings"], None, None
+        self._refreshed, self._flat, self._P, self._raw = state_dict["dampings"], None, None, None
         self._read_options()
 
 
@@ -622,16 +635,16 @@ class KFACOptimizer(KFACPreconditioner):
         decay = as_policy(WeightDecay, group["weight_decay"]) or WeightDecay(0.0)
         return super()._of_group(group)._replace(lr=lr, momentum=momentum, weight_decay=decay)
 
-    def _read_options(self) -> None:
-        self._options = list(map(self._of_group, self.param_groups))
-        self._adaptive = any("adaptive" in options[:2] for options in self._options)
+    def _check_options(self, options: list[GroupOptions]) -> None:
+        super()._check_options(options)
+        self._adaptive = any("adaptive" in each[:2] for each in options)
         if self.trust is None and (self._adaptive or self._levenberg is not None or self._reject is not None):
             self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
-        super()._read_options()
-        for name, values in zip(("lr", "momentum"), list(zip(*self._options))[:2]) if self._adaptive else ():
+        self._hooks.keeps = self._looks_again
+        for name, values in zip(("lr", "momentum"), list(zip(*options))[:2]) if self._adaptive else ():
             if "adaptive" in values and len(set(values)) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
-        if self._adaptive and any(options.norm_constraint is not None for options in self._options):
+        if self._adaptive and any(each.norm_constraint is not None for each in options):
             raise ValueError("Adaptive coefficients and a norm constraint can't both choose the length of a step.")
 
     @property
