@@ -27,8 +27,7 @@ from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
-from curvlinops_plus.linalg.eigendecomposition import eigh
-from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.function_reads import layers_of

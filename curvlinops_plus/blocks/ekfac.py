@@ -25,8 +25,8 @@ from curvlinops_plus.linalg import (
     LinearOperator,
     Structure,
 )
-from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.numerics import eigh
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 
@@ -106,8 +106,7 @@ class EKFAC(KFAC):
         return {name: factor for name, factor in factors.items() if not self.forms[name].diagonal}
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
-        # Of the data that the factors come from nothing is outside of their ranges; but positions differ from means.
-        return eigenvectors(self.layer, name, M, self.basis_rtol, self.complete and not self.reduce)
+        return eigenvectors(self.layer, name, M, self.basis_rtol)
 
 
 class Correction(Accumulator):
@@ -181,11 +180,11 @@ def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
     return IdentityLinearOperator([(size,)], like.device, like.dtype)
 
 
-def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float, range_only: bool) -> Tensor:
-    """Eigenvectors of one factor, as of `eigenbasis`; failures name the layer."""
+def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
+    """Eigenvectors of one factor; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigenbasis(factor, rtol=rtol, range_only=range_only).contiguous()
+        return eigh(factor, semidefinite=True, rtol=rtol)[1].contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

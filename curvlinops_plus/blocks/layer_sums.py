@@ -22,7 +22,7 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.linalg.side_by_side import side_by_side
+from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:

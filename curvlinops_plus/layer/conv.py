@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from curvlinops_plus.layer.convolution_gram import Correlations, grouped_gram, image_gram, input_gram, packed_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
-from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
+from curvlinops_plus.linalg.gram_sum import PackedGram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -104,11 +104,6 @@ class ConvRule(GroupedRule):
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
-
-    def packed_forms(self, module: nn.Module) -> tuple[PackedForm, ...]:
-        """Correlations of images, of a convolution without groups."""
-        assert isinstance(module, _CONVOLUTIONS)
-        return (Correlations(Geometry.of(module), module.weight.shape[1]),)
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
         """What takes less work than the patches, of a convolution without groups."""

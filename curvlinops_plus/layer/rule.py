@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import differentiable_parameters, replay_per_example
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
+from curvlinops_plus.linalg.gram_sum import PackedGram, gram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 
@@ -293,10 +293,6 @@ class AffineRule(LayerRule):
         if isinstance(a, SparseRows):
             return a.square_sum(), a.sum(), a.count()
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
-
-    def packed_forms(self, module: nn.Module) -> tuple[PackedForm, ...]:
-        """What the numbers may mean that `packed_gram` returns."""
-        return ()
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
         """The sum of `a aᵀ` by fewer numbers, which take less work; None if there is no such way.

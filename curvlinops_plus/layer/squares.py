@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.aligned import aligned, is_aligned
-
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
 _CHUNK_BYTES = 2**20
 
@@ -25,13 +23,10 @@ def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..
         return t
     if Q.ndim > 2:
         return torch.einsum("...bmk,bkl->...bml", t, Q.to(t.dtype))
-    found, Q = aligned(*t.shape[:-1], Q.shape[1], like=t), Q.to(t.dtype)
+    Q = Q.to(t.dtype)
     if t.stride(-1) == 1 or t.ndim == 2:
-        torch.mm(t.flatten(0, -2), Q, out=found.flatten(0, -2))
-    else:  # as of images: a copy would take longer than the difference between one product and several
-        t = t.flatten(0, -3)
-        torch.bmm(t, Q.expand(len(t), *Q.shape), out=found.flatten(0, -3))
-    return found
+        return (t.flatten(0, -2) @ Q).unflatten(0, t.shape[:-1])
+    return t @ Q  # as of images: a copy would take longer than the difference between one product and several
 
 
 def squared_gradients(
@@ -72,12 +67,12 @@ def squared_gradients(
     if i >= S:
         g, QG = multiplied(g, QG), None
     if total is None:
-        total = aligned(*batch, o, i, like=g).zero_()
+        total = g.new_zeros(*batch, o, i)
     if S == 1:
         g, a = (t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True))
         return _add_unshared(total, g[..., 0, :], a[..., 0, :])
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
-    J = aligned(min(step, len(g)), *batch, o, i, like=g)
+    J = g.new_empty(min(step, len(g)), *batch, o, i)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J_n = J[: len(g_n)]
         torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3))
@@ -123,11 +118,9 @@ def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -
 
 
 def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i], [N, *b, o], [N, *b, i]
-    """`total + Σ_n g aᵀ`, in its place where that is aligned."""
+    """`total + Σ_n g aᵀ`, in its place."""
     if g.ndim > 2 or total.dtype != g.dtype:
         return total.add_(torch.einsum("n...o,n...i->...oi", g, a))
-    if not is_aligned(total):  # as one that was stored, or came from other processes
-        total = aligned(*total.shape, like=total).copy_(total)
     return total.addmm_(g.T, a)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
-from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.numerics import cholesky_inverse, psd_clip
+from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks

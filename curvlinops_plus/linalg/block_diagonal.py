@@ -13,11 +13,10 @@ from torch import Tensor
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.numerics import frobenius
+from curvlinops_plus.linalg.numerics import frobenius, side_by_side
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.products import error_context, outside_autocast
-from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.eigendecomposition import eigh
+from curvlinops_plus.linalg.numerics import eigh
 
 
 def nearest_kronecker(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

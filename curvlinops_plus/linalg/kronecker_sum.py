@@ -11,11 +11,10 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
-from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
-from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import eigh, frobenius, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import needs_gradient, remember

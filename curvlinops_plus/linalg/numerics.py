@@ -1,7 +1,8 @@
-"""Cholesky decompositions of small dense matrices, robust to rank deficiency and rounding.
+"""Decompositions of dense matrices that do not give up, and which eigenvalues are zero.
 
-Cholesky fails when rounding has made a zero eigenvalue negative. Here every decomposition first checks that its matrix
-is finite, retries in float64, and says what to do if that fails too; `eigh` is in a module of its own.
+Cholesky fails when rounding has made a zero eigenvalue negative; `torch.linalg.eigh` fails for some rank-deficient
+float32 matrices (factors of layers with dead units are such) and returns NaN for NaN without an error. Here every
+decomposition first checks that its matrix is finite, retries in float64, and says what to do if that fails too.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
 only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule; with a
@@ -10,15 +11,27 @@ damping, small ones count where they are large for the entries of the matrix tha
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
+import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LARGE = 192  # below, LAPACK's eigensolver takes no longer than the steps around a smaller problem
+_MUCH = 1e7  # operations, a few milliseconds; below, starting threads costs more than they gain
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -123,6 +136,137 @@ def cholesky_inverse(M: Tensor, damping: float | Tensor = 0.0, retry_double_prec
     return torch.cholesky_inverse(damped_cholesky(M, damping, retry_double_precision=retry_double_precision)).to(
         M.dtype
     )
+
+
+def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
+    M: Tensor, what: str = "the matrix", *, semidefinite: bool = False, rtol: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, in its own dtype.
+
+    Works in float32 at least. When PyTorch fails it retries in float64, then in float64 on the CPU.
+
+    Args:
+        M: The matrix, or a batch of them.
+        what: Its name in messages.
+        semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is then looked at for a
+            low rank, at 2 % of the cost; at a quarter of full rank it takes a third of the time, and the eigenvalues
+            outside of its range are exactly 0.
+        rtol: Of a semidefinite matrix what is left of the diagonal below `rtol` times its largest entry counts as zero.
+
+    Raises:
+        NumericsError: If the matrix has NaN or infinite entries, or every attempt fails.
+
+    Example:
+        >>> values, Q = eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
+        >>> values
+        tensor([1., 2.])
+    """
+    check_finite(M, what)
+    if semidefinite and M.ndim == 2 and len(M) >= _LARGE and M.device.type == "cpu" and not M.requires_grad:
+        found = _eigh_of_low_rank(M, what, rtol) if M.dtype in (torch.float32, torch.float64) else None
+        if found is not None:
+            return found
+    attempts = [(M.device, torch.float64), (torch.device("cpu"), torch.float64)]
+    if M.dtype != torch.float64:
+        attempts.insert(0, (M.device, torch.float32))
+    failures = []
+    for device, dtype in dict.fromkeys(attempts):
+        try:
+            values, Q = torch.linalg.eigh(M.to(device, dtype))
+        except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
+            failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
+            continue
+        if bool(torch.isfinite(values).all()) and bool(Q.detach().sum().isfinite()):
+            return values.to(M), Q.to(M)
+        failures.append(f"{dtype} on {device}: the result was not finite")
+    raise NumericsError(
+        f"The eigendecomposition of {what} {list(M.shape)} failed in every precision ({'; '.join(failures)}). "
+        "Check that the matrix is symmetric and its entries are of moderate size."
+    )
+
+
+def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor] | None:
+    """Through a basis of the range, or None where that does not pay.
+
+    Cholesky with pivots finds `M = L Lᵀ` with `L [d, r]` (Higham 2002, section 10.3); in the complete QR decomposition
+    of `L` the first `r` columns span the range, and an `r x r` eigenproblem is left.
+    """
+    d, highest, eps = len(M), int(0.55 * len(M)) - 24, torch.finfo(M.dtype).eps
+    if not rtol and not int(torch.linalg.cholesky_ex(M[: highest + 1, : highest + 1])[1]):
+        return None  # a part of the matrix has a higher rank already
+    with blas_threads():  # LAPACK stores by columns, but M is symmetric
+        factor, pivots, r, _ = _pstrf(M.dtype)(
+            M.numpy().T, lower=1, tol=float(max(rtol, 16 * eps) * M.diagonal().amax())
+        )
+    if not 0 < r <= highest:
+        return None
+    L = M.new_zeros(d, r)
+    L[torch.from_numpy(pivots).long() - 1] = torch.from_numpy(factor)[:, :r].tril()
+    Q = torch.linalg.qr(L, "complete")[0]
+    values, U = eigh(Q[:, :r].T @ M @ Q[:, :r], what)
+    if M.norm() > (1 + d * rtol + 1e-3) * values.norm():  # the caller was wrong: something is left beside the range
+        return None
+    return torch.cat([M.new_zeros(d - r), values.clamp(min=0)]), torch.cat([Q[:, r:], Q[:, :r] @ U], 1)
+
+
+@cache
+def openblas() -> Any:
+    """The BLAS inside of SciPy if its threads can be bounded, which else compete with PyTorch's; None elsewhere."""
+    try:
+        library = ctypes.CDLL(scipy.linalg._fblas.__file__)  # type: ignore[attr-defined]
+        return library if library.scipy_openblas_get_num_threads() > 0 else None
+    except (AttributeError, OSError):
+        return None
+
+
+@contextmanager
+def blas_threads() -> Iterator[None]:
+    """As many threads of SciPy's BLAS as PyTorch has: else both compete."""
+    library, wanted = openblas(), torch.get_num_threads()
+    before = wanted if library is None else library.scipy_openblas_get_num_threads()
+    if before == wanted:
+        yield
+        return
+    library.scipy_openblas_set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        library.scipy_openblas_set_num_threads(before)
+
+
+@cache
+def _pstrf(dtype: torch.dtype) -> Any:
+    """LAPACK's Cholesky decomposition with pivots, which PyTorch lacks."""
+    return scipy.linalg.get_lapack_funcs("pstrf", dtype=str(dtype).removeprefix("torch."))
+
+
+def side_by_side(function: Callable[[T], R], items: Sequence[T], work: Callable[[T], float]) -> list[R]:
+    """`function` of each item, on the CPU's threads: decompositions hardly gain from a second one, two gain a factor 2.
+
+    Args:
+        function: Must not change what others read.
+        work: About how many operations it takes, 0 if none of them are on the CPU.
+
+    Example:
+        >>> side_by_side(abs, [-1, 2], lambda item: 1.0)
+        [1, 2]
+    """
+    available = torch.get_num_threads()
+    costs = [work(item) for item in items] if available > 1 else []
+    threads = min(available, sum(cost > 0 for cost in costs))
+    if threads < 2 or sum(costs) - max(costs) < _MUCH:
+        return [function(item) for item in items]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def run(item: T) -> R:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return function(item)
+
+    try:
+        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (available // threads,)) as pool:
+            return list(pool.map(run, items))
+    finally:
+        torch.set_num_threads(available)  # new threads would begin with the number of the last one that was set
 
 
 def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
-from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
     damped_cholesky,
+    eigh,
     frobenius,
     powers,
     psd_clip,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg import cholesky_inverse, eigh
-from curvlinops_plus.linalg.eigendecomposition import eigenbasis
-from curvlinops_plus.linalg.side_by_side import side_by_side
+from curvlinops_plus.linalg.numerics import side_by_side
 
 Task = Callable[[], object]
 
@@ -35,7 +34,6 @@ def of_one(M: Tensor) -> dict[str, Task]:
     return {
         "torch": lambda: torch.linalg.eigh(M),
         "eigh": lambda: eigh(M, semidefinite=True),
-        "eigenbasis": lambda: eigenbasis(M),
         "inverse": lambda: cholesky_inverse(M, 1e-3),
     }
 
@@ -77,13 +75,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device, dtype = options.device, getattr(torch, options.dtype)
 
-    print("| size | rows / size | eigh | eigenbasis | damped Cholesky inverse |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| size | rows / size | eigh | damped Cholesky inverse |")
+    print("| --- | --- | --- | --- |")
     for size in options.sizes:
         for rank in options.ranks:
             M = factor(size, rank, device, dtype)
             found = ratios(of_one(M), options.repeats, device)
-            columns = " | ".join(f"{found[name]:.2f}" for name in ("eigh", "eigenbasis", "inverse"))
+            columns = " | ".join(f"{found[name]:.2f}" for name in ("eigh", "inverse"))
             print(f"| {size} | {rank:g} | {columns} |", flush=True)
 
     print("\n| 8 matrices of size | side by side | batched |\n| --- | --- | --- |")
