@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from curvlinops_plus.layer.convolution_gram import Correlations, grouped_gram, image_gram, input_gram, packed_gram
+from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram, packed_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
 from curvlinops_plus.linalg.gram_sum import PackedGram

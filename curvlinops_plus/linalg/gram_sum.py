@@ -111,14 +111,14 @@ class GramSum:
 
     def add_packed(self, packed: PackedGram) -> None:
         """Add a product that is packed, whose tensors are taken over."""
-        own, sizes = self._packed, (packed.total.shape if packed.total is not None else None)
-        if own is None or own.form != packed.form or (own.total is not None and own.total.shape != sizes):
+        own = self._packed
+        if own is None or own.form != packed.form or _shape(own.total) != _shape(packed.total):
             self._unpack()
             self._packed = packed
             return
         own.values += packed.values
         own.rows += packed.rows
-        if own.total is not None:
+        if own.total is not None and packed.total is not None:
             own.total += packed.total
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
@@ -155,6 +155,10 @@ class GramSum:
             framed[:-1, :-1], framed[-1, :-1], framed[-1, -1] = total, self._sum, self._count
             total = framed
         return mirror(total)
+
+
+def _shape(t: Tensor | None) -> torch.Size | None:
+    return None if t is None else t.shape
 
 
 def plain_mode(device: str) -> AbstractContextManager[None]:

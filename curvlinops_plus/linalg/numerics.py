@@ -223,8 +223,7 @@ def openblas() -> Any:
 def blas_threads() -> Iterator[None]:
     """As many threads of SciPy's BLAS as PyTorch has: else both compete."""
     library, wanted = openblas(), torch.get_num_threads()
-    before = wanted if library is None else library.scipy_openblas_get_num_threads()
-    if before == wanted:
+    if library is None or (before := library.scipy_openblas_get_num_threads()) == wanted:
         yield
         return
     library.scipy_openblas_set_num_threads(wanted)
