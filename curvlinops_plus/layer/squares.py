@@ -26,7 +26,8 @@ def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..
     Q = Q.to(t.dtype)
     if t.stride(-1) == 1 or t.ndim == 2:
         return (t.flatten(0, -2) @ Q).unflatten(0, t.shape[:-1])
-    return t @ Q  # as of images: a copy would take longer than the difference between one product and several
+    images = t.flatten(0, -3)  # a copy would take longer than the difference between one product and several
+    return torch.bmm(images, Q.expand(len(images), *Q.shape)).unflatten(0, t.shape[:-2])
 
 
 def squared_gradients(
