@@ -130,17 +130,8 @@ class EmbeddingBagRule(EmbeddingRule):
         return torch.stack([x.double(), weights.detach().double()], -1)
 
     def inputs(self, module: nn.Module, x: Tensor) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
-        """One row for each bag.
-
-        Raises:
-            ValueError: If `x` is not what `input_of` returns.
-        """
+        """One row for each bag of what `input_of` returns."""
         assert isinstance(module, nn.EmbeddingBag)
-        if x.ndim != 2 and not (x.ndim == 3 and x.shape[2] == 2):
-            raise ValueError(
-                f"{module} got an input of shape {tuple(x.shape)}, expected bags [B, L] or pairs [B, L, 2] as "
-                "`input_of` returns them."
-            )
         tokens = x if x.ndim == 2 else x[..., 0].long()
         present = tokens >= 0
         if module.padding_idx is not None:

@@ -68,6 +68,7 @@ class Function:
 
 
 LINEAR, BIAS = Function("linear"), Function("bias")
+TRANSPOSED = Function("linear", transposed=True)
 
 
 class Matrix(nn.Module):
@@ -165,18 +166,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[P
     return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
-def _matmul(input: Tensor, other: Tensor) -> list[Product]:
-    return [Product(Function("linear", transposed=True), input, other)] if input.ndim > 1 and other.ndim == 2 else []
-
-
-def _mm(input: Tensor, mat2: Tensor) -> list[Product]:
-    return _matmul(input, mat2)
+def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> list[Product]:
+    weight = mat2 if other is None else other
+    return [Product(TRANSPOSED, input, weight)] if weight is not None and input.ndim > 1 and weight.ndim == 2 else []
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> list[Product]:
-    if beta != 1 or alpha != 1 or input.ndim != 1:
-        return []
-    return [Product(Function("linear", transposed=True), mat1, mat2, input)]
+    plain = beta == 1 and alpha == 1 and input.ndim == 1
+    return [Product(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
 def _add(input: Any, other: Any) -> list[Product]:
@@ -229,8 +226,7 @@ def _convolution(name: str) -> Callable[..., list[Product]]:
 _READERS: dict[Any, Callable[..., list[Product]]] = {
     F.linear: _linear,
     F.embedding: _embedding,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
     **{getattr(F, name): _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},

@@ -35,7 +35,7 @@ class ScaleShiftRule(LayerRule):
 
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
         """The output at weight one and bias zero."""
-        raise NotImplementedError(f"{type(self).__name__} must define normalized(module, x), [B, *in] -> [B, *in].")
+        raise NotImplementedError
 
     def refuses(self, module: nn.Module) -> str | None:
         """Layers whose weight is computed from other parameters (weight normalization, pruning)."""
@@ -62,17 +62,17 @@ class ScaleShiftRule(LayerRule):
         kept = self.features(module, x)
         positions = [dim for dim in range(1, x.ndim) if dim not in kept]
         found: dict[str, Tensor] = {}
-        for name in self.patterns(module):
-            if name == "bias":
-                found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
-            else:
-                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    found[name] = self.products(module, g, x, positions)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            for name in self.patterns(module):
+                if name == "bias":
+                    found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
+                else:
+                    found[name] = sum_of_products(g, *self.whole(module, x), positions)
         return found
 
-    def products(self, module: nn.Module, g: Tensor, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """`Σ g x̂` over the positions of each example."""
-        return sum_of_products(g, x, lambda some: self.normalized(module, some), positions)
+    def whole(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """A tensor [B, *in], and the function of its examples that gives `x̂`."""
+        return x, lambda some: self.normalized(module, some)
 
 
 def sum_of_products(
@@ -145,13 +145,12 @@ class BatchNormRule(ScaleShiftRule):
         if not module.training:
             check_repeatable(module)
 
-    def products(self, module: nn.Module, g: Tensor, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """`Σ g x̂`; in training mode all examples are normalized at once."""
+    def whole(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """In training mode all examples are normalized at once."""
         if not module.training:
-            return super().products(module, g, x, positions)
+            return super().whole(module, x)
         assert isinstance(module.eps, float)
-        normalized = F.batch_norm(x, None, None, training=True, eps=module.eps)
-        return sum_of_products(g, normalized, lambda some: some, positions)
+        return F.batch_norm(x.detach(), None, None, training=True, eps=module.eps), lambda some: some
 
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
         """Shifted and scaled by the running statistics."""

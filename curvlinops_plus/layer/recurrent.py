@@ -69,19 +69,20 @@ class RecurrentRule(LayerRule):
     """
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """Sequences have the examples on the axis that `batch_first` sets, states on axis 1.
+        """Sequences have the examples on the axis that `batch_first` sets, states on axis 1; of cells all have them
+        first.
 
         Raises:
             UnsupportedError: If the input is one sequence without an example axis.
         """
-        verb = "got" if inputs else "returned"
-        if leaves[0].ndim == 2:
+        cell = isinstance(module, nn.RNNCellBase)
+        if leaves[0].ndim == 2 - cell:
             raise UnsupportedError(
-                f"{type(module).__name__} {verb} one sequence of shape {list(leaves[0].shape)} without an example "
-                "axis, expected 3 dimensions. Add it to the input with "
-                f"`x.unsqueeze({0 if module.batch_first else 1})`."
+                f"{type(module).__name__} {'got' if inputs else 'returned'} shape {list(leaves[0].shape)} without an "
+                f"example axis, expected {3 - cell} dimensions. Add it to the input, with "
+                f"`x.unsqueeze({0 if cell or module.batch_first else 1})`."
             )
-        return [0 if module.batch_first else 1, *[1] * (len(leaves) - 1)]
+        return [0 if cell or module.batch_first else 1, *[0 if cell else 1] * (len(leaves) - 1)]
 
     def check(self, module: nn.Module) -> None:
         """Refuse dropout between layers, which draws random numbers.
@@ -132,14 +133,10 @@ class RecurrentRule(LayerRule):
             J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
             return {name: J[name].unflatten(0, (V, -1)) for name in params}
 
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return in_chunks(chunk, g, self._chunk_sizes(module, x, *g[0].shape[:2]))
-
-    def _chunk_sizes(self, module: nn.Module, x: Tensor, V: int, B: int) -> tuple[int, int]:
-        """How many vectors and examples are worked on at a time."""
-        gates = sum(p.shape[0] for p in module._parameters.values() if p is not None and p.ndim == 2)
+        V, gates = len(g[0]), sum(p.shape[0] for p in params.values() if p.ndim == 2)
         rows = self.max_bytes // max(1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size())
-        return min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return in_chunks(chunk, g, (min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))))
 
     def _weights(self, module: nn.Module) -> Sequence[str]:
         """Names of weights and biases."""
@@ -165,19 +162,6 @@ class RecurrentRule(LayerRule):
 
 class CellRule(RecurrentRule):
     """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples first."""
-
-    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """All have the examples first.
-
-        Raises:
-            UnsupportedError: If the input has no example axis.
-        """
-        if leaves[0].ndim == 1:
-            raise UnsupportedError(
-                f"{type(module).__name__} {'got' if inputs else 'returned'} shape {list(leaves[0].shape)} without an "
-                "example axis, expected 2 dimensions. Add it to the input with `x[None]`."
-            )
-        return [0] * len(leaves)
 
     def _weights(self, module: nn.Module) -> Sequence[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

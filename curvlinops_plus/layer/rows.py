@@ -54,16 +54,11 @@ class SparseRows:
 
     def __post_init__(self) -> None:
         index, weight, kept = self.index, self.weight, self.kept
-        if index.ndim != 3 or index.is_floating_point():
-            raise ValueError(f"Expected places [B, S, L] of integers, got {index.dtype} of shape {list(index.shape)}.")
-        if weight is not None and weight.shape != index.shape:
+        wrong = index.ndim != 3 or index.is_floating_point() or (weight is not None and weight.shape != index.shape)
+        if wrong or (kept is not None and (kept.shape != index.shape[:2] or kept.dtype != torch.bool)):
             raise ValueError(
-                f"Expected one weight for each entry, {list(index.shape)}, got shape {list(weight.shape)}."
-            )
-        if kept is not None and (kept.shape != index.shape[:2] or kept.dtype != torch.bool):
-            raise ValueError(
-                f"Expected kept rows as bool of shape {list(index.shape[:2])}, got {kept.dtype} of shape "
-                f"{list(kept.shape)}."
+                f"Expected integer indices [B, S, L], weights of the same shape and kept rows [B, S] of bool, got "
+                f"{[None if t is None else (list(t.shape), t.dtype) for t in (index, weight, kept)]}."
             )
         # A frozen dataclass sets its fields this way.
         object.__setattr__(self, "index", index.long())
@@ -90,16 +85,11 @@ class SparseRows:
     def reshape(self, num_examples: int) -> SparseRows:
         """Rows `[N·p, S]` as `[N, p·S]`: `p` times as many positions per example.
 
-        Raises:
-            ValueError: If the number of rows is no multiple of N.
-
         Example:
             >>> SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5).reshape(3).shape
             torch.Size([3, 4, 5])
         """
         B, S, L = self.index.shape
-        if num_examples < 1 or B % num_examples:
-            raise ValueError(f"Expected a multiple of {num_examples} examples, got {B} rows of positions.")
         positions = B // num_examples * S
         return SparseRows(
             self.index.reshape(num_examples, positions, L),
@@ -113,18 +103,11 @@ class SparseRows:
     def cat(parts: Sequence[SparseRows]) -> SparseRows:
         """Rows of several calls of a layer as more positions of the same examples.
 
-        Raises:
-            ValueError: If there are none, or examples or lengths differ.
-
         Example:
             >>> rows = SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5)
             >>> SparseRows.cat([rows, rows]).shape
             torch.Size([6, 4, 5])
         """
-        parts = list(parts)
-        kinds = {(part.shape[0], part.size) for part in parts}
-        if len(kinds) != 1:
-            raise ValueError(f"Expected rows of as many examples and of one length, got (B, i) = {sorted(kinds)}.")
         if len(parts) == 1:
             return parts[0]
         L = max(part.index.shape[2] for part in parts)
@@ -175,7 +158,7 @@ class SparseRows:
             >>> rows.outer(torch.tensor([[[[1.0], [5.0]]]]))
             tensor([[[[0., 0., 6.]]]])
         """
-        g = self._of_these_rows(g)
+        g = g.to(torch.promote_types(g.dtype, self._dtype))
         V, B, _, o = g.shape
         J = g.new_zeros(V, B * self.size, o)
         places = torch.arange(B, device=g.device)[:, None, None] * self.size + self.index
@@ -198,7 +181,7 @@ class SparseRows:
             >>> rows.inner_products(torch.tensor([[[[1.0], [10.0]]]]), torch.tensor([[[1.0, 2.0, 3.0]]]))
             tensor([[[13.]]])
         """
-        g = self._of_these_rows(g)
+        g = g.to(torch.promote_types(g.dtype, self._dtype))
         if right is not None:  # as more outputs of fewer matrices: g of each of K and r
             columns, g = right, torch.einsum("vbso,kro->vbskr", g, C.to(g.dtype))
         else:
@@ -228,7 +211,7 @@ class SparseRows:
             >>> rows.squared(torch.ones(1, 2, 2, 1))
             tensor([[1., 0., 5.]])
         """
-        g = self._of_these_rows(g)
+        g = g.to(torch.promote_types(g.dtype, self._dtype))
         o = g.shape[3]
         total = g.new_zeros(self.size, o)
         pairs = self._pairs
@@ -289,13 +272,6 @@ class SparseRows:
 
     def _at_places(self, places: Tensor, values: Tensor) -> Tensor:
         return torch.zeros(self.size, dtype=self.dtype, device=values.device).index_add_(0, places, values)
-
-    def _of_these_rows(self, g: Tensor) -> Tensor:
-        if g.ndim != 4 or g.shape[1:3] != self.index.shape[:2]:
-            raise ValueError(
-                f"Expected gradients [V, B, S, o] with B, S = {tuple(self.index.shape[:2])}, got {tuple(g.shape)}."
-            )
-        return g.to(torch.promote_types(g.dtype, self._dtype))
 
 
 @dataclass(frozen=True)

@@ -231,11 +231,6 @@ def test_batch_norm_with_the_statistics_of_the_batch(kind: type[nn.Module]) -> N
         rule.per_example_grads(module, (x,), {}, g)
 
 
-def test_a_rule_without_the_normalized_input() -> None:
-    with pytest.raises(NotImplementedError, match=r"ScaleShiftRule must define normalized\(module, x\)"):
-        ScaleShiftRule().per_example_grads(nn.LayerNorm(2), (torch.ones(1, 2),), {}, torch.ones(1, 1, 2))
-
-
 # ------------------------------------------------------------------------------------------------------------- masks
 def test_masked_positions() -> None:
     """Positions are behind the channels, or before the features."""

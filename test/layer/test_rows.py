@@ -130,25 +130,16 @@ def test_nothing_is_written_out() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- mistakes
-def test_messages() -> None:
-    index = torch.zeros(2, 3, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"places \[B, S, L\] of integers, got torch.int64 of shape \[2, 3\]"):
-        SparseRows(index[..., 0], None, 5)
-    with pytest.raises(ValueError, match=r"places \[B, S, L\] of integers, got torch.float64 of shape \[2, 3, 1\]"):
-        SparseRows(index.double(), None, 5)
-    with pytest.raises(ValueError, match=r"one weight for each entry, \[2, 3, 1\], got shape \[3\]"):
-        SparseRows(index, torch.ones(3), 5)
-    with pytest.raises(ValueError, match=r"kept rows as bool of shape \[2, 3\], got torch.bool of shape \[3\]"):
-        SparseRows(index, None, 5, torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"kept rows as bool of shape \[2, 3\], got torch.float64"):
-        SparseRows(index, None, 5, torch.ones(2, 3))
-    rows = SparseRows(index, None, 5)
-    with pytest.raises(ValueError, match="Expected a multiple of 4 examples, got 2 rows"):
-        rows.reshape(4)
-    with pytest.raises(ValueError, match=r"got \(B, i\) = \[\(2, 5\), \(2, 6\)\]"):
-        SparseRows.cat([rows, SparseRows(index, None, 6)])
-    with pytest.raises(ValueError, match=r"got \(B, i\) = \[\]"):
-        SparseRows.cat([])
-    for method in (rows.outer, rows.squared):
-        with pytest.raises(ValueError, match=r"\[V, B, S, o\] with B, S = \(2, 3\), got \(1, 3, 2, 4\)"):
-            method(torch.ones(1, 3, 2, 4))
+@pytest.mark.parametrize(
+    ("index", "options"),
+    [
+        (torch.zeros(2, 3, dtype=torch.long), {}),
+        (torch.zeros(2, 3, 1), {}),
+        (torch.zeros(2, 3, 1, dtype=torch.long), {"weight": torch.ones(3)}),
+        (torch.zeros(2, 3, 1, dtype=torch.long), {"kept": torch.ones(3, dtype=torch.bool)}),
+        (torch.zeros(2, 3, 1, dtype=torch.long), {"kept": torch.ones(2, 3)}),
+    ],
+)
+def test_shapes_that_do_not_fit(index: Tensor, options: Any) -> None:
+    with pytest.raises(ValueError, match=r"Expected integer indices \[B, S, L\], weights of the same shape and kept"):
+        SparseRows(**{"index": index, "weight": None, "size": 5, **options})
