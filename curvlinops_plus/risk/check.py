@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from warnings import warn
@@ -65,49 +65,41 @@ def look_at(
     new = kind not in checked.seen
     if not check or not (new or check == "every" or checked.batches & (checked.batches - 1) == 0):
         return None
-    if norms := [name for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)]:
-        said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other"
-        if repeatable:
-            raise UnsupportedError(
-                f"{said}. Call model.eval() first, or leave this check out with EmpiricalRisk(..., check=False)."
-            )
-        if "batch norm" not in checked.said:
-            checked.said.add("batch norm")
-            warn(
-                f"{said}. Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not "
-                "compared with those of single examples. The curvature of a trained model is that in evaluation mode.",
-                CurvatureWarning,
-                stacklevel=2,
-            )
-        return None
-    return Look(risk, recorder, batch, outputs, repeatable, kind)
+    norms = [name for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)]
+    said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other."
+    if norms and repeatable:
+        raise UnsupportedError(f"{said} Call model.eval() first, or say EmpiricalRisk(..., check=False).")
+    if norms and "batch norm" not in checked.said:
+        checked.said.add("batch norm")
+        why = "Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not compared"
+        warn(f"{said} {why} with those of single examples.", CurvatureWarning, stacklevel=2)
+    return None if norms else Look(risk, recorder, batch, outputs, repeatable, kind)
 
 
+@dataclass(eq=False)
 class Look:
     """A recorded batch, and three of its examples by themselves; arguments as for `look_at`.
 
     Of the first vector that is backpropagated through the batch, the gradients of the three by the layers' rules are
     added up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum
     comes from a plain backward pass through the three, run one by one. If the model can't run one by itself (graphs,
-    bags of tokens), the whole batch is run again instead; in training loops, if that is random, the graph of the
-    recorded pass stands in.
+    bags of tokens), the whole batch is run again instead; in training loops, also if one has other outputs than in the
+    batch, the graph of the recorded pass stands in.
 
     Cost: a forward and a backward pass of three examples, with gradients of the parameters.
     """
 
-    def __init__(
-        self,
-        risk: EmpiricalRisk,
-        recorder: Recorder,
-        batch: Batch,
-        outputs: Sequence[Tensor],
-        repeatable: bool,
-        kind: Any,
-    ) -> None:
-        self.risk, self.recorder, self.batch, self.outputs, self.repeatable = risk, recorder, batch, outputs, repeatable
-        self.kind, self.N, generator = kind, batch.num_examples, torch.Generator().manual_seed(0)
+    risk: EmpiricalRisk
+    recorder: Recorder
+    batch: Batch
+    outputs: Sequence[Tensor]
+    repeatable: bool
+    kind: Any
+
+    def __post_init__(self) -> None:
+        self.N, generator = self.batch.num_examples, torch.Generator().manual_seed(0)
         # Not the first ones: what is mixed may be neighbours, or not.
-        few = 1 if kind in risk.checked.seen else _FEW
+        few = 1 if self.kind in self.risk.checked.seen else _FEW
         self.chosen: list[int] = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
         self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)
         self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
@@ -143,20 +135,20 @@ class Look:
 
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The sum of the three by the plain model; None is zero, and what can't be told is missing."""
-        heads, sent = list[Tensor](), list[Tensor]()
-        if (alone := self._alone(model)) is not None:
-            for n, number, fs in zip(self.chosen, self.numbers.tolist(), alone, strict=True):
-                heads += fs
-                sent += [number * self._rows(v, n) for v in self.vectors]
-        else:
-            heads, sent = self.risk.run(self.batch, model)[0], [torch.zeros_like(v) for v in self.vectors]
+        heads, sent, alone = list[Tensor](), list[Tensor](), self._alone(model)
+        for n, number, fs in zip(self.chosen, self.numbers.tolist(), alone or (), strict=alone is not None):
+            heads += fs
+            sent += [number * self._rows(v, n) for v in self.vectors]
+        if alone is None:
+            sent = [torch.zeros_like(v) for v in self.vectors]
             for n, number in zip(self.chosen, self.numbers.tolist(), strict=True):
                 for v, kept in zip(self.vectors, sent, strict=True):
                     self._rows(kept, n).copy_(number * self._rows(v, n))
+            heads = self.risk.run(self.batch, model)[0] if self.repeatable else self.outputs
             if away := self._difference(heads, self.outputs):
-                if self.repeatable:
-                    raise not_repeatable(self.risk, away)
-                heads, params = self.outputs, {key: p for key, p in self.risk.params.items() if p.requires_grad}
+                raise not_repeatable(self.risk, away)
+            if not self.repeatable:
+                params = {key: p for key, p in self.risk.params.items() if p.requires_grad}
         live = [(f, v) for f, v in zip(heads, sent, strict=True) if f.requires_grad]
         if not live or not params:
             return dict.fromkeys(params)
@@ -253,6 +245,7 @@ class Look:
         Raises:
             OutsideReads: If a layer's rule disagrees; names layer and parameter.
         """
+        self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
         layers, norms, zero = [], [_joined(self.vectors).norm().double()], set[str]()
         for layer in self.recorder.layers:
             if self.theirs.keys() >= layer.params.keys():

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import multiplied, rotate, row_products, squared_examples, squared_gradients
+from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
 
@@ -171,7 +171,8 @@ class LayerBatch:
             return self.summed
         if self._one_matrix:
             return self.rows.outer_products() if self.rows.weight else self.rows.bias_grads()[..., None]
-        group, grads = self._only_group, self.param_grads()
+        (group,) = self.layer.groups if self.group is None else (self.group,)
+        grads = self.param_grads()
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
         return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
 
@@ -191,23 +192,21 @@ class LayerBatch:
             return sum(parts[1:], parts[0])
         C = C.to(self.layer.accumulation_dtype)
         right = None if right is None else right.to(C.dtype)
-        if self._one_matrix and self.rows.weight:
-            unshared = C.ndim == 3 and self.rows.grads.shape[2] == 1
-            if self.rows.sparse or unshared or right is not None:
-                return self._row_products(C, right)
-        columns = (C if right is None else C.mT @ right).flatten(1).T
-        return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
-
-    def _row_products(self, C: Tensor, right: Tensor | None) -> Tensor:
-        """The same from rows, in pieces of examples."""
-        if isinstance(sparse := self.rows.inputs if self.rows.sparse else None, SparseRows):
-            return sparse.inner_products(self.rows.grads, C, right)
-        products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
+        rows = self.rows if self._one_matrix and self.rows.weight else None
+        if rows is not None and rows.sparse:
+            assert isinstance(rows.inputs, SparseRows)
+            return rows.inputs.inner_products(rows.grads, C, right)
         parts = []
-        for piece in self._cut(_PIECE_BYTES, self.rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
-            a = piece.rows.inputs
-            assert isinstance(a, Tensor)
-            parts.append(row_products(piece.rows.grads, a, C, right))
+        if rows is not None and (right is not None or (C.ndim == 3 and rows.grads.shape[2] == 1)):
+            products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
+            for piece in self._cut(_PIECE_BYTES, rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
+                a = piece.rows.inputs
+                assert isinstance(a, Tensor)
+                parts.append(row_products(piece.rows.grads, a, C, right))
+        else:
+            columns = (C if right is None else C.mT @ right).flatten(1).T
+            for piece in self.pieces():
+                parts.append(piece.per_example_grads.flatten(2) @ columns)
         return torch.cat(parts, 1)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None) -> Tensor:
@@ -221,24 +220,26 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
         """
-        if self.summed is not None:
-            return self._squared_examples(QG, QA, total)
-        if self._one_matrix:
-            rows = self.rows
-            if not rows.weight:
-                g = rows.bias_grads()
-                g = g if QG is None else multiplied(g[..., None, :], QG)[..., 0, :]
-                found = g.square().sum((0, 1))[..., None]
-                return found if total is None else total.add_(found)
-            if rows.sparse and QA is None:
-                assert isinstance(rows.inputs, SparseRows)
-                found = rows.inputs.squared(rows.grads, QG)
-                return found if total is None else total.add_(found)
-            if not rows.sparse:
-                return self._squared_rows(QG, QA, total)
-        for piece in self.pieces():
-            part = rotate(piece.per_example_grads, QG, QA).square().sum((0, 1))
-            total = part if total is None else total.add_(part)
+        rows = self.rows if self._one_matrix and self.summed is None and self.rows.weight else None
+        if rows is not None and rows.sparse and QA is None:
+            assert isinstance(rows.inputs, SparseRows)
+            found = rows.inputs.squared(rows.grads, QG)
+            return found if total is None else total.add_(found)
+        dense = rows is not None and not rows.sparse
+        from_rows = dense and not self._many_positions
+        for piece in (self,) if self.summed is not None else self._row_pieces() if dense else self.pieces():
+            if from_rows:
+                rows = piece.rows
+                ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
+                a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
+                assert isinstance(a, Tensor)
+                for g in rows.grads:
+                    total = squared_gradients(g, a, QG, QA, ones, total)
+                continue
+            grads = piece.per_example_grads
+            total = torch.zeros_like(grads[0, 0]) if total is None else total
+            for J in grads:
+                squared_examples(J, QG, QA, total)
         assert total is not None
         return total
 
@@ -252,28 +253,6 @@ class LayerBatch:
             grads = part.per_example_grads
             yield replace(part, calls=[], mask=None, example_weights=None, _shared={}, summed=grads)
 
-    def _squared_rows(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
-        """`squared_grads` from rows, in pieces of examples."""
-        for piece in self._row_pieces():
-            if self._many_positions:
-                total = piece._squared_examples(QG, QA, total)
-                continue
-            rows = piece.rows
-            ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
-            a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
-            assert isinstance(a, Tensor)
-            for g in rows.grads:
-                total = squared_gradients(g, a, QG, QA, ones, total)
-        assert total is not None
-        return total
-
-    def _squared_examples(self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None) -> Tensor:
-        grads = self.per_example_grads
-        total = torch.zeros_like(grads[0, 0]) if total is None else total
-        for J in grads:
-            squared_examples(J, QG, QA, total)
-        return total
-
     def _row_pieces(self) -> Iterator[LayerBatch]:
         columns = self.layer.groups[0].layout.matrix_shape[-1]
         size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
@@ -282,7 +261,7 @@ class LayerBatch:
     @property
     def _positions(self) -> int:
         """Of all calls and matrices, per example."""
-        outputs = sum(call.grads.shape[1:].numel() for call in self.calls)  # examples · positions · b · o
+        outputs = sum([call.grads.shape[1:].numel() for call in self.calls])  # examples · positions · b · o
         return outputs // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
 
     @property
@@ -310,7 +289,9 @@ class LayerBatch:
         use = call.use
         try:
             if isinstance(call.rule, AffineRule):
-                return self._rows_of_any_role.call_grads(call)
+                # By itself: others may multiply with a different matrix.
+                rows = AffineRows(self.layer, [call], self.num_examples, self.mask, True, False, False, 0, {})
+                return rows.call_grads(call)
             several = not isinstance(call.grads, Tensor)
             masked = [call.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
             g = masked if several else masked[0]
@@ -319,11 +300,6 @@ class LayerBatch:
             raise type(error)(f"{title(use.name)}: {error}") from error
 
     # ------------------------------------------------------------------------------------------------------- internals
-    @property
-    def _rows_of_any_role(self) -> AffineRows:
-        """Rows for calls that may multiply with different matrices: each call by itself."""
-        return AffineRows(self.layer, self.calls, self.num_examples, self.mask, True, False, False, 0, self._shared)
-
     def _upcast(self, t: Tensor) -> Tensor:
         return t.to(torch.promote_types(t.dtype, self.layer.accumulation_dtype)) if t.is_floating_point() else t
 
@@ -340,18 +316,6 @@ class LayerBatch:
     def _one_matrix(self) -> bool:
         """Whether all calls multiply with the layer's matrix."""
         return len(self.layer.roles) == 1 or (self.role is not None and not self.role.transposed)
-
-    @property
-    def _only_group(self) -> Group:
-        """The parameters that make up the one matrix of the batch.
-
-        Raises:
-            ValueError: If there are several matrices.
-        """
-        groups = self.layer.groups if self.group is None else (self.group,)
-        if len(groups) != 1:
-            raise ValueError(f"{self.layer.title} has {len(groups)} blocks: restrict the batch to one of them first.")
-        return groups[0]
 
 
 def _rows_of(t: Tensor, axis: int, at: slice | Tensor, N: int) -> Tensor:

@@ -71,6 +71,7 @@ class Recorder:
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
         reached: Indices of the layers that a gradient has reached.
+        see: What sees each `LayerBatch` first.
         disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
 
@@ -86,6 +87,7 @@ class Recorder:
         self.by_layer: dict[int, list[Call]] = {}
         self.num_examples, self.disabled, self.doubt = 0, Depth(), None
         self._recording, self._ours, self._handles = False, OwnThread(), list[Any]()
+        self.see: Consumer | None = None
         self._waiting: dict[int, int] | None = None  # while a vector is sent: gradients that each layer waits for
         params = {key: p for layer in layers for key, p in layer.params.items()}
         functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
@@ -135,7 +137,7 @@ class Recorder:
         for call in self.calls:
             for output in call.outputs:
                 output.edge = None
-        self.calls, self.by_layer, self._waiting = [], {}, None
+        self.calls, self.by_layer, self._waiting, self.see = [], {}, None, None
         self.kinds, self.dtypes, self.numbers = set[Any](), set[torch.dtype](), 0
 
     # ------------------------------------------------------------------------------------------------------- hooks
@@ -360,8 +362,6 @@ class Recorder:
         """
         self._consume, self._mask, self._weight = consume, mask, weight
         self._first, self._power, self.reached, self.by_layer = True, 1.0, set[int](), {}
-        #: What sees each `LayerBatch` first.
-        self.see: Consumer | None = None
         for call in self.calls:
             self.by_layer.setdefault(call.layer, []).append(call)
             for t, version in call.versions:

@@ -166,7 +166,6 @@ class RecordedPasses:
             recorder.show_inputs()
         if look is not None:
             look.finish()
-            self.recorder.see = None  # it holds the graph, whose hooks hold the recorder
         totals.reached = recorder.reached
         return totals
 

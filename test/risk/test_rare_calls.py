@@ -16,7 +16,6 @@ from curvlinops_plus import (
     EKFAC,
     KFAC,
     CurvatureWarning,
-    DiagonalBlock,
     EmpiricalRisk,
     Exact,
     FullBlock,
@@ -106,7 +105,6 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
     assert set(seen) == {"0", "2"}
 
 
-# ------------------------------------------------------------------------------------------- sparse rows, in a basis
 # ------------------------------------------------------------------------------------- attention under checkpointing
 class Attending(nn.Module):
     def __init__(self, checkpointed: bool, batch_first: bool) -> None:
@@ -149,46 +147,3 @@ def test_attention_inside_activation_checkpointing(
         for p in params[:2]:  # the weight and the bias of the first layer are one block, in this order
             start += p.numel()
         close(found[0][:start, :start], exact[:start, :start])
-
-
-# -------------------------------------------------------------------------------------------- outputs that are kept
-class Keeps(nn.Module):
-    """Keeps what it returns; without a parameter that requires a gradient, that belongs to no graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x * self.scale
-        return self.kept
-
-
-@pytest.mark.parametrize("approximation", [DiagonalBlock, FullBlock])
-@pytest.mark.parametrize("position", [0, 1])
-def test_an_output_that_a_module_keeps_stays_as_it_is(approximation: Any, position: int) -> None:
-    modules: list[nn.Module] = [nn.Linear(3, 3), nn.Tanh()]
-    keeper = Keeps()
-    modules.insert(position, keeper)
-    model = set_numbers(nn.Sequential(*modules)).requires_grad_(False)
-    data = [(normal(5, 3), normal(5, 3, seed=1))]
-    kept: list[Tensor] = []
-
-    def look(module: Keeps, args: Any, out: Tensor) -> None:
-        assert module.kept is not None
-        if len(module.kept) == 5:  # not a look at a few examples
-            kept.append(module.kept)
-
-    handle = keeper.register_forward_hook(look)
-    K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, list(model.parameters())), approximation)
-    handle.remove()
-    assert kept
-    if position == 0:  # nothing before it requires a gradient, so neither does what it computed
-        assert not kept[0].requires_grad
-    free = model.requires_grad_()
-    blocks, start = ggn(free, data, list(free.parameters())), 0
-    for p in free.parameters() if approximation is DiagonalBlock else ():
-        part = slice(start, start + p.numel())
-        close(K.diagonal()[part], blocks.diagonal()[part])
-        start += p.numel()
