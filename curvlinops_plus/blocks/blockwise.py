@@ -151,8 +151,7 @@ class BlockwiseLinearOperator(Deferred):
 
         def work() -> Sweeps:
             while True:
-                if self.risk.processes.world > 1:
-                    self.take_reads(self.risk.processes.gather(describe_reads(self.risk.reads)))
+                self.agree_on_reads()
                 options = {"max_bytes": self.max_bytes, "offload": self._offload, "owners": self.owners}
                 title = type(self).__name__
                 sweeps = Sweeps(self.risk, self.plan, self.vectors, title, max_kept_bytes, **options)
@@ -167,11 +166,14 @@ class BlockwiseLinearOperator(Deferred):
 
         return self.risk.together(work, same=self.described)
 
-    def take_reads(self, told: Iterable[Any]) -> None:
-        """Take over what processes know of functions that read parameters; those without examples know nothing."""
-        found = [one for one in told if one is not None]
+    def agree_on_reads(self) -> None:
+        """Take over what processes know of functions that read parameters; some may have no examples. Collective."""
+        if self.risk.processes.world == 1:
+            return
+        own = describe_reads(self.risk.reads)
+        found = [one for one in self.risk.processes.gather(own) if one is not None]
         most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
-        if difference(most, describe_reads(self.risk.reads)):
+        if difference(most, own):
             self.risk.reads = rebuild_reads(self.risk, most)
             self.renew_plan()
 
@@ -525,7 +527,7 @@ def restore(
 def curvature(
     risk: EmpiricalRisk,
     approximation: Any = KFAC,
-    *more: Any,
+    *,
     default: Any = KFAC,
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
@@ -593,8 +595,6 @@ def curvature(
         >>> [type(block).__name__ for block in K.blocks.values()]
         ['Kronecker', 'Dense', 'Eigendecomposed']
     """
-    if more:
-        raise TypeError(f"curvature takes a risk and an approximation by position, {len(more)} more were given.")
     return BlockwiseLinearOperator(
         risk,
         approximation,

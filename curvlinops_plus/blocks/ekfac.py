@@ -106,7 +106,11 @@ class EKFAC(KFAC):
         return {name: factor for name, factor in factors.items() if not self.forms[name].diagonal}
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
-        return eigenvectors(self.layer, name, M, self.basis_rtol)
+        try:
+            # Row by row in memory, as files keep them: products after loading round as before.
+            return eigh(M, semidefinite=True, rtol=self.basis_rtol)[1].contiguous()
+        except NumericsError as error:
+            raise NumericsError(f"{self.layer.title}, factor {name}: {error}") from error
 
 
 class Correction(Accumulator):
@@ -178,15 +182,6 @@ def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
     if batch:
         return Diagonal(like.new_ones(1, 1).expand(*batch, size))
     return IdentityLinearOperator([(size,)], like.device, like.dtype)
-
-
-def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
-    """Eigenvectors of one factor; failures name the layer."""
-    try:
-        # Row by row in memory, as files keep them: products after loading round as before.
-        return eigh(factor, semidefinite=True, rtol=rtol)[1].contiguous()
-    except NumericsError as error:
-        raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 
 
 def compute_eigenvalue_correction_linear_weight_sharing(

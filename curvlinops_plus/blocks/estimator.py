@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from numbers import Real
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedEr
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.function_reads import describe_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.record import Consumer, OutsideReads
@@ -306,22 +304,15 @@ class CurvatureEstimator:
         return self.risk.together(agreed, over_data=False, same=self._blank.described)
 
     def _agree_on_reads(self) -> None:
-        """Let a process that has had no examples take over how functions read parameters. Collective.
-
-        Raises:
-            UnsupportedError: If others have summed statistics of other layers.
-        """
-        own = describe_reads(self.risk.reads)
-        told = self.risk.processes.gather(own)
-        known = {repr((one["products"], one["enclosing"])) for one in told if one is not None}
-        if len(known) > 1 or (known and own is None and self._sums.called):
-            raise UnsupportedError(
-                "Functions that read parameters were found in other places by other processes, whose batches call "
-                f"other parts of the model: {told}. Statistics of other layers don't add up. Begin with batches that "
-                "call all."
-            )
-        if own is None and known:
-            self._blank.take_reads(told)
+        """Take over how functions read parameters from processes that have found more of it. Collective."""
+        plan = self.plan
+        self._blank.agree_on_reads()
+        if self.plan is not plan:
+            if self._sums.called:
+                raise UnsupportedError(
+                    "Functions that read parameters were found by other processes, whose batches call other parts of "
+                    "the model. Statistics of other layers don't add up. Begin with batches that call all."
+                )
             self._sums = Sums(self.plan, self._scale)
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -417,7 +408,14 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        _require_like(self, other)
+        mine, theirs = (
+            ([(e.layer.name, repr(e.approximation)) for e in one.plan], repr(one.vectors), one.decay)
+            for one in (self, other)
+        )
+        if mine != theirs:
+            raise ValueError(
+                f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
+            )
         self._sums = self._sums.merged(other._sums)
         self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
@@ -498,20 +496,6 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
     return K
 
 
-def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
-    def options(estimator: CurvatureEstimator) -> tuple[list[tuple[str, str]], str, float]:
-        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in estimator.plan]
-        return approximations, repr(estimator.vectors), estimator.decay
-
-    mine, theirs = options(one), options(other)
-    if mine != theirs:
-        raise ValueError(
-            f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
-        )
-
-
-def _check_decay(decay: Any) -> None:
-    if not isinstance(decay, Real):
-        raise TypeError(f"decay is a {type(decay).__name__}; expected a number in (0, 1].")
-    if not 0 < float(decay) <= 1:
+def _check_decay(decay: float) -> None:
+    if not 0 < decay <= 1:
         raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")

@@ -64,33 +64,33 @@ class Sums:
         self.step, self.decay, self.entered = Totals(), 1.0, set[int]()
         self.open = False  # whether a step was begun
 
-    def fresh(self) -> Self:
-        """No sums, in the same bases."""
+    def _each(self, make: Callable[[Accumulator], Accumulator]) -> Self:
+        """Others with accumulators made of these ones."""
         other = copy.copy(self)
         other.stages = {
-            layer: [{name: a.empty() for name, a in stage.items()} for stage in stages]
+            layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
             for layer, stages in self.stages.items()
         }
+        other.totals, other.entered, other.step = dict(self.totals), set(self.entered), _joined(Totals(), self.step)
+        return other
+
+    def copied(self) -> Self:
+        """The same; changes of one are none of the other."""
+        with self._plain_mode():
+            return self._each(lambda a: a.copy())
+
+    def fresh(self) -> Self:
+        """No sums, in the same bases."""
+        other = self._each(lambda a: a.empty())
         other._forget()
         return other
 
     def without_data(self) -> Self:
         """No sums in the same steps, which have called the same layers: for a process that shares those of another."""
-        other = self.fresh()
+        other = self._each(lambda a: a.empty())
         for layer, own in self.totals.items():
             other.totals[layer] = Totals(called=set(own.called), weights=own.weights, steps=own.steps)
-        other.decay, other.entered = self.decay, set(self.entered)
-        return other
-
-    def copied(self) -> Self:
-        """The same; changes of one are none of the other."""
-        other = copy.copy(self)
-        with self._plain_mode():
-            other.stages = {
-                layer: [{name: a.copy() for name, a in stage.items()} for stage in stages]
-                for layer, stages in self.stages.items()
-            }
-        other.totals, other.entered, other.step = dict(self.totals), set(self.entered), _joined(Totals(), self.step)
+        other.step = Totals()
         return other
 
     def consume(self, batch: LayerBatch, last: bool = False) -> None:
