@@ -93,13 +93,7 @@ _settings = pytest.StashKey[dict[str, object]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """What the package says once per process is said again in each test.
-
-    With `pytest_runtest_teardown` in place of two fixtures, which would take as long as a small test.
-    """
-    from curvlinops_plus.blocks import plan
-
-    plan._told = set()
+    """With `pytest_runtest_teardown` in place of a fixture, which would take as long as a small test."""
     item.stash[_settings] = settings()
     return (yield)
 

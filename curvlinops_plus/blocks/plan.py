@@ -55,55 +55,33 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}.{_how_to_name(key, layers)}"
+                f"{sorted({_type_name(layer) for layer in layers})}. A key is a name, a glob or the class of a module."
             )
     return plan
 
 
-def _how_to_name(key: Any, layers: list[Layer]) -> str:
-    """What to write instead of a module, or of the name of a type."""
-    owners = [(use.name, use.owner) for layer in layers for use in layer.uses]
-    if isinstance(key, str):
-        kind = next((type(owner) for _, owner in owners if type(owner).__name__ == key), None)
-        return "" if kind is None else f" For a type write the class itself, {key}, not its name."
-    name = next((name for name, owner in owners if owner is key), None)
-    return "" if name is None else f" A module is named: {name!r}."
-
-
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
     """Refuse approximations that are made of gradients, where none are backpropagated."""
-    refused = [entry for entry in plan if entry.approximation.kind.needs_gradients]
-    if not refused:
-        return
-    layer, types = refused[0].layer, sorted({_type_name(entry.layer) for entry in refused})
-    more = f" The same is true of {[entry.layer.name for entry in refused[1:]]}." if refused[1:] else ""
-    mapping = ", ".join(f"{kind}: ScaledIdentity" for kind in types)
-    raise UnsupportedError(
-        f"{layer.title}: {refused[0].approximation.kind.__name__} is made of gradients, and ForwardOnly() sends "
-        f"nothing back.{more} Use Exact(), MonteCarlo() or Empirical(). Or give such layers a block that needs none, "
-        f"curvature(risk, {{{mapping}}}, ...), or leave the layer's parameters {list(layer.params)} out of `params`."
-    )
-
-
-#: What this process was told already.
-_told: set[str] = set()
+    if refused := [entry for entry in plan if entry.approximation.kind.needs_gradients]:
+        kinds = ", ".join(f"{_type_name(entry.layer)}: ScaledIdentity" for entry in refused)
+        raise UnsupportedError(
+            f"{refused[0].layer.title}: {refused[0].approximation!r} is made of gradients, and ForwardOnly() sends "
+            f"nothing back. Use Exact(), MonteCarlo() or Empirical(), or curvature(risk, {{{kinds}}}, ...)."
+        )
 
 
 def warn_of_replaced(plan: Sequence[LayerPlan]) -> None:
-    """Warn of layers without Kronecker factors: of normalisation, which many networks have, once per process."""
+    """Warn of layers without Kronecker factors."""
     replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
-    if all("Norm" in _type_name(layer) for layer in replaced):
-        if not replaced or "norms" in _told:
-            return
-        _told.add("norms")
-    first = replaced[0]
-    warn(
-        f"{len(replaced)} of {len(plan)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-        f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
-        f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
-        CurvatureWarning,
-        stacklevel=level_of_user(),
-    )
+    if replaced:
+        first = replaced[0]
+        warn(
+            f"{len(replaced)} of {len(plan)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+            f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
+            f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
 
 
 # What layers without Kronecker factors get where some were meant.

@@ -272,6 +272,7 @@ class Look:
                     "check=False) goes on without this check, and with numbers that are wrong.",
                     layer.params,
                 )
+            self.risk.checked.errors[layer.name] = away / size if size > 0 else away
             if not size > 0:
                 zero.add(layer.name)
         self.zero = zero if self.zero is None else self.zero & zero

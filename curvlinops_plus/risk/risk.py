@@ -65,6 +65,7 @@ class Checked:
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
+        errors: Layer name to the relative difference that was last seen.
     """
 
     in_modules: bool = False
@@ -75,6 +76,7 @@ class Checked:
     shift: bool | None = None
     batch_norm: bool = True
     modes: set[tuple[bool, ...]] = field(default_factory=set)
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 class EmpiricalRisk(ModelParameters):
