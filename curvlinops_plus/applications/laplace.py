@@ -16,8 +16,8 @@ from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
-from curvlinops_plus.linalg.products import outside_autocast
-from curvlinops_plus.linalg.selection import select
+from curvlinops_plus.linalg.operator import outside_autocast
+from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.losses import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced

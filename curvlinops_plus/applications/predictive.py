@@ -26,7 +26,7 @@ from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
-from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Scaled
+from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator
 from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
@@ -257,9 +257,7 @@ class _Covariances:
         rows = batch.rows
         if not rows.weight or not isinstance(rows.inputs, Tensor) or rows.grads.ndim != 4 or rows.grads.shape[2] != 1:
             return None
-        a, g, c = rows.inputs[:, 0], rows.grads[:, :, 0], 1.0
-        while isinstance(L, Scaled):
-            L, c = L.A, c * float(L.c)
+        a, g = rows.inputs[:, 0], rows.grads[:, :, 0]
         if isinstance(L, Diagonal):
             values = L.vector
         elif isinstance(L, Eigendecomposed) and isinstance(L.basis, Kronecker):
@@ -268,7 +266,7 @@ class _Covariances:
         else:
             return None
         if batch.first:
-            self._sizes[batch.layer] = c * (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+            self._sizes[batch.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
         return g * self._sizes[batch.layer]
 
 

@@ -25,7 +25,7 @@ from curvlinops_plus.linalg import (
     LinearOperator,
     Structure,
 )
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.dense import Factor
 from curvlinops_plus.linalg.numerics import eigh
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.dense import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 # Larger factors are diagonal.

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact.passes import differentiable
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.implicit import linear_in
+from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable

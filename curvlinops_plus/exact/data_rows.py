@@ -17,7 +17,7 @@ from curvlinops_plus.exact.base import RiskOperator, in_range, require_own_data,
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.exact.passes import Outputs, Passes, Read, differentiable
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.linalg.implicit import linear_in
+from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
-from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, KroneckerSum
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
-from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
-from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.operator import Adjoint, Deferred, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
-from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
-from curvlinops_plus.linalg.scipy_export import to_scipy
-from curvlinops_plus.linalg.scipy_import import from_scipy
+from curvlinops_plus.linalg.scipy_operators import from_scipy, to_scipy
 from curvlinops_plus.linalg.solvers import (
     CGInverseLinearOperator,
     LSMRInverseLinearOperator,
@@ -28,30 +24,23 @@ from curvlinops_plus.linalg.solvers import (
     minres,
     neumann,
 )
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
+from curvlinops_plus.linalg.space import Space, Structure
 from curvlinops_plus.linalg.submatrices import (
-    PrincipalPart,
+    PositionedBlocks,
     ProjectedLinearOperator,
     SubmatrixLinearOperator,
     submatrix,
 )
-from curvlinops_plus.linalg.sums import FormedSum, structured_sum
 
 __all__ = [
     "Adjoint",
     "BlockDiagonal",
     "CGInverseLinearOperator",
-    "Congruent",
     "Deferred",
-    "DeferredResult",
     "Dense",
     "Diagonal",
     "Eigendecomposed",
     "Factor",
-    "Formed",
-    "FormedSum",
     "HeuristicDamping",
     "Identity",
     "IdentityLinearOperator",
@@ -64,7 +53,6 @@ __all__ = [
     "NeumannInverseLinearOperator",
     "OwnedBlockDiagonal",
     "PositionedBlocks",
-    "PrincipalPart",
     "Product",
     "ProjectedLinearOperator",
     "RelativeDamping",
@@ -86,7 +74,6 @@ __all__ = [
     "nearest_kronecker",
     "neumann",
     "psd_clip",
-    "structured_sum",
     "submatrix",
     "to_scipy",
 ]

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
+from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
+from curvlinops_plus.linalg.operator import LinearOperator, Shifted, error_context, outside_autocast
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
-from curvlinops_plus.linalg.products import error_context, outside_autocast
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense
+from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
 
@@ -29,9 +27,10 @@ _OTHER = "; that of a curvature is read by BlockwiseLinearOperator.from_state_di
 class BlockDiagonal(LinearOperator):
     """One operator per group of parameters; between groups the matrix is zero.
 
-    Everything with a closed form follows block by block, and inverses, powers, shifts and multiples are again
-    block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one number per block, a
-    mapping from block name to damping, or a rule that is called with each block. Errors begin with the block's name.
+    Everything with a closed form follows block by block, and inverses, powers, shifts, multiples and sums of equal
+    groups are again block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one
+    number per block, a mapping from block name to damping, or a rule that is called with each block. Errors begin with
+    the block's name.
 
     Args:
         blocks: Name to square operator.
@@ -54,8 +53,6 @@ class BlockDiagonal(LinearOperator):
                 0.5000, 0.5000, 0.5000])
     """
 
-    _state_key = "layouts"  # what of a state says where blocks are
-
     _keeps_elsewhere = False
 
     def __init__(
@@ -72,41 +69,30 @@ class BlockDiagonal(LinearOperator):
             )
         first = next(iter(blocks.values()))
         super().__init__(space, first.dtype, first.device)
+        #: The parameters of the layouts, in the order of the vector.
         self.space = space
         #: Name to operator, and to how the parameters of the block make its vector.
         self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
-        self._check_spaces()
-        self._check_blocks({name: layout.dim for name, layout in self.layouts.items()})
+        listed = [item for layout in self.layouts.values() for item in layout.shapes.items()]
+        if sorted(listed) != sorted(space.shapes.items()):
+            raise ValueError(f"Expected each of the parameters {space} in one layout, got {listed}.")
+        for name, block in self.blocks.items():
+            if block.shape != (dim := self.layouts[name].dim, dim):
+                raise ValueError(
+                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block.label}.'
+                )
+            if block.dtype != self.dtype or block.device != self.device:
+                raise ValueError(
+                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
+                )
         if device not in (None, self.device):
             self.device, self._keeps_elsewhere = device, True
         order = {key: place for place, key in enumerate(space.shapes)}
         #: Where the parameters of each block are among the tensors of the space.
         self._places = {name: [order[key] for key in layout.shapes] for name, layout in self.layouts.items()}
 
-    def _check_spaces(self) -> None:
-        shapes = self.space.shapes
-        listed = [parameter for layout in self.layouts.values() for parameter in layout.shapes]
-        if sorted(listed) != sorted(shapes):
-            raise ValueError(f"Expected each of the parameters {list(shapes)} in one layout, got {listed}.")
-        for name, layout in self.layouts.items():
-            for parameter, shape in layout.shapes.items():
-                if shape != (own := shapes[parameter]):
-                    where = f'block "{name}": expected parameter "{parameter}" of shape {list(own)}'
-                    raise ValueError(f"{where}, got {list(shape)}.")
-
-    def _check_blocks(self, sizes: Mapping[str, int]) -> None:
-        for name, block in self.blocks.items():
-            dim = sizes[name]
-            if block.shape != (dim, dim):
-                where = self.layouts.get(name, f"{dim} positions")
-                raise ValueError(f'block "{name}": expected a {dim} x {dim} matrix for {where}, got {block.label}.')
-            if block.dtype != self.dtype or block.device != self.device:
-                raise ValueError(
-                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
-                )
-
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> Structure:  # type: ignore[override]
         return min(block.structure for block in self.blocks.values())
 
     # Products --------------------------------------------------------------------------------------------------------
@@ -126,7 +112,7 @@ class BlockDiagonal(LinearOperator):
         Columns are stored one after another, as `Kronecker` and `Layout.gather` do: then a block's rows are moved in
         long runs, and the whole is transposed once at most.
         """
-        given = X.T.contiguous().split_with_sizes(self.in_space.sizes, 1)
+        given = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
         results: list[Any] = [None] * len(given)
         for name in self.blocks:
             layout, places = self.layouts[name], self._places[name]
@@ -155,21 +141,15 @@ class BlockDiagonal(LinearOperator):
             {'b': tensor([3.]), 'a': tensor([1., 2.])}
         """
         X, container = self.in_space.read(v, self.dtype, self.device)
-        parts = self._split(X)
-        return {name: part[:, 0] if container.columns is None else part for name, part in parts.items()}
+        return {name: part if container.columns else part[:, 0] for name, part in self._split(X).items()}
 
     def _split(self, X: Tensor) -> dict[str, Tensor]:  # [n, K] -> {name: [dim, K]}
-        tree = self.in_space.unflatten(X)
+        tree = self.space.unflatten(X)
         return {name: layout.join(tree) for name, layout in self.layouts.items()}
 
     def positions(self) -> dict[str, Tensor]:
         """Block name to `[dim]`: where in the vector the entries are that the block multiplies, in its order."""
         return {n: at[:, 0] for n, at in self._split(torch.arange(self.shape[0], device=self.device)[:, None]).items()}
-
-    def group(self, name: str) -> Any:
-        """What a block's parameters are, whatever they are called, and how they make its vector."""
-        layout = self.layouts[name]
-        return (*self._places[name], *layout.patterns.values(), *layout.sizes.items())
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
@@ -177,13 +157,12 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block's part is missing, is of no block, or has another size.
         """
-        sizes = {name: len(at) for name, at in self.positions().items()}
-        if parts.keys() != sizes.keys():
-            raise ValueError(f"Expected a part for each of the blocks {list(sizes)}, got {list(parts)}.")
-        for name, dim in sizes.items():
-            part = parts[name]
-            if part.ndim not in (1, 2) or part.shape[0] != dim:
-                raise ValueError(f'block "{name}": expected [{dim}] or [{dim}, K], got {list(part.shape)}.')
+        sizes, given = (
+            {name: layout.dim for name, layout in self.layouts.items()},
+            {n: len(t) for n, t in parts.items()},
+        )
+        if given != sizes:
+            raise ValueError(f"Expected a part for each of the blocks, of the sizes {sizes}, got {given}.")
         return self._merge(parts)
 
     def _merge(self, parts: Mapping[str, Tensor]) -> Tensor:  # {name: [dim] or [dim, K]} -> [n] or [n, K]
@@ -192,7 +171,7 @@ class BlockDiagonal(LinearOperator):
             part = parts[name]
             split = layout.split(part if part.ndim == 2 else part[:, None])
             tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
-        return self.in_space.flatten(tree)
+        return self.space.flatten(tree)
 
     def adjoint(self) -> LinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else self._with(self._each(methodcaller("adjoint")))
@@ -218,14 +197,11 @@ class BlockDiagonal(LinearOperator):
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        for (_, at), block in zip(self.positions().items(), self.blocks.values(), strict=True):
-            with outside_autocast(self.device):
-                dense[at[:, None], at] = block.to_dense()
+        for name, at in self.positions().items():
+            dense[at[:, None], at] = self._fetched(name).to_dense()
         return dense
 
-    def nearest_kronecker(self) -> BlockDiagonal:
-        """The same with blocks that are sums of Kronecker products replaced by the nearest single one."""
-        return self._with(self._each(lambda block: getattr(block, "nearest_kronecker", lambda: block)()))
+    # States ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All blocks and what they are of, in tensors and plain Python, as `save` and `torch.save` take it.
@@ -233,21 +209,13 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block is known by its products alone.
         """
-        space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
-        kind = {"format": FORMAT, "class": type(self).__name__, "space": space}
-        return {**kind, **self._places_state(), "blocks": self._each(pack)}
-
-    def _places_state(self) -> dict[str, Any]:
-        """Where blocks are, as `_from_state` reads it."""
-        return {"layouts": {name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()}}
-
-    @classmethod
-    def _from_state(cls, blocks: Mapping[str, LinearOperator], space: Space, state: Mapping[str, Any]) -> BlockDiagonal:
-        layouts = {
-            name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
-            for name, x in state["layouts"].items()
+        return {
+            "format": FORMAT,
+            "class": "BlockDiagonal",
+            "space": {name: list(shape) for name, shape in self.space.shapes.items()},
+            "layouts": {name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()},
+            "blocks": self._each(pack),
         }
-        return cls(blocks, layouts, space)
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], device: torch.device | str = "cpu") -> BlockDiagonal:
@@ -267,23 +235,23 @@ class BlockDiagonal(LinearOperator):
             >>> BlockDiagonal.from_state_dict((K + 2 * K).state_dict()).diagonal()
             tensor([3., 3.])
         """
-        kinds = {kind.__name__: kind for kind in (BlockDiagonal, *BlockDiagonal.__subclasses__())}
-        if not isinstance(state_dict, Mapping) or state_dict.get("class") not in kinds:
+        if not isinstance(state_dict, Mapping) or state_dict.get("class") != "BlockDiagonal":
             advice = "" if not isinstance(state_dict, Mapping) or "fingerprint" not in state_dict else _OTHER
             raise ValueError(
                 f"This is not the state of a BlockDiagonal: expected what its state_dict() returns{advice}."
             )
-        kind = kinds[state_dict["class"]]
-        if missing := [key for key in ("space", kind._state_key, "blocks") if key not in state_dict]:
-            raise ValueError(f"The state lacks {missing}; is the file cut off?")
         try:
             space = Space(state_dict["space"])
             blocks = {name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}
-            return kind._from_state(blocks, space, state_dict)
+            layouts = {
+                name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
+                for name, x in state_dict["layouts"].items()
+            }
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"The state of a BlockDiagonal is incomplete ({error!r}); is the file cut off, or not ours?"
             ) from error
+        return BlockDiagonal(blocks, layouts, space)
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 
@@ -307,9 +275,6 @@ class BlockDiagonal(LinearOperator):
         signs, logarithms = torch.stack(list(found.values())).unbind(1)
         return signs.prod(), logarithms.sum()
 
-    def _entrywise_square(self) -> BlockDiagonal:
-        return self._with(self._each(methodcaller("_entrywise_square")))
-
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         again = {"retry_double_precision": retry_double_precision}
@@ -327,6 +292,26 @@ class BlockDiagonal(LinearOperator):
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_scale", c)))
+
+    def _plus(self, other: LinearOperator) -> BlockDiagonal | None:
+        """Block by block, if the groups of parameters are the same, whatever they are called; also with a diagonal."""
+        at = self.positions()
+        if isinstance(other, Diagonal):
+            parts = {name: Diagonal(other.vector.flatten()[at[name]]) for name in self.blocks}
+        elif isinstance(other, BlockDiagonal) and type(other) is type(self):
+            theirs = {
+                where.cpu().numpy().tobytes(): other.blocks.get(name) for name, where in other.positions().items()
+            }
+            parts = {name: theirs.get(at[name].cpu().numpy().tobytes()) for name in self.blocks}
+        else:
+            return None
+        if None in parts.values():
+            return None
+        return self._with({name: block + parts[name] for name, block in self.blocks.items()}, other)
+
+    def nearest_kronecker(self) -> BlockDiagonal:
+        """The same with blocks that are sums of Kronecker products replaced by the nearest single one."""
+        return self._with(self._each(lambda block: getattr(block, "nearest_kronecker", lambda: block)()))
 
     def gather(self) -> BlockDiagonal:
         """The same with all blocks here: the operator itself, unless it is an `OwnedBlockDiagonal`."""
@@ -368,13 +353,8 @@ class BlockDiagonal(LinearOperator):
         damping = damping.find() if isinstance(damping, BlockDampings) else damping
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
-                missing, extra = (
-                    [n for n in self.blocks if n not in damping],
-                    [n for n in damping if n not in self.blocks],
-                )
                 raise ValueError(
-                    f"Expected one damping for each of the blocks {list(self.blocks)}; "
-                    f"missing {missing}, unexpected {extra}."
+                    f"Expected one damping for each of the blocks {list(self.blocks)}, got some for {list(damping)}."
                 )
             return dict(damping)
         if isinstance(damping, Tensor) and damping.ndim > 0:
@@ -387,49 +367,26 @@ class BlockDiagonal(LinearOperator):
         return dict.fromkeys(self.blocks, damping)
 
 
-def multiply_parts(K: BlockDiagonal, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:  # [dim] each
-    """`K.blocks[name] @ part` of some blocks, whose dtype and device the parts have: fast where blocks are small."""
-    products: dict[str, Tensor] = {}
-    with outside_autocast(K.device):
-        for name, part in parts.items():
-            with error_context(f'block "{name}"'):
-                products[name] = K._fetched(name)._matmat(part[:, None])[:, 0]
-    return products
-
-
-def decomposition_work(block: LinearOperator) -> float:
-    """About how many operations a decomposition of a block takes, for `side_by_side`.
-
-    Blocks of other kinds are left to the main thread; so are those that take derivatives, whose graph is one.
-    """
-    while isinstance(block, (Scaled, Shifted)):
-        block = block.A
-    matrices = (block.G, block.A) if isinstance(block, Kronecker) else (block,)
-    if block.device.type != "cpu":
-        return 0.0
-    return float(sum(10 * m.size**3 for m in matrices if isinstance(m, Dense) and not m.matrix.requires_grad))
-
-
 def in_threads(of: Callable[[str], T], blocks: Mapping[str, LinearOperator]) -> dict[str, T]:
-    """Block name to `of(name)`, which decomposes the block: those of much work at the same time."""
-    units = sharing(blocks)
-    work = [sum(decomposition_work(blocks[name]) for name in unit) for unit in units]
-    found = side_by_side(lambda k: [of(name) for name in units[k]], range(len(units)), work.__getitem__)
-    results = {name: result for unit, of_unit in zip(units, found) for name, result in zip(unit, of_unit)}
-    return {name: results[name] for name in blocks}
+    """Block name to `of(name)`, which decomposes the block: those of much work at the same time.
 
-
-def sharing(blocks: Mapping[str, LinearOperator]) -> list[list[str]]:
-    """Names of blocks; those together that share a factor, which is decomposed once and remembered."""
+    Blocks that share a factor come one after another: it is decomposed once and remembered. Those of other kinds are
+    left to the main thread; so are those that take derivatives, whose graph is one.
+    """
     units: list[list[str]] = []
     known: dict[int, list[str]] = {}
+    work: dict[str, float] = {}
     for name, block in blocks.items():
-        while isinstance(block, (Scaled, Shifted)):
-            block = block.A
-        factors = [id(factor) for factor in ((block.G, block.A) if isinstance(block, Kronecker) else (block,))]
-        unit = next((known[factor] for factor in factors if factor in known), None)
+        block = block.A if isinstance(block, Shifted) else block
+        matrices = (block.G, block.A) if isinstance(block, Kronecker) else (block,)
+        unit = next((known[id(m)] for m in matrices if id(m) in known), None)
         if unit is None:
             units.append(unit := [])
         unit.append(name)
-        known |= dict.fromkeys(factors, unit)
-    return units
+        known |= dict.fromkeys(map(id, matrices), unit)
+        on_cpu = block.device.type == "cpu"
+        dense = [m for m in matrices if on_cpu and isinstance(m, Dense) and not m.matrix.requires_grad]
+        work[name] = float(sum(10 * m.size**3 for m in dense))
+    found = side_by_side(lambda unit: [of(name) for name in unit], units, lambda unit: sum(work[name] for name in unit))
+    results = {name: result for unit, of_unit in zip(units, found) for name, result in zip(unit, of_unit)}
+    return {name: results[name] for name in blocks}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.space import Structure
 
 
 class Matrix(Protocol):
@@ -98,7 +98,8 @@ class HeuristicDamping:
     min: float = 1e-8
 
     def __call__(self, operator: Any) -> Any:
-        return operator._split_damping(resolve(self.damping, operator), self.min)
+        damping = resolve(self.damping, operator)
+        return heuristic_damping(operator.A, operator.G, damping, self.min) if hasattr(operator, "G") else damping
 
 
 @dataclass(frozen=True)

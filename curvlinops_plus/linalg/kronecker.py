@@ -1,4 +1,4 @@
-"""Kronecker products, and matrices given by their eigenvectors and eigenvalues.
+"""Kronecker products, sums of them, and matrices given by their eigenvectors and eigenvalues.
 
 The convention, stated here once: `G ⊗ A` acts on the row-major `vec(W)` of a matrix `W [o, i]` as `W ↦ G W Aᵀ`, that is
 `G W A` for symmetric factors. With a batch axis the vector is that of `W [b, o, i]`, and each `b` has its own factors.
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.damping import Scalar, heuristic_damping, is_zero, resolve
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.errors import NoClosedForm
+from curvlinops_plus.linalg.damping import Damping, Scalar, applied, heuristic_damping, is_zero, resolve
+from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
+from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
-from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.products import error_context
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense
+from curvlinops_plus.linalg.operator import LinearOperator, Sum, error_context
+from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, cg
+from curvlinops_plus.linalg.space import Space, Structure
 
 
 class Kronecker(LinearOperator):
@@ -34,7 +34,7 @@ class Kronecker(LinearOperator):
         A: The same of size `i`. If only one of both has a batch, the other is shared by all its members.
         structure: What is known about factors given as tensors; operators know their own.
 
-    Tensors are kept by reference (`K.G.matrix`): change a factor in place, and the operator has changed.
+    Tensors are kept by reference (`K.G.matrix`).
     A product with `[n, K]` costs `2 o i (o + i) K` operations, an eigendecomposition `O(o³ + i³)`.
 
     Raises:
@@ -52,7 +52,7 @@ class Kronecker(LinearOperator):
         self.G = Dense(G, structure) if isinstance(G, Tensor) else G
         self.A = Dense(A, structure) if isinstance(A, Tensor) else A
         for name, factor in (("G", self.G), ("A", self.A)):
-            if not isinstance(factor, (Dense, Factor)):
+            if not isinstance(factor, Factor):
                 raise ValueError(
                     f"Factor {name}: expected a tensor, Dense, Diagonal or identity, got {type(factor).__name__}."
                 )
@@ -84,7 +84,7 @@ class Kronecker(LinearOperator):
         return self.in_space if m == n else Space.flat(m)
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> Structure:  # type: ignore[override]
         return min(self.G.structure, self.A.structure)
 
     # Products --------------------------------------------------------------------------------------------------------
@@ -112,10 +112,25 @@ class Kronecker(LinearOperator):
         return Kronecker(self.G.to(device, dtype), self.A.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
-        if not self.batch:
-            return _kron(self.G.to_dense(), self.A.to_dense())
-        pairs = zip(_matrices(self.G, self.batch[0]), _matrices(self.A, self.batch[0]), strict=True)
-        return torch.block_diag(*(_kron(G, A) for G, A in pairs))
+        G, A = self.G.matrices(), self.A.matrices()
+        whole = G[..., :, None, :, None] * A[..., None, :, None, :]  # [*b, o, i, o', i']
+        whole = whole.flatten(-4, -3).flatten(-2)
+        return torch.block_diag(*whole) if self.batch else whole
+
+    # Arithmetic ------------------------------------------------------------------------------------------------------
+
+    def _scale(self, c: Scalar) -> Kronecker:
+        """`(c G) ⊗ A`."""
+        G = Diagonal(self.G.diagonals()) if isinstance(self.G, IdentityLinearOperator) else self.G
+        return Kronecker(G._scale(c), self.A)  # type: ignore[arg-type]
+
+    def _plus(self, other: LinearOperator) -> LinearOperator | None:
+        if isinstance(other, Kronecker) and self.A is other.A:
+            G = self.G + other.G
+            return Kronecker(G, self.A) if isinstance(G, Factor) else None
+        own, theirs = _terms(self), _terms(other)
+        fit = all(_sizes(term) == _sizes(own[0]) and term.structure == Structure.PSD for term in own + theirs)
+        return KroneckerSum(self, other) if theirs and fit else None
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +157,13 @@ class Kronecker(LinearOperator):
         (values_G, Q_G), (values_A, Q_A) = self._factors(lambda factor: factor.eigh())
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
+        """See `LinearOperator.inverse`; a pair `(λ_A, λ_G)` is added to the factors, each to its own."""
+        damping = applied(damping, self)
+        if not isinstance(damping, tuple):
+            return super().inverse(damping, retry_double_precision=retry_double_precision)
+        return self._of_factors(lambda factor, d: factor._inverse(d, retry_double_precision), damping)
+
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         if is_zero(damping):
             return Kronecker(*self._factors(lambda factor: factor._inverse(0.0, retry)))
@@ -150,14 +172,13 @@ class Kronecker(LinearOperator):
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, -1.0, self), self.structure, rtol=0.0)
 
-    def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
-        damping_A, damping_G = damping
-        return Kronecker(
-            *self._factors(lambda factor, d: factor._inverse(_factor_damping(d, factor), retry), damping_G, damping_A)
-        )
-
-    def _split_damping(self, damping: Scalar, smallest: float) -> tuple[Tensor, Tensor]:
-        return heuristic_damping(self.A, self.G, damping, smallest)
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        damping = resolve(damping, self)
+        splits = not exact and 1 not in (self.G.size, self.A.size) and not is_zero(damping)
+        if not splits or not bool((self.G.traces() * self.A.traces() > 0).all()):
+            return super().power(p, damping)
+        pair = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
+        return self._of_factors(lambda factor, d: factor._power(p, d), pair)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if is_zero(damping):
@@ -165,21 +186,9 @@ class Kronecker(LinearOperator):
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, p, self), rtol=0.0)
 
-    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
-        usable = bool((self.G.traces() * self.A.traces() > 0).all())
-        if is_zero(damping) or not usable or 1 in (self.G.size, self.A.size):
-            return self._power(p, damping)
-        damping_A, damping_G = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
-        return Kronecker(
-            *self._factors(lambda factor, d: factor._power(p, _factor_damping(d, factor)), damping_G, damping_A)
-        )
-
     def _root_matmat(self, X: Tensor) -> Tensor:
         values, Q = self._eigh()
         return Q._matmat(values.sqrt()[:, None] * Q._rmatmat(X))
-
-    def _entrywise_square(self) -> Kronecker:
-        return Kronecker(self.G._entrywise_square(), self.A._entrywise_square())
 
     def _factors(self, function: Callable[..., Any], *for_each: Any) -> tuple[Any, Any]:
         """`function` of both factors, and of what is `for_each` of them; its errors say which one they are about."""
@@ -187,6 +196,15 @@ class Kronecker(LinearOperator):
             of_G = function(self.G, *for_each[:1])
         with error_context("factor A"):
             return of_G, function(self.A, *for_each[1:])
+
+    def _of_factors(self, function: Callable[[Factor, Scalar], Factor], pair: tuple[Any, Any]) -> Kronecker:
+        """The product of a function of both factors, each with its damping, of a batch also one for each."""
+
+        def of(factor: Factor, damping: Any) -> Factor:
+            each = isinstance(damping, Tensor) and damping.ndim == 1
+            return function(factor, damping.to(factor.device, factor.dtype) if each else resolve(damping, factor))
+
+        return Kronecker(*self._factors(of, pair[1], pair[0]))
 
 
 class Eigendecomposed(LinearOperator):
@@ -231,6 +249,16 @@ class Eigendecomposed(LinearOperator):
         values = self.values.to(device=device, dtype=dtype)
         return Eigendecomposed(self.basis.to(device, dtype), values, self.structure, self.rtol)
 
+    def _scale(self, c: Scalar) -> Eigendecomposed:
+        structure = self.structure if c >= 0 else Structure.SYMMETRIC
+        return Eigendecomposed(self.basis, c * self.values, structure, self.rtol)
+
+    def _plus(self, other: LinearOperator) -> Eigendecomposed | None:
+        if not isinstance(other, Eigendecomposed) or other.basis is not self.basis:
+            return None
+        rtol = self.rtol if self.rtol == other.rtol else None
+        return Eigendecomposed(self.basis, self.values + other.values, min(self.structure, other.structure), rtol)
+
     @property
     def trace(self) -> Tensor:
         return self.values.sum()
@@ -243,18 +271,18 @@ class Eigendecomposed(LinearOperator):
         return psd_clip(self.values, rtol=0.0) if self.structure == Structure.PSD else self.values.clone()
 
     def diagonal(self) -> Tensor:
-        return self.basis._entrywise_square()._matmat(self.values[:, None])[:, 0]
+        Q = self.basis
+        squares: Any = Kronecker(*Q._factors(lambda F: F.entrywise_square())) if isinstance(Q, Kronecker) else Q
+        squares = squares.entrywise_square() if isinstance(squares, Factor) else squares
+        return squares._matmat(self.values[:, None])[:, 0]
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         return slogdet_of(self._counted())
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        return self._function(-1.0, damping)
+        return self._power(-1.0, damping)
 
-    def _power(self, p: float, damping: Scalar) -> LinearOperator:
-        return self._function(p, damping)
-
-    def _function(self, p: float, damping: Scalar) -> Eigendecomposed:
+    def _power(self, p: float, damping: Scalar) -> Eigendecomposed:
         values = self._counted() if is_zero(damping) else self.eigenvalues()
         return Eigendecomposed(self.basis, powers(values + damping, p, self), self.structure, rtol=0.0)
 
@@ -267,37 +295,90 @@ class Eigendecomposed(LinearOperator):
             return self.values
         if self.rtol is not None:
             return psd_clip(self.values, self.rtol)
-        return psd_clip(self.values, _decomposed_size(self.basis) * torch.finfo(self.dtype).eps)
+        # The size of the largest matrix that was decomposed to find the basis; the identity was not.
+        Q = self.basis
+        factors = (Q.G, Q.A) if isinstance(Q, Kronecker) else (Q,)
+        size = max(1 if isinstance(F, IdentityLinearOperator) else getattr(F, "size", F.shape[0]) for F in factors)
+        return psd_clip(self.values, size * torch.finfo(self.dtype).eps)
 
 
-def _kron(G: Tensor, A: Tensor) -> Tensor:  # [o, o'], [i, i'] -> [o i, o' i']
-    """`torch.kron` cannot read matrices that are stored column by column, as inverses are."""
-    product = G[:, None, :, None] * A[None, :, None, :]
-    return product.reshape(G.shape[0] * A.shape[0], G.shape[1] * A.shape[1])
+class KroneckerSum(Sum):
+    """A sum of positive semi-definite Kronecker products of one shape; what adding them returns.
+
+    It has products, trace and diagonal, and an inverse with damping that is solved for by conjugate gradients with the
+    inverse of the nearest Kronecker product as preconditioner.
+
+    Example:
+        >>> K = Kronecker(torch.eye(2), torch.eye(3)) + Kronecker(torch.diag(torch.tensor([1.0, 3.0])), torch.eye(3))
+        >>> K, K.inverse(2.0) @ torch.ones(6)
+        (KroneckerSum(6 x 6, PSD, torch.float32, cpu), tensor([0.2500, 0.2500, 0.2500, 0.1667, 0.1667, 0.1667]))
+    """
+
+    _plus = Kronecker._plus  # type: ignore[assignment]
+
+    def nearest_kronecker(self) -> Kronecker:
+        """The one Kronecker product that is nearest in the Frobenius norm; see the function `nearest_kronecker`."""
+        terms = _terms(self)
+        G, A = (_entries([getattr(term, name) for term in terms], terms[0].batch) for name in ("G", "A"))
+        batch = bool(terms[0].batch)
+        each = [nearest_kronecker(list(zip(*of_b))) for of_b in (zip(zip(*G), zip(*A)) if batch else [(G, A)])]
+        found = [torch.stack(of_b) if batch else of_b[0] for of_b in zip(*each, strict=True)]
+        G, A = (Diagonal(t) if t.ndim == 1 + batch else Dense(t, Structure.PSD) for t in found)
+        return Kronecker(G, A)
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        if isinstance(damping, Tensor) and damping.requires_grad:
+            raise NoClosedForm(
+                f"The inverse of {self.label} is solved for, and not differentiable in the damping; for one that is, "
+                "take that of its nearest Kronecker product, A.nearest_kronecker().inverse(damping)."
+            )
+        nearest = self.nearest_kronecker().inverse(damping, retry_double_precision=retry)
+        return DampedSumInverse(self.to(torch.float64).shift(float(damping)), self.dtype, nearest)
+
+
+class DampedSumInverse(CGInverseLinearOperator):
+    """The inverse of a damped sum of Kronecker products, by conjugate gradients in float64.
+
+    In float32 they stagnate at dampings that are small beside the matrix.
+
+    Args:
+        A: The damped sum, in float64.
+        dtype: Of the vectors.
+        preconditioner: The inverse of a damped Kronecker product.
+    """
+
+    def __init__(self, A: LinearOperator, dtype: torch.dtype, preconditioner: LinearOperator) -> None:
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        super().__init__(A, tolerance=tolerance, preconditioner=preconditioner)
+        self.dtype = dtype
+
+    def _product(self, X: Tensor) -> Tensor:
+        x, self.info = cg(self.A, X.double(), **self.options)
+        return x.to(X.dtype)
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> DampedSumInverse:
+        preconditioner = self.options["preconditioner"].to(device, dtype)
+        return DampedSumInverse(self.A.to(device), dtype or self.dtype, preconditioner)
+
+
+def _terms(A: LinearOperator) -> list[Kronecker]:
+    """The Kronecker products that a matrix is a sum of; none of another matrix."""
+    if isinstance(A, KroneckerSum):
+        return _terms(A.A) + _terms(A.B)
+    return [A] if isinstance(A, Kronecker) else []
+
+
+def _sizes(K: Kronecker) -> tuple[Any, ...]:
+    return (K.batch, K.G.size, K.A.size)
+
+
+def _entries(factors: list[Factor], batch: tuple[int, ...]) -> list[Tensor]:
+    """Factors as matrices `[*batch, n, n]`, or as diagonals `[*batch, n]` if all are diagonal."""
+    dense = any(isinstance(factor, Dense) for factor in factors)
+    entries = [factor.matrices() if dense else factor.diagonals() for factor in factors]
+    return [t.expand(*batch, *t.shape[-2 if dense else -1 :]) for t in entries]
 
 
 def _outer(of_G: Tensor, of_A: Tensor, batch: tuple[int, ...]) -> Tensor:  # [*b, o], [*b, i] -> [b o i]
     product = of_G[..., :, None] * of_A[..., None, :]
     return product.expand(*batch, *product.shape[-2:]).flatten()
-
-
-def _matrices(factor: Factor, b: int) -> list[Tensor]:
-    """Each matrix of a batch, formed; one that is shared by the batch is repeated."""
-    n = factor.size
-    if not factor.batch:
-        return [factor.to_dense()] * b
-    whole = factor.to_dense()
-    return [whole[k * n : (k + 1) * n, k * n : (k + 1) * n] for k in range(b)]
-
-
-def _decomposed_size(basis: LinearOperator) -> int:
-    """Size of the largest matrix that was decomposed to find a basis; the identity was not."""
-    factors = (basis.G, basis.A) if isinstance(basis, Kronecker) else (basis,)
-    return max(factor.largest if isinstance(factor, Factor) else factor.shape[0] for factor in factors)
-
-
-def _factor_damping(damping: Any, factor: Factor) -> Scalar:
-    """A number or rule for one factor; heuristic damping also comes as one number per matrix of a batch."""
-    if isinstance(damping, Tensor) and damping.ndim == 1:
-        return damping.to(factor.device, factor.dtype)
-    return resolve(damping, factor)

@@ -1,45 +1,21 @@
 """A group of parameters, for example the weight and bias of a layer, as ONE matrix.
 
-The pattern of each parameter says how: `"o i h w -> o (i h w)"` is the weight of a convolution with one row per output
-channel, `"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it, right are the axes
-`rows cols` of the matrix, or `batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`). Parentheses
-merge axes and `1` is an axis of size one, as in einops.
+The pattern of each parameter says how, in the words of einops: `"o i h w -> o (i h w)"` is the weight of a convolution
+with one row per output channel, `"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it,
+right are the axes `rows cols` of the matrix, or `batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h
+w)"`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
+from einops import EinopsError, rearrange
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """A parsed pattern: view as `atoms`, permute by `order`, view as `matrix`; and the inverse of that."""
-
-    shape: tuple[int, ...]  # of the parameter
-    atoms: tuple[int, ...]  # sizes of the elementary axes, in the order of the parameter
-    order: tuple[int, ...]  # positions of these axes in the order of the matrix
-    matrix: tuple[int, ...]  # [*batch, rows, cols]
-    permutes: bool  # whether `order` changes anything
-    ordered: tuple[int, ...]  # sizes of the elementary axes, in the order of the matrix
-    back: tuple[int, ...]  # positions of the axes of the matrix in the order of the parameter; the last axis stays
-
-    def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
-        """Parameters as matrices, as views where strides allow."""
-        if self.permutes:
-            t = t.reshape(len(t), *self.atoms).permute(0, *(axis + 1 for axis in self.order))
-        return t.reshape(len(t), *self.matrix)
-
-    def vectors(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, size]
-        """Parameters as vectors, as views where strides allow."""
-        if self.permutes:
-            M = M.reshape(len(M), *self.ordered).permute(0, *(axis + 1 for axis in self.back[:-1]))
-        return M.flatten(1)
 
 
 class Layout:
@@ -77,20 +53,16 @@ class Layout:
         self.patterns = dict(patterns)
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
-        self._steps = {
-            name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()
-        }
-        parsed = [*self._steps.values()]
-        if len({steps.matrix[:-1] for steps in parsed}) > 1:
-            matrices = {name: steps.matrix for name, steps in self._steps.items()}
+        self._parts = [_Part(name, patterns[name], shape, self.sizes) for name, shape in self.shapes.items()]
+        if len({part.matrix[:-1] for part in self._parts}) > 1:
             raise ValueError(
-                f"Expected parameters of one layout to have the same rows, got matrices {matrices} "
-                f"from patterns {self.patterns}."
+                f"Expected parameters of one layout to have the same rows, got matrices "
+                f"{[part.matrix for part in self._parts]} from patterns {self.patterns}."
             )
-        self._permutes = any(steps.permutes for steps in parsed)
-        self._widths = [steps.matrix[-1] for steps in parsed]
+        self._widths = [part.matrix[-1] for part in self._parts]
+        self._is_vector = len(self._parts) == 1 and not self._parts[0].permutes
         #: `(rows, cols)` or `(batch, rows, cols)`.
-        self.matrix_shape: tuple[int, ...] = (*parsed[0].matrix[:-1], sum(self._widths))
+        self.matrix_shape: tuple[int, ...] = (*self._parts[0].matrix[:-1], sum(self._widths))
         #: The number of entries of the matrix.
         self.dim: int = prod(self.matrix_shape)
 
@@ -102,30 +74,34 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout({self.patterns} -> {list(self.matrix_shape)})"
 
-    def join(self, tree: Mapping[str, Tensor]) -> Tensor:  # {name: [*shape, K]} -> [dim, K]
-        """The row-major vector of the matrix, for each of `K` columns; `tree` may hold other parameters too.
-
-        A view if there is one parameter whose axes keep their order. Otherwise one copy, stored column by column.
-        """
-        return self.gather([tree[name].movedim(-1, 0) for name in self._steps]).T
-
     def gather(self, parts: Sequence[Tensor]) -> Tensor:  # each [K, *shape] or [K, size] -> [K, dim]
-        """As `join`, of the parameters in their order, and with the axis of columns first."""
-        if len(parts) == 1 and not self._permutes:
+        """The row-major vectors of the matrix, from the parameters in their order.
+
+        A view if there is one parameter whose axes keep their order.
+        """
+        if self._is_vector:
             return parts[0].reshape(len(parts[0]), self.dim)
-        matrices = [steps.matrices(t) for steps, t in zip(self._steps.values(), parts, strict=True)]
+        matrices = [part.matrices(t) for part, t in zip(self._parts, parts, strict=True)]
         return torch.cat(matrices, dim=-1).reshape(len(parts[0]), self.dim)  # channels-last parts make one that is
 
     def scatter(self, rows: Tensor) -> list[Tensor]:  # [K, dim] -> each [K, size]
-        """The parameters of row-major vectors, in their order, with the axis of columns first: undoes `gather`."""
-        if len(self._steps) == 1 and not self._permutes:
+        """The parameters of row-major vectors, in their order: undoes `gather`."""
+        if self._is_vector:
             return [rows]
         M = rows.reshape(len(rows), *self.matrix_shape).split_with_sizes(self._widths, -1)
-        return [steps.vectors(part) for steps, part in zip(self._steps.values(), M, strict=True)]
+        return [
+            part.parameters(columns).reshape(len(rows), part.shape.numel())
+            for part, columns in zip(self._parts, M, strict=True)
+        ]
 
-    def columns(self, name: str, t: Tensor) -> Tensor:  # [*shape] -> [rows, cols] or [batch, rows, cols]
-        """The columns of the matrix that one parameter fills, as a view where strides allow."""
-        return self._steps[name].matrices(t[None])[0]
+    def join(self, tree: Mapping[str, Tensor]) -> Tensor:  # {name: [*shape, K]} -> [dim, K]
+        """As `gather`, with the axis of columns last; `tree` may hold other parameters too."""
+        return self.gather([tree[name].movedim(-1, 0) for name in self.patterns]).T
+
+    def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
+        """The parameters of row-major vectors, with the axis of columns last: undoes `join`."""
+        found = zip(self.shapes.items(), self.scatter(v.T), strict=True)
+        return {name: t.reshape(len(t), *shape).movedim(0, -1) for (name, shape), t in found}
 
     def views(self, v: Tensor) -> dict[str, Tensor]:  # [dim] -> {name: [*shape]}
         """The parameters of a row-major vector as views; axes that the matrix takes apart stay apart.
@@ -135,87 +111,37 @@ class Layout:
             >>> layout.views(torch.zeros(12))["w"].shape
             torch.Size([3, 2, 2])
         """
-        parts = v.view(self.matrix_shape).split_with_sizes(self._widths, -1)
-        return {
-            name: part.view(steps.ordered).permute(steps.back[:-1])
-            for (name, steps), part in zip(self._steps.items(), parts, strict=True)
-        }
-
-    def width(self, name: str) -> int:
-        """How many columns of the matrix one parameter fills."""
-        return self._steps[name].matrix[-1]
-
-    def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
-        """The parameters of a row-major vector, as views where strides allow."""
-        K = v.shape[-1]
-        M = v.reshape(*self.matrix_shape, K)
-        out, start = {}, 0
-        for name, steps in self._steps.items():
-            part = M.narrow(-2, start, steps.matrix[-1])
-            if steps.permutes:
-                part = part.reshape(*steps.ordered, K).permute(steps.back)
-            out[name] = part.reshape(*steps.shape, K)
-            start += steps.matrix[-1]
-        return out
+        columns = v.view(1, *self.matrix_shape).split_with_sizes(self._widths, -1)
+        return {name: part.view(t)[0] for name, part, t in zip(self.patterns, self._parts, columns, strict=True)}
 
 
-_TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*|1)")
+class _Part:
+    """One parameter and its columns of the matrix."""
 
+    def __init__(self, name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> None:
+        left, _, right = (side.strip() for side in pattern.partition("->"))
+        axes = re.findall(r"\([^()]*\)|\S+", left)
+        known = {**sizes, **{axis: size for axis, size in zip(axes, shape) if axis.isidentifier()}}
+        self.shape, self.sizes = shape, {axis: n for axis, n in known.items() if axis in re.findall(r"\w+", pattern)}
+        apart = re.sub(r"[()]", "", left)
+        #: Whether the axes change their order.
+        self.permutes = apart.split() != [axis for axis in re.findall(r"\w+", right) if axis != "1"]
+        self._forth, self._back = f"k0 {left} -> k0 {right}", f"k0 {right} -> k0 {left}"
+        self._apart = f"k0 {right} -> k0 {apart}"
+        try:
+            empty = self.matrices(torch.empty(1, *shape, device="meta"))
+            self.parameters(empty)
+        except (EinopsError, ValueError) as error:
+            raise ValueError(f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}: {error}') from error
+        self.matrix = tuple(empty.shape[1:])
+        if len(self.matrix) not in (2, 3):
+            raise ValueError(f'Pattern "{pattern}": expected "rows cols" or "batch rows cols" on the right.')
 
-def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> _Steps:
-    where = f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}'
-    if pattern.count("->") != 1:
-        raise ValueError(f'{where}: expected one "->" between the axes of the parameter and "rows cols".')
-    left, right = (_axes(side, where) for side in pattern.split("->"))
-    if len(left) != len(shape):
-        raise ValueError(f"{where}: expected {len(left)} axes.")
-    if len(right) not in (2, 3):
-        raise ValueError(f'{where}: expected "rows cols" or "batch rows cols" on the right, got {len(right)} axes.')
-    names, order = ([atom for group in side for atom in group] for side in (left, right))
-    if sorted(names) != sorted(order) or len(set(names)) != len(names):
-        raise ValueError(f"{where}: expected every axis once on each side, got {names} and {order}.")
-    known: dict[str, int] = {}
-    for group, size in zip(left, shape, strict=True):
-        known |= _group_sizes(group, size, sizes, where)
-    return _steps(shape, names, order, known, matrix=tuple(prod(known[atom] for atom in group) for group in right))
+    def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
+        return rearrange(t.reshape(len(t), *self.shape), self._forth, **self.sizes)
 
+    def parameters(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, *shape]
+        return rearrange(M, self._back, **self.sizes)
 
-def _steps(
-    shape: torch.Size, names: list[str], order: list[str], sizes: Mapping[str, int], matrix: tuple[int, ...]
-) -> _Steps:
-    """The steps from axes `names`, in the order of the parameter, to `order`, in that of the matrix."""
-    return _Steps(
-        shape=tuple(shape),
-        atoms=tuple(sizes[atom] for atom in names),
-        order=tuple(names.index(atom) for atom in order),
-        matrix=matrix,
-        permutes=names != order,
-        ordered=tuple(sizes[atom] for atom in order),
-        back=(*(order.index(atom) for atom in names), len(names)),
-    )
-
-
-def _axes(side: str, where: str) -> list[list[str]]:
-    """`"o (i h w) 1"` to `[["o"], ["i", "h", "w"], []]`."""
-    if _TOKEN.sub("", side).strip():
-        raise ValueError(
-            f'{where}: cannot read "{side.strip()}"; write axis names, 1, and parentheses around merged axes.'
-        )
-    return [
-        [atom for atom in (inside.split() if single == "" else [single]) if atom != "1"]
-        for inside, single in _TOKEN.findall(side)
-    ]
-
-
-def _group_sizes(group: list[str], size: int, sizes: Mapping[str, int], where: str) -> dict[str, int]:
-    """Sizes of the axes that are merged into one of this size."""
-    known = {atom: sizes[atom] for atom in group if atom in sizes}
-    unknown = [atom for atom in group if atom not in sizes]
-    product = prod(known.values())
-    if len(unknown) == 1 and product and size % product == 0:
-        known[unknown[0]] = size // product
-    elif unknown or product != size:
-        raise ValueError(
-            f"{where}: axes {group} must multiply to {size}, given sizes {dict(sizes)}; pass sizes={{axis: size}}."
-        )
-    return {atom: known[atom] for atom in group}
+    def view(self, M: Tensor) -> Any:  # [K, *matrix] -> [K, *shape], axes apart
+        return rearrange(M, self._apart, **self.sizes)

@@ -3,34 +3,94 @@
 To write one, subclass `LinearOperator`, hand `in_space`, `dtype` and `device` to its constructor (or set them on the
 class) and write `_matmat`; declare a symmetric matrix by `structure`, or write `_rmatmat`. Products with every kind of
 vector, arithmetic, export to SciPy and adjoints follow.
+
+Closed forms (trace, determinant, eigenvalues, inverse, square root) are there for all: structured matrices implement
+them, the others raise `NoClosedForm`, which says what to use instead. An operator holds the numbers of when it was
+made.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg.closed_forms import ClosedForms
-from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, scalar
-from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, wide
-from curvlinops_plus.linalg.products import Products, derived
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.errors import NoClosedForm, NumericsError, SingularMatrixError
+from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, resolve, scalar
+from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, whole, wide
+from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_ADVICE = {
+    "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
+    "logdet": "estimate it from products by stochastic Lanczos quadrature: `curvlinops_plus.estimate.logdet(A, ...)`",
+    "frobenius_norm": "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`",
+    "eigenvalues": "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())",
+    "diagonal": "estimate it from products with random vectors: `xdiag(A, ...)` or `hutchinson_diag(A, ...)`",
+    "inverse": "solve with `CGInverseLinearOperator(A)`, or MINRES if it is indefinite",
+    "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
+    "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
+}
 
-class LinearOperator(ClosedForms):
+
+Product_ = Callable[[Tensor], Tensor]
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which matrix products keep their precision, whatever the caller's autocast says."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+class error_context:
+    """Errors of this package that are raised inside begin with the name of the part of the matrix they are about."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
+            raise type(error)(f"{self.part}: {error}") from error
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+        ctx.product, ctx.adjoint = product, adjoint
+        return product(X.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Linear.apply(grads[0], ctx.adjoint, ctx.product), None, None
+
+
+def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+    """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies with, to any order.
+
+    For products that are computed without a graph, of their own operator or in other libraries.
+    """
+    return _Linear.apply(X, product, adjoint) if X.requires_grad else product(X)  # type: ignore[return-value]
+
+
+class LinearOperator(ABC):
     """A matrix `[m, n]` that is multiplied with and need not be formed.
 
     `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape,
-    K]`, and returns the container type it was given; or another operator. `X @ A` takes the same with `K` first.
+    K]`, and returns the container type it was given; or another operator. `X @ A` is `(A.T @ X.T).T`: of tensors and
+    arrays it takes `[m]` or `[K, m]`, of lists and dictionaries the same as `A.T @ X`.
 
     Args:
         in_space: The space of the vectors that it multiplies. This and what follows is by default what the class says.
@@ -50,9 +110,139 @@ class LinearOperator(ClosedForms):
         (tensor([2., 2., 2.]), [tensor([1., 1., 1.])])
     """
 
-    def _compose(self, other: Products) -> LinearOperator:
-        assert isinstance(other, LinearOperator)
-        return Product(self, other)
+    __array_ufunc__ = None  # NumPy hands `array @ A` and `number * A` over to us
+
+    in_space: Space
+    dtype: torch.dtype
+    device: torch.device
+    structure: Structure = Structure.GENERAL
+
+    def __init__(
+        self,
+        in_space: Space | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        structure: Structure | None = None,
+        out_space: Space | None = None,
+    ) -> None:
+        given = {"in_space": in_space, "dtype": dtype, "device": device, "structure": structure, "out_space": out_space}
+        for name, value in given.items():
+            if value is not None:
+                setattr(self, name, value)
+
+    @cached_property
+    def out_space(self) -> Space:
+        """The space of the results."""
+        return self.in_space
+
+    @abstractmethod
+    def _matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
+        """The product with a matrix of the right shape, dtype and device."""
+
+    def _rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
+        """The product of the transposed matrix."""
+        if self.structure >= Structure.SYMMETRIC:
+            return self._matmat(X)
+        raise NotImplementedError(
+            f"{type(self).__name__} has no adjoint: it is not declared symmetric and does not define "
+            "`_rmatmat(self, X)`. Write that method, or a `structure` of Structure.SYMMETRIC if it is symmetric."
+        )
+
+    # Shapes ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(m, n)`: rows and columns."""
+        return self.out_space.dim, self.in_space.dim
+
+    @property
+    def in_shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors that it multiplies."""
+        return tuple(self.in_space.shapes.values())
+
+    @property
+    def out_shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors of a result."""
+        return tuple(self.out_space.shapes.values())
+
+    @property
+    def label(self) -> str:
+        """The operator in one line, for messages."""
+        m, n = self.shape
+        return f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
+
+    def __repr__(self) -> str:
+        return self.label
+
+    # Products --------------------------------------------------------------------------------------------------------
+
+    def __matmul__(self, X: Any) -> Any:
+        """`A @ X`."""
+        if isinstance(X, LinearOperator):
+            return Product(self, X)
+        try:
+            x, container = self.in_space.read(X, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.label} @ X: {error}") from error
+        with outside_autocast(self.device):
+            return self.out_space.write(self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), container)
+
+    def __rmatmul__(self, X: Any) -> Any:
+        """`X @ A`, with the `K` axis of tensors and arrays first."""
+        if isinstance(X, (Tensor, np.ndarray)) and X.ndim == 2:
+            return (self.adjoint() @ X.T).T
+        return self.adjoint() @ X
+
+    def matmat(self, X: Any) -> Any:
+        """`A @ X`, under SciPy's name."""
+        return self @ X
+
+    def matvec(self, x: Any) -> Any:
+        """`A @ x`, under SciPy's name."""
+        return self @ x
+
+    def rmatmat(self, X: Any) -> Any:
+        """`Aᵀ @ X`, under SciPy's name."""
+        return self.adjoint() @ X
+
+    def rmatvec(self, x: Any) -> Any:
+        """`Aᵀ @ x`, under SciPy's name."""
+        return self.adjoint() @ x
+
+    def adjoint(self) -> LinearOperator:
+        """The transposed matrix; a symmetric one is its own."""
+        return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
+
+    @property
+    def T(self) -> LinearOperator:
+        """The transposed matrix."""
+        return self.adjoint()
+
+    #: The same, under SciPy's name: all matrices here are real.
+    H = T
+
+    def to_dense(self) -> Tensor:
+        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a cheaper way."""
+        with outside_autocast(self.device):
+            return self._to_dense()
+
+    def _to_dense(self) -> Tensor:
+        return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: NumPy would make an array whose only entry is the operator."""
+        raise TypeError(
+            f"{self.label} is not an array. For its entries write A.to_dense().cpu().numpy(), for SciPy A.to_scipy(); "
+            "products with arrays are A @ x and x @ A."
+        )
+
+    if TYPE_CHECKING:  # set where the classes they return are defined, which build on this one
+
+        def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator: ...
+
+        def materialize(self) -> LinearOperator: ...
+
+        def to_scipy(self, dtype: Any = None) -> Any: ...
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same matrix on another device or in another dtype (a copy where something changes).
@@ -76,75 +266,65 @@ class LinearOperator(ClosedForms):
         return self if stays and dtype in (None, self.dtype) else self._to(where, dtype)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        where = " and ".join(str(part) for part in (device, dtype) if part is not None)
         raise NotImplementedError(
-            f"{type(self).__name__} owns no tensors that could be moved to {where}: what it is computed from has to be "
-            "there. If that is a model and data, convert these, model.to(...) and X.to(...), and make it again."
+            f"{type(self).__name__} owns no tensors that could be moved: what it is computed from has to be there. If "
+            "that is a model and data, convert these, model.to(...) and X.to(...), and make it again."
         )
 
-    def adjoint(self) -> LinearOperator:
-        """The transposed matrix; a symmetric one is its own."""
-        return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
-
-    if TYPE_CHECKING:  # set where the classes they return are defined, which builds on this one
-
-        def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator: ...
-
-        def materialize(self) -> LinearOperator: ...
-
-        def _structured_sum(self, other: LinearOperator) -> LinearOperator | None: ...
-
-    @property
-    def T(self) -> LinearOperator:
-        """The transposed matrix."""
-        return self.adjoint()
-
-    #: The same, under SciPy's name: all matrices here are real.
-    H = T
+    # Arithmetic ------------------------------------------------------------------------------------------------------
 
     def __add__(self, other: Any) -> LinearOperator:
-        """The sum, which holds both operators and keeps the structure that they share; see `structured_sum`.
+        """The sum, with closed forms where entries or blocks can be added; otherwise with products, trace and diagonal.
 
-        Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
+        Block-diagonal matrices of equal groups of parameters are added block by block, `Dense` and `Diagonal` ones by
+        their entries, multiples of the identity are shifts. Sums of Kronecker products have inverses with damping, by
+        conjugate gradients. Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
         """
-        if (other := self._addend(other, "+")) is NotImplemented:
+        if (other := self._addend(other)) is NotImplemented:
             return NotImplemented
         total = Sum(self, other)  # also checks that they can be added
-        if (c := other._identity_factor()) is not None:
-            return self.shift(c)
-        if (c := self._identity_factor()) is not None:
-            return other.shift(c)
-        known = self._structured_sum(other)
-        return total if known is None else known
+        for A, B in ((self, other), (other, self)):
+            if (c := B._identity_factor()) is not None:
+                return A.shift(c)
+        for A, B in ((self, other), (other, self)):
+            if (known := A._plus(B)) is not None:
+                return known
+        return total
 
     def __radd__(self, other: Any) -> LinearOperator:
         # `sum([A, B])` begins with 0
         return self if isinstance(other, int) and other == 0 else self + other
 
     def __sub__(self, other: Any) -> LinearOperator:
-        other = self._addend(other, "-")
+        other = self._addend(other)
         return NotImplemented if other is NotImplemented else self + (-other)
 
     def __rsub__(self, other: Any) -> LinearOperator:
-        other = self._addend(other, "-")
+        other = self._addend(other)
         return NotImplemented if other is NotImplemented else other + (-self)
 
-    def _addend(self, other: Any, sign: str) -> Any:
+    def _addend(self, other: Any) -> Any:
         """What can be added to this operator; `NotImplemented` of types that may know how to do it themselves."""
         if isinstance(other, LinearOperator):
             return other
         if isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
             raise TypeError(
-                f"unsupported operand for {sign}: {type(other).__name__} with {self.label}. Add c times the identity "
-                "by A.shift(c), a matrix M of entries by A + Dense(M)."
+                f"{type(other).__name__} can't be added to {self.label}. Add c times the identity by A.shift(c), a "
+                "matrix M of entries by A + Dense(M)."
             )
         return Foreign(other, self) if hasattr(other, "shape") and hasattr(other, "__matmul__") else NotImplemented
 
+    def _plus(self, other: LinearOperator) -> LinearOperator | None:
+        """The sum with closed forms; None where only products are known."""
+        return None
+
     def __neg__(self) -> LinearOperator:
-        return self._scale(-1.0)
+        return self * -1.0
 
     def __mul__(self, c: Any) -> LinearOperator:
-        return self._scale(scalar(c, self, "the factor"))
+        c = scalar(c, self, "the factor")
+        # A graph goes through the number, not through decompositions of a multiple.
+        return Scaled(self, c) if isinstance(c, Tensor) and c.requires_grad else self._scale(c)
 
     __rmul__ = __mul__
 
@@ -152,7 +332,7 @@ class LinearOperator(ClosedForms):
         divisor = scalar(c, self, "the divisor")
         if divisor == 0:
             raise ZeroDivisionError(f"{self.label} can't be divided by 0.")
-        return self._scale(1 / divisor)
+        return self * (1 / divisor)
 
     def shift(self, delta: Damping) -> LinearOperator:
         """`A + delta I`, which keeps the closed forms of `A`.
@@ -176,68 +356,181 @@ class LinearOperator(ClosedForms):
         """`c` if the matrix is `c` times the identity."""
         return None
 
+    # Closed forms ----------------------------------------------------------------------------------------------------
 
-class Wrapper(LinearOperator):
-    """An operator made from another one, `A`, whose attributes it has unless it sets its own.
+    @property
+    def trace(self) -> Tensor:
+        """Sum of the eigenvalues, a 0-d tensor."""
+        raise self._no_closed_form("trace")
 
-    They are read from `A` when they are asked for: entries of a matrix may change, and its structure with them.
-    """
+    @property
+    def det(self) -> Tensor:
+        """Product of the eigenvalues, a 0-d tensor; 0 if one counts as zero. Use `logdet` for large matrices."""
+        sign, logarithm = self._slogdet()
+        return sign * logarithm.exp()
 
-    A: LinearOperator
+    @property
+    def logdet(self) -> Tensor:
+        """Logarithm of the determinant, 0-d: -inf if the matrix is singular, NaN if the determinant is negative.
 
-    in_space = derived("A.in_space")
-    out_space = derived("A.out_space")
-    dtype = derived("A.dtype")
-    device = derived("A.device")
-    structure = derived("A.structure")
+        `A.shift(delta).logdet` is differentiable in a tensor `delta`.
+        """
+        sign, logarithm = self._slogdet()
+        return torch.where(sign < 0, torch.full_like(logarithm, torch.nan), logarithm)
 
-    def __init__(self, A: LinearOperator) -> None:
-        self.A = A
+    @property
+    def frobenius_norm(self) -> Tensor:
+        """Root of the sum of squared entries, a 0-d tensor."""
+        raise self._no_closed_form("frobenius_norm")
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues of a symmetric matrix, `[n]`, in the order of its blocks (not sorted)."""
+        raise self._no_closed_form("eigenvalues")
+
+    def diagonal(self) -> Tensor:
+        """The diagonal, `[n]`; `A.in_space.unflatten` makes a dictionary of it."""
+        raise self._no_closed_form("diagonal")
+
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
+        """The matrix `(A + damping I)⁻¹` as an operator that has its own `logdet`, `trace`, `sample`.
+
+        Args:
+            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as `RelativeDamping` or
+                `HeuristicDamping`; of a Kronecker product also a pair `(λ_A, λ_G)`, and of a block-diagonal matrix one
+                per block: a tensor, or a mapping from block name to any of these.
+            retry_double_precision: Repeat a Cholesky decomposition that failed in float32 in float64, with a warning.
+
+        Raises:
+            NoClosedForm: If the structure does not give an inverse.
+            SingularMatrixError: If the matrix is singular and there is no damping.
+            ValueError: If the damping is negative or of a kind that does not fit the matrix.
+        """
+        damping = applied(damping, self)
+        if isinstance(damping, tuple):
+            raise ValueError(
+                f"A pair of dampings (λ_A, λ_G) belongs to the two factors of a Kronecker product, got one for "
+                f"{self.label}; pass a single number."
+            )
+        return self._inverse(resolve(damping, self), retry_double_precision)
+
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
+
+        Args:
+            damping: A number, a 0-d tensor or a rule; of a block-diagonal matrix also one per block.
+            exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
+                power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates
+                the damped one. Where one factor is 1 x 1 or zero, the exact power costs nothing and is taken.
+                Without effect on matrices that are no Kronecker product.
+
+        Raises:
+            NoClosedForm: If the structure does not give powers.
+            SingularMatrixError: If `p < 0` and the matrix is singular and there is no damping.
+            ValueError: If the matrix is not positive semi-definite, or the damping negative.
+        """
+        if self.structure < Structure.PSD:
+            raise ValueError(
+                f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
+            )
+        return self._power(float(p), resolve(damping, self))
+
+    def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
+        """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten` makes them a dictionary.
+
+        Args:
+            generator: Where the random numbers come from, on the CPU or on the operator's device; the same generator
+                gives the same draws on every device and in every dtype. By default PyTorch's global one.
+            num: How many. More draws begin with the fewer ones.
+
+        Raises:
+            NoClosedForm: If the structure does not give a square root.
+            TypeError: If `generator` is no `torch.Generator`.
+            ValueError: If the matrix is not positive semi-definite.
+        """
+        if self.structure < Structure.PSD:
+            raise ValueError(f"Expected a positive semi-definite matrix, got {self.label}; only those are covariances.")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a seed write "
+                "generator=torch.Generator().manual_seed(seed), for several draws num=..."
+            )
+        if (count := 1 if num is None else whole(num)) is None:
+            raise TypeError(f"Expected num to be an integer, the number of draws, got {num!r}.")
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        draws = self._root_matmat(standard_normal(count, self.shape[1], generator, like))
+        return draws[:, 0] if num is None else draws
+
+    def quadratic_form(self, J: Any) -> Any:
+        """`J A Jᵀ`: a number for one vector, `[..., m, m]` for the rows of Jacobians.
+
+        It is differentiable in `J`, so that `A.quadratic_form({name: p - p0[name] for name, p in ...})` is a penalty.
+        Costs one product with as many columns as `J` has rows; of a `GGN` a forward pass with tangents for each row.
+
+        Args:
+            J: A tensor or NumPy array `[n]` or `[..., m, n]`; or a list, tuple or dictionary of tensors `[*shape]` or
+                `[..., m, *shape]`.
+
+        Returns:
+            A tensor, 0-d for one vector; for a NumPy array another array.
+
+        Raises:
+            TypeError: If `J` is none of these, or its dtype or device does not fit.
+            ValueError: If the shapes do not fit, or the matrix is not square.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal
+            >>> A = Diagonal(torch.tensor([1.0, 2.0]))
+            >>> A.quadratic_form(torch.ones(2)), A.quadratic_form(torch.eye(2))
+            (tensor(3.), tensor([[1., 0.],
+                    [0., 2.]]))
+        """
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only a square matrix has quadratic forms, got {self.label}; use A.T @ A or A @ A.T.")
+        try:
+            rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.label}.quadratic_form(J): {error}") from error
+        with outside_autocast(self.device):
+            form = self._quadratic_form(rows)
+        return to_numpy(form) if kind == "numpy" else form
+
+    # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
+
+    def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
+        products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
+        return rows @ (products.mT if rows.ndim > 1 else products)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        """Sign of the determinant and logarithm of its absolute value."""
+        raise self._no_closed_form("logdet")
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        raise self._no_closed_form("inverse")
+
+    def _power(self, p: float, damping: Scalar) -> LinearOperator:
+        raise self._no_closed_form("power")
+
+    def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
+        """`L X` with `L Lᵀ = A`, the symmetric `L` where it is known: no rounding of `A` changes it much."""
+        raise self._no_closed_form("sample")
+
+    def _no_closed_form(self, member: str) -> NoClosedForm:
+        formed = f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
+        advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
+        return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
 
 
-class Foreign(LinearOperator):
-    """An operator of another library: curvlinops', SciPy's, or any object with `shape` and `@`.
-
-    Args:
-        op: The operator. Of SciPy it gets arrays, of others tensors in its dtype on its device, if it has these.
-        like: An operator of the same shape, whose spaces, dtype and device this one has.
-    """
-
-    def __init__(self, op: Any, like: LinearOperator) -> None:
-        if tuple(op.shape) != like.shape:
-            raise ValueError(f"Expected operators of equal shapes, got {list(op.shape)} and {like.label}.")
-        super().__init__(like.in_space, like.dtype, like.device, Structure.GENERAL, like.out_space)
-        self.op = op
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self._product(self.op, X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._product(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
-
-    def _product(self, op: Any, X: Tensor) -> Tensor:
-        dtype = getattr(self.op, "dtype", self.dtype)
-        if isinstance(dtype, torch.dtype):
-            found = op @ X.to(getattr(self.op, "device", X.device), dtype)
-        else:  # NumPy's
-            found = torch.as_tensor(op @ X.detach().cpu().numpy())
-        return found.to(X)
-
-
-class Sum(Wrapper):
+class Sum(LinearOperator):
     """`A + B`."""
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
         if not (A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space)):
             raise ValueError(f"Expected operators on equal spaces, got {_spaces(A)} and {_spaces(B)}.")
         _check_same_place(A, B)
+        # Of two spaces that match, the one with names and shapes.
+        spaces = [b if a.is_flat else a for a, b in ((A.in_space, B.in_space), (A.out_space, B.out_space))]
+        super().__init__(spaces[0], A.dtype, A.device, min(A.structure, B.structure), spaces[1])
         self.A, self.B = A, B
-        self.in_space = _with_names(A.in_space, B.in_space)
-        self.out_space = _with_names(A.out_space, B.out_space)
-
-    @property
-    def structure(self) -> Structure:
-        return min(self.A.structure, self.B.structure)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.A._matmat(X) + self.B._matmat(X)
@@ -246,7 +539,7 @@ class Sum(Wrapper):
         return self.A._rmatmat(X) + self.B._rmatmat(X)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return Sum(self.A.to(device, dtype), self.B.to(device, dtype))
+        return type(self)(self.A.to(device, dtype), self.B.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
         return self.A.to_dense() + self.B.to_dense()
@@ -259,16 +552,14 @@ class Sum(Wrapper):
         return self.A.diagonal() + self.B.diagonal()
 
 
-class Product(Wrapper):
+class Product(LinearOperator):
     """`A B`."""
-
-    in_space = derived("B.in_space")
-    structure = Structure.GENERAL
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
         if not A.in_space.matches(B.out_space):
             raise ValueError(f"Expected the spaces inside a product to be equal, got {_spaces(A)} @ {_spaces(B)}.")
         _check_same_place(A, B)
+        super().__init__(B.in_space, A.dtype, A.device, out_space=A.out_space)
         self.A, self.B = A, B
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -280,31 +571,19 @@ class Product(Wrapper):
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return Product(self.A.to(device, dtype), self.B.to(device, dtype))
 
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        if self.A.shape[0] != self.A.shape[1] or self.B.shape[0] != self.B.shape[1]:
-            raise self._no_closed_form("logdet")
-        (sign_A, log_A), (sign_B, log_B) = self.A._slogdet(), self.B._slogdet()
-        return sign_A * sign_B, log_A + log_B
 
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        if not is_zero(damping):
-            raise self._no_closed_form("inverse")
-        A, B = (part.inverse(retry_double_precision=retry) for part in (self.A, self.B))
-        return Product(B, A)
-
-
-class Adjoint(Wrapper):
+class Adjoint(LinearOperator):
     """`Aᵀ`."""
 
-    in_space = derived("A.out_space")
-    out_space = derived("A.in_space")
+    def __init__(self, A: LinearOperator) -> None:
+        super().__init__(A.out_space, A.dtype, A.device, A.structure, A.in_space)
+        self.A = A
 
-    trace = derived("A.trace")
-    frobenius_norm = derived("A.frobenius_norm")
-    diagonal = derived("A.diagonal")
-    _slogdet = derived("A._slogdet")
-    _matmat = derived("A._rmatmat")
-    _rmatmat = derived("A._matmat")
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.A._rmatmat(X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.A._matmat(X)
 
     def adjoint(self) -> LinearOperator:
         return self.A
@@ -315,22 +594,14 @@ class Adjoint(Wrapper):
     def _to_dense(self) -> Tensor:
         return self.A.to_dense().T
 
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        return self.A.inverse(damping, retry_double_precision=retry).adjoint()
 
-    def _entrywise_square(self) -> LinearOperator:
-        return Adjoint(self.A._entrywise_square())
-
-
-class Scaled(Wrapper):
+class Scaled(LinearOperator):
     """`c A` for a number or 0-d tensor `c`."""
 
     def __init__(self, A: LinearOperator, c: Scalar) -> None:
+        structure = A.structure if c >= 0 else min(A.structure, Structure.SYMMETRIC)
+        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
         self.A, self.c = A, c
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure if self.c >= 0 else min(self.A.structure, Structure.SYMMETRIC)
 
     def _scale(self, c: Scalar) -> LinearOperator:
         return Scaled(self.A, self.c * c)
@@ -379,49 +650,26 @@ class Scaled(Wrapper):
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         if self.c == 0:
             return self._power(-1.0, damping)
-        _require_semidefinite(self, self.A, damping / self.c, damping)
-        return Scaled(self.A.inverse(damping / self.c, retry_double_precision=retry), 1 / self.c)
-
-    def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
-        # The factors of `c G ⊗ A` are taken to be `c G` and `A`.
-        self._require_positive_factor()
-        return Scaled(self.A._inverse_by_factors((damping[0], damping[1] / self.c), retry), 1 / self.c)
-
-    def _split_damping(self, damping: Scalar, smallest: float) -> Scalar | tuple[Any, Any]:
-        self._require_positive_factor()
-        split = self.A._split_damping(damping / self.c, smallest)
-        return (split[0], split[1] * self.c) if isinstance(split, tuple) else damping
-
-    def _require_positive_factor(self) -> None:
-        if not self.c > 0:
-            raise ValueError(
-                f"Dampings of factors need a positive multiple of a Kronecker product; this one is multiplied by "
-                f"{float(self.c):g}. Damp the whole matrix, with a number."
-            )
+        return self.A.inverse(damping / self.c, retry_double_precision=retry) * (1 / self.c)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if self.c == 0:  # what is left is the damping
             if p < 0 and is_zero(damping):
                 raise SingularMatrixError(f"{self.label} is zero; add a damping.")
             return Shifted(self, damping**p)
-        return Scaled(self.A.power(p, damping / self.c), self.c**p)
+        return self.A.power(p, damping / self.c) * self.c**p
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.c**0.5 * self.A._root_matmat(X)
 
-    def _entrywise_square(self) -> LinearOperator:
-        return Scaled(self.A._entrywise_square(), self.c**2)
 
-
-class Shifted(Wrapper):
+class Shifted(LinearOperator):
     """`A + delta I` for a square `A` and a number or 0-d tensor `delta`."""
 
     def __init__(self, A: LinearOperator, delta: Scalar) -> None:
+        structure = A.structure if delta >= 0 else min(A.structure, Structure.SYMMETRIC)
+        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
         self.A, self.delta = A, delta
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure if self.delta >= 0 else min(self.A.structure, Structure.SYMMETRIC)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.A._matmat(X) + self.delta * X
@@ -432,8 +680,14 @@ class Shifted(Wrapper):
     def adjoint(self) -> LinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else Shifted(self.A.adjoint(), self.delta)
 
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return (self.A + other).shift(self.delta)
+
     def _shift(self, delta: Scalar) -> LinearOperator:
         return self.A._shift(self.delta + delta)
+
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return self.A._scale(c).shift(c * self.delta)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
@@ -449,9 +703,9 @@ class Shifted(Wrapper):
     @property
     def frobenius_norm(self) -> Tensor:
         size = self.A.frobenius_norm
-        of = partial(torch.as_tensor, dtype=wide(size), device=size.device)
-        parts = map(of, (size, self.A.trace, self.delta))
-        norm, trace, delta = parts  # whose squares may be infinite in single precision
+        norm, trace, delta = (  # whose squares may be infinite in single precision
+            torch.as_tensor(x, dtype=wide(size), device=size.device) for x in (size, self.A.trace, self.delta)
+        )
         square = norm.square() + 2 * delta * trace + self.shape[0] * delta.square()
         return square.clamp(min=0).sqrt().to(size.dtype)
 
@@ -468,7 +722,6 @@ class Shifted(Wrapper):
             raise self._no_closed_form("logdet") from None
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        _require_semidefinite(self, self.A, self.delta + damping, damping)
         return self.A.inverse(self.delta + damping, retry_double_precision=retry)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
@@ -478,9 +731,56 @@ class Shifted(Wrapper):
         return self.power(0.5)._matmat(X)
 
 
-def _with_names(a: Space, b: Space) -> Space:
-    """Of two spaces that match, the one with names and shapes."""
-    return b if a.is_flat and not b.is_flat else a
+class Foreign(LinearOperator):
+    """An operator of another library: curvlinops', SciPy's, or any object with `shape` and `@`.
+
+    Args:
+        op: The operator. Of SciPy it gets arrays, of others tensors in its dtype on its device, if it has these.
+        like: An operator of the same shape, whose spaces, dtype and device this one has.
+    """
+
+    def __init__(self, op: Any, like: LinearOperator) -> None:
+        if tuple(op.shape) != like.shape:
+            raise ValueError(f"Expected operators of equal shapes, got {list(op.shape)} and {like.label}.")
+        super().__init__(like.in_space, like.dtype, like.device, Structure.GENERAL, like.out_space)
+        self.op = op
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._product(self.op, X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._product(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
+
+    def _product(self, op: Any, X: Tensor) -> Tensor:
+        dtype = getattr(self.op, "dtype", self.dtype)
+        if isinstance(dtype, torch.dtype):
+            return (op @ X.to(getattr(self.op, "device", X.device), dtype)).to(X)
+        return torch.as_tensor(op @ X.detach().cpu().numpy()).to(X)
+
+
+class Deferred(LinearOperator):
+    """Stands for `self.operator`, which a subclass may compute at first use: its products and closed forms.
+
+    Spaces, dtype, device and structure are known before; sums and multiples are made of what is computed.
+    """
+
+    operator: LinearOperator
+
+    vars().update(
+        {
+            name: property(attrgetter(f"operator.{name}"))
+            for name in (
+                *("trace", "frobenius_norm", "eigenvalues", "diagonal", "inverse", "power", "shift"),
+                *("_rmatmat", "_to_dense", "_scale", "_slogdet", "_inverse", "_power", "_root_matmat"),
+            )
+        }
+    )
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.operator._matmat(X)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return self.operator + other
 
 
 def _spaces(A: LinearOperator) -> str:
@@ -492,18 +792,4 @@ def _check_same_place(A: LinearOperator, B: LinearOperator) -> None:
         raise TypeError(
             f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} "
             f"on {B.device}; convert one of them with .to(device=..., dtype=...)."
-        )
-
-
-def _require_semidefinite(operator: LinearOperator, A: LinearOperator, shift: Scalar, damping: Scalar) -> None:
-    """Refuse to invert what is `A` plus `shift` times the identity, up to a factor, with a negative shift.
-
-    Raises:
-        ValueError: In the words of the operator that `A` is in.
-    """
-    if A.structure == Structure.PSD and shift < 0:
-        raise ValueError(
-            f"{operator.label} plus {float(damping):g} times the identity may be indefinite, and only matrices that "
-            "are known to be semi-definite have inverses in closed form. If it is small, use "
-            "A.materialize().inverse(damping)."
         )

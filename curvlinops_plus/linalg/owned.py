@@ -13,11 +13,9 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.operator import LinearOperator, error_context
 from curvlinops_plus.linalg.packing import pack, unpack
-from curvlinops_plus.linalg.products import error_context
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
 
@@ -153,12 +151,9 @@ class OwnedBlockDiagonal(BlockDiagonal):
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._signed(super()._scale(c), [float(c)])
 
-    def _entrywise_square(self) -> BlockDiagonal:
-        return self._signed(super()._entrywise_square(), [], Structure.GENERAL)
-
-    def _signed(self, made: BlockDiagonal, numbers: list[float], most: Structure = Structure.PSD) -> BlockDiagonal:
-        most = min(most, Structure.SYMMETRIC) if min(numbers, default=0.0) < 0 else most
-        made.structure = min(made.structure, most)  # type: ignore[misc] (an attribute here)
+    def _signed(self, made: BlockDiagonal, numbers: list[float]) -> BlockDiagonal:
+        if min(numbers, default=0.0) < 0:
+            made.structure = min(made.structure, Structure.SYMMETRIC)  # type: ignore[misc] (an attribute here)
         return made
 
     def per_block(self, damping: Any) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow. What
 `SolveInfo` reports is the true residual `b - A x`, from a product with `A` at the end; a missed tolerance warns with a
-`CurvatureWarning`. The operators, such as `CGInverseLinearOperator`, solve in every product; their results carry no
-graph.
+`CurvatureWarning`. The operators, such as `CGInverseLinearOperator`, solve in every product.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg.operator import LinearOperator, Wrapper
-from curvlinops_plus.linalg.products import derived, outside_autocast
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.operator import LinearOperator, linear_in, outside_autocast
+from curvlinops_plus.linalg.space import Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -424,33 +422,38 @@ def neumann(
         return system.report("The Neumann series", wanted, terms, num_terms + 2, lambda r: r <= goal, advice)
 
 
-class IterativeInverse(Wrapper):
+class IterativeInverse(LinearOperator):
     """`A⁻¹`, whose products solve with `A`: `solver` is called with the matrix, right-hand sides and `options`."""
 
-    in_space = derived("A.out_space")
-    out_space = derived("A.in_space")
     solver: Callable[..., tuple[Any, SolveInfo]]
     symmetric = True  # whether the method takes the matrix for symmetric, whatever it declares
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
         _check(A, square=self.symmetric)
-        super().__init__(A)
+        self.A = A
+        super().__init__(A.out_space, A.dtype, A.device, out_space=A.in_space)
         #: Keywords of the solver.
         self.options = options
         #: How well the last product was solved; None before the first.
         self.info: SolveInfo | None = None
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> Structure:  # type: ignore[override]
         return max(self.A.structure, Structure.SYMMETRIC) if self.symmetric else self.A.structure
 
     def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._product, self._adjoint_product)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._adjoint_product, self._product)
+
+    def _product(self, X: Tensor) -> Tensor:
         x, self.info = type(self).solver(self.A, X, **self.options)
         return x
 
-    def _rmatmat(self, X: Tensor) -> Tensor:
+    def _adjoint_product(self, X: Tensor) -> Tensor:
         adjoint = self.adjoint()
-        x = adjoint._matmat(X)
+        x = adjoint._product(X)
         self.info = adjoint.info
         return x
 
@@ -461,6 +464,7 @@ class IterativeInverse(Wrapper):
         """The same kind of inverse of another matrix, with some options changed."""
         other = copy(self)
         other.A, other.info, other.options = A, None, self.options | options
+        LinearOperator.__init__(other, A.out_space, A.dtype, A.device, out_space=A.in_space)
         return other
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
@@ -617,7 +621,7 @@ class NeumannInverseLinearOperator(IterativeInverse):
         _check(A)
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> Structure:  # type: ignore[override]
         P = self.options["preconditioner"]
         known = P is None or (isinstance(P, LinearOperator) and P.structure >= Structure.SYMMETRIC)
         return min(self.A.structure, Structure.SYMMETRIC) if known else Structure.GENERAL

@@ -1,4 +1,4 @@
-"""Named tensors seen as one vector, and the conversion between the two.
+"""Named tensors seen as one vector, and the conversion between the two; and what is known of a matrix.
 
 A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each flattened row by
 row, one after another. Operators compute with flat matrices `[dim, K]` only; what a user passes (a flat tensor, a list,
@@ -9,7 +9,8 @@ to the container type that was given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -23,14 +24,25 @@ Tree = Mapping[str, Tensor] | Sequence[Tensor]
 Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
 
 
+class Structure(IntEnum):
+    """What is known about a matrix; each value implies the smaller ones, so that a sum has the minimum of its parts.
+
+    Example:
+        >>> min(Structure.PSD, Structure.SYMMETRIC).name
+        'SYMMETRIC'
+    """
+
+    GENERAL = 0
+    SYMMETRIC = 1
+    PSD = 2  # symmetric, no negative eigenvalue
+
+
 @dataclass(frozen=True)
 class Container:
-    """The container type of a vector, and where its columns are (`None`: a single vector)."""
+    """The container type of a vector, and whether there are columns."""
 
     kind: Kind
-    columns: Literal["last", "first"] | None
-    #: Of tensors that processes have parts of, mesh and placements, by their positions in the tree.
-    spread: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
+    columns: bool
 
 
 class Space:
@@ -83,20 +95,15 @@ class Space:
         """The space of tensors of these shapes.
 
         Raises:
-            TypeError: If it is neither a sequence nor a mapping.
-            ValueError: If a single shape was given instead of several.
+            TypeError: If a single shape was given instead of several.
 
         Example:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
-        if not isinstance(shapes, (Mapping, Sequence)) or isinstance(shapes, str):
-            raise TypeError(f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}.")
         items = _items(shapes)
-        if any(isinstance(shape, int) for _, shape in items):
-            raise ValueError(
-                f"Expected a sequence of shapes, got {shapes!r}; write [{tuple(s for _, s in items)}] for one shape."
-            )
+        if any(isinstance(shape, (int, str)) for _, shape in items):
+            raise TypeError(f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}.")
         return cls(dict(items))
 
     @property
@@ -148,13 +155,16 @@ class Space:
             >>> Space.from_shapes([(2, 2), (1,)]).flatten([torch.ones(2, 2), torch.zeros(1)])
             tensor([1., 1., 1., 1., 0.])
         """
-        parts = []
+        parts, columns = [], set()
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
-            if tensor.shape[: len(shape)] != shape:
+            K = tensor.shape[len(shape) :]
+            columns.add(K)
+            if tensor.shape[: len(shape)] != shape or len(columns) > 1:
                 raise ValueError(
-                    f'Tensor "{name}": expected shape {list(shape)} (and columns), got {list(tensor.shape)}.'
+                    f'Tensor "{name}": expected shape {list(shape)}, or [{", ".join(map(str, shape))}, K], '
+                    f"equally many in every tensor; got {list(tensor.shape)}."
                 )
-            parts.append(tensor.reshape(shape.numel(), *tensor.shape[len(shape) :]))
+            parts.append(tensor.reshape(shape.numel(), *K))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:  # [dim, *K] -> {name: [*shape, *K]}
@@ -192,15 +202,16 @@ class Space:
             >>> space.flatten_rows([torch.ones(7, 2, 2), torch.zeros(7, 1)]).shape
             torch.Size([7, 5])
         """
-        parts = []
+        parts, leading = [], set()
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
-            lead = tensor.ndim - len(shape)
-            if lead < 0 or tensor.shape[lead:] != shape:
-                raise ValueError(f'Tensor "{name}": expected shape [..., {_inner(shape)}], got {list(tensor.shape)}.')
-            parts.append(tensor.reshape(*tensor.shape[:lead], shape.numel()))
-        if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
-            lead = {name: list(part.shape[:-1]) for name, part in zip(self.shapes, parts, strict=True)}
-            raise ValueError(f"Expected the same leading axes in every tensor, got {lead}.")
+            K = tensor.shape[: max(tensor.ndim - len(shape), 0)]
+            leading.add(K)
+            if tensor.shape[len(K) :] != shape or len(leading) > 1:
+                raise ValueError(
+                    f'Tensor "{name}": expected shape [..., {", ".join(map(str, shape))}], with the same leading axes '
+                    f"in every tensor; got {list(tensor.shape)}."
+                )
+            parts.append(tensor.reshape(*K, shape.numel()))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
@@ -217,9 +228,7 @@ class Space:
 
     # Containers -----------------------------------------------------------------------------------------------------
 
-    def read(
-        self, X: Any, dtype: torch.dtype, device: torch.device, *, columns_first: bool = False
-    ) -> tuple[Tensor, Container]:
+    def read(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Container]:
         """Convert whatever a user multiplies with into `[dim, K]`, and say what `write` has to convert back to.
 
         Args:
@@ -227,7 +236,6 @@ class Space:
                 `[*shape, K]`.
             dtype: What the operator computes in. Tensors that are not wider are converted to it, NumPy arrays always.
             device: Where the operator computes.
-            columns_first: The `K` axis comes first (`[K, dim]`, `[K, *shape]`), as in products from the left.
 
         Raises:
             TypeError: On a container that is not in the list, a dtype or a device that does not fit.
@@ -241,18 +249,10 @@ class Space:
             (tensor([[1., 0., 0., 1., 3.]]), 'dict')
         """
         kind, tensors = self._tensors(X, dtype, device)
-        if kind not in ("tensor", "numpy"):
-            rows, container = self._join(tensors, kind, columns_first)
-            spread = {k: like for k, t in enumerate(self._ordered(X)) if (like := _spread_like(t))}
-            return rows, replace(container, spread=spread) if spread else container
-        given, (X,) = X, tensors
-        if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
-            matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
-            raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
-        spread = {0: like} if (like := _spread_like(given)) else {}
-        if X.ndim == 1:
-            return X[:, None], Container(kind, None, spread)
-        return (X.T, Container(kind, "first", spread)) if columns_first else (X, Container(kind, "last", spread))
+        v = tensors[0] if kind in ("tensor", "numpy") else self.flatten(tensors)
+        if v.ndim not in (1, 2) or v.shape[0] != self.dim:
+            raise ValueError(f"Expected shape [{self.dim}] or [{self.dim}, K], got {list(v.shape)}.")
+        return (v[:, None], Container(kind, False)) if v.ndim == 1 else (v, Container(kind, True))
 
     def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
         """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the container type.
@@ -283,20 +283,17 @@ class Space:
         """Convert a result `[dim, K]` to the container type that was given.
 
         Example:
-            >>> Space.from_shapes([(2, 2), (1,)]).write(torch.ones(5, 1), Container("list", None))
+            >>> Space.from_shapes([(2, 2), (1,)]).write(torch.ones(5, 1), Container("list", False))
             [tensor([[1., 1.],
                     [1., 1.]]), tensor([1.])]
         """
-        kind, columns = container.kind, container.columns
-        v = Y[:, 0] if columns is None else Y.T if columns == "first" else Y
-        if kind == "tensor":
-            return _spread(v, *container.spread[0], False) if container.spread else v
-        if kind == "numpy":
+        v = Y if container.columns else Y[:, 0]
+        if container.kind == "tensor":
+            return v
+        if container.kind == "numpy":
             return to_numpy(v)
-        tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)
-        for place, like in container.spread.items():
-            tree[self.names[place]] = _spread(tree[self.names[place]], *like, columns == "first")
-        return tree if kind == "dict" else tuple(tree.values()) if kind == "tuple" else list(tree.values())
+        tree = self.unflatten(v)
+        return tree if container.kind == "dict" else (list if container.kind == "list" else tuple)(tree.values())
 
     def _tensors(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Kind, list[Tensor]]:
         """What the container is, and its one tensor, or its tensors in the order of the space, as computed with."""
@@ -322,20 +319,6 @@ class Space:
             tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
         return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(X, tuple) else "list", tensors
 
-    def _join(self, parts: list[Tensor], kind: Kind, columns_first: bool) -> tuple[Tensor, Container]:
-        columns = {
-            _columns(part.shape, name, shape, columns_first)
-            for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
-        }
-        if len(columns) > 1:
-            given = {name: list(part.shape) for name, part in zip(self.shapes, parts, strict=True)}
-            raise ValueError(f"Expected the same number of columns in every tensor, got shapes {given}.")
-        if columns == {None}:
-            return self.flatten(parts)[:, None], Container(kind, None)
-        if columns_first:
-            return self.flatten_rows(parts).T, Container(kind, "first")
-        return self.flatten(parts), Container(kind, "last")
-
     def _ordered(self, tree: Tree) -> list[Tensor]:
         if isinstance(tree, Mapping):
             if tree.keys() != self.shapes.keys():
@@ -360,62 +343,18 @@ def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:
     return [(str(position), value) for position, value in enumerate(sequence_or_mapping)]
 
 
-def _columns(given: torch.Size, name: str, shape: torch.Size, columns_first: bool) -> int | None:
-    """How many columns a tensor for `shape` has; None if it is a single vector."""
-    if given == shape:
-        return None
-    own, K = (given[1:], given[:1]) if columns_first else (given[:-1], given[-1:])
-    if len(given) != len(shape) + 1 or own != shape:
-        matrix = f"[{_inner(torch.Size(()), 'K', shape)}]" if columns_first else f"[{_inner(shape, 'K')}]"
-        raise ValueError(f'Tensor "{name}": expected shape {list(shape)} or {matrix}, got {list(given)}.')
-    return K[0]
-
-
-def _inner(shape: Sequence[int], *more: Any) -> str:
-    """`[2, 3]` and "K" -> "2, 3, K"; a shape among `more` is spelled out too."""
-    tail = [str(n) for part in more for n in (part if isinstance(part, torch.Size) else [part])]
-    return ", ".join([*map(str, shape), *tail])
-
-
-def _spread_like(tensor: Any) -> tuple[Any, Any] | None:
-    """Mesh and placements of a DTensor, of which each process has a part; None for another tensor."""
-    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "full_tensor") else None
-
-
-def _spread(tensor: Tensor, mesh: Any, placements: Sequence[Any], columns_first: bool) -> Any:
-    """A DTensor whose whole is here, without communication."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placements = [
-        Shard(place.dim + 1) if columns_first and type(place) is Shard else place if place.is_shard() else Replicate()
-        for place in placements
-    ]
-    whole = DTensor.from_local(tensor.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(mesh, placements)
-
-
-def _convert(tensor: Any, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
-    if _spread_like(tensor):
-        tensor = tensor.full_tensor()
+def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
     if tensor.device != device:
         raise TypeError(
             f"Expected {what} on {device}, where the operator is, got {tensor.device}; "
             f"move one of them: X.to('{device}') or operator.to(device='{tensor.device}')."
         )
-    if tensor.layout != torch.strided or tensor.is_nested:
-        nested = "nested" if tensor.is_nested else tensor.layout
-        raise TypeError(f"Expected {what} to be a dense tensor, got a {nested} one; convert it: X.to_dense().")
     if tensor.dtype == dtype:
         return tensor
-    if tensor.is_complex():
+    if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits:
+        # Of a wider vector digits would be lost unseen.
         raise TypeError(
-            f"Expected {what} to be real, as the operator is, got {tensor.dtype}; multiply X.real and X.imag apart."
+            f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it, X.to({dtype}), or "
+            "have the operator in a wider dtype: of model and data in it, or by its own .to(dtype=...)."
         )
-    other = ""
-    if tensor.is_floating_point():
-        if torch.finfo(tensor.dtype).bits <= torch.finfo(dtype).bits:
-            return tensor.to(dtype)  # a wider vector is refused: its digits would be lost unseen
-        other = f", or have the operator in {tensor.dtype} (of model and data in it, or by its own .to(dtype=...))"
-    raise TypeError(
-        f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it: X.to({dtype}){other}."
-    )
+    return tensor.to(dtype)

@@ -1,32 +1,98 @@
 """Some rows and columns of a matrix: `A[rows, cols]`, and the matrix with all others set to zero.
 
-What may be picked is said at `select`.
+What may be picked is, for rows and columns alike,
+
+* positions: a list, range, tensor or array of different integers from 0, in any order,
+* a boolean mask with one entry per row (or column),
+* a slice; `:` picks everything and keeps names and shapes,
+* parameters: a name, or a list of names of the operator's space. The result keeps their names and shapes, and
+  multiplies lists and dictionaries of them.
 """
 
 from __future__ import annotations
 
-from functools import partial, singledispatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
-from curvlinops_plus.linalg.entries import formed_part, may_be_formed
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum, Wrapper
+from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
-from curvlinops_plus.linalg.packing import tensors_of
-from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
-from curvlinops_plus.linalg.selection import Selection, select
-from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
+from curvlinops_plus.linalg.space import Space, Structure
+
+_COLUMNS = 1024  # that are multiplied together where entries of a part are formed
 
 
-class SubmatrixLinearOperator(Wrapper):
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Some entries of a vector of size `dim`: their positions, and the space that they make."""
+
+    space: Space
+    positions: Tensor  # [k], on the operator's device
+    dim: int
+
+    def gather(self, V: Tensor) -> Tensor:  # [dim, *K] -> [k, *K]
+        """The picked entries."""
+        return V.index_select(0, self.positions)
+
+    def scatter(self, X: Tensor) -> Tensor:  # [k, *K] -> [dim, *K]
+        """A vector that is zero elsewhere."""
+        return X.new_zeros(self.dim, *X.shape[1:]).index_copy_(0, self.positions, X)
+
+    def same(self, other: Selection) -> bool:
+        """Whether both pick the same entries in the same order."""
+        return self is other or (self.dim == other.dim and torch.equal(self.positions, other.positions))
+
+
+def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
+    """Read what was picked from a vector of `space`, or take a selection that was read before.
+
+    Args:
+        device: Where positions are wanted.
+        axis: "row" or "column", for messages.
+
+    Raises:
+        ValueError: If it is of no known kind, out of bounds, or has duplicates.
+    """
+    if isinstance(which, Selection):
+        return Selection(which.space, which.positions.to(device), which.dim)
+    n, every = space.dim, torch.arange(space.dim, device=device)
+    if isinstance(which, slice) and which == slice(None):
+        return Selection(space, every, n)
+    names = [which] if isinstance(which, str) else which
+    if isinstance(names, Sequence) and len(names) and all(isinstance(name, str) for name in names):
+        if len(set(names)) != len(names) or not set(names) <= set(space.names):
+            raise ValueError(f"Expected different names of {axis}s out of {space.names}, got {list(names)}.")
+        picked = torch.cat([space.part(every, name).flatten() for name in names])
+        return Selection(Space({name: space.shapes[name] for name in names}), picked, n)
+    if isinstance(which, slice):
+        picked = every[list(range(n)[which])]
+    else:
+        picked = torch.as_tensor(np.asarray(which) if isinstance(which, (Sequence, np.ndarray)) else which)
+        picked = picked.long() if picked.numel() == 0 else picked.to(device)
+        if picked.ndim != 1 or picked.is_floating_point():
+            raise ValueError(
+                f"Expected {axis}s as a list of integers, a boolean mask, a slice, or names of parameters out of "
+                f"{space.names}; got {which!r}."
+            )
+        if picked.dtype == torch.bool and len(picked) == n:
+            picked = every[picked]
+        elif picked.dtype == torch.bool or bool(((picked < 0) | (picked >= n)).any()):
+            raise ValueError(f"Expected {axis} numbers between 0 and {n - 1}, or a mask of {n} entries, got {which!r}.")
+        elif len(picked.unique()) != len(picked):
+            raise ValueError(f"Expected different {axis}s, got {len(picked) - len(picked.unique())} duplicates.")
+    return Selection(Space.flat(len(picked)), picked.to(device, torch.long), n)
+
+
+class SubmatrixLinearOperator(LinearOperator):
     """The submatrix of the picked rows and columns of `A`; one product with `A` per product.
 
     With the same rows and columns it is as symmetric and positive semi-definite as `A`. `submatrix(A, rows, cols)` may
@@ -53,14 +119,11 @@ class SubmatrixLinearOperator(Wrapper):
 
     def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
         """Pick other rows and columns."""
-        rows, cols = _both(self.A, row_idxs, col_idxs)
-        self.rows, self.cols = rows, cols
-        self.out_space, self.in_space = rows.space, cols.space
-        self._principal = self.A.in_space.matches(self.A.out_space) and rows.same(cols)
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure if self._principal else Structure.GENERAL
+        A = self.A
+        self.rows, self.cols = rows, cols = _both(A, row_idxs, col_idxs)
+        self._principal = A.in_space.matches(A.out_space) and rows.same(cols)
+        structure = A.structure if self._principal else Structure.GENERAL
+        super().__init__(cols.space, A.dtype, A.device, structure, rows.space)
 
     def _matmat(self, X: Tensor) -> Tensor:
         if X.shape[1] == 0:  # also when no column was picked: `A` need not know products without columns
@@ -73,8 +136,7 @@ class SubmatrixLinearOperator(Wrapper):
         return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        A = self.A.to(device, dtype)
-        return SubmatrixLinearOperator(A, self.rows, self.cols)
+        return SubmatrixLinearOperator(self.A.to(device, dtype), self.rows, self.cols)
 
     @property
     def trace(self) -> Tensor:
@@ -86,41 +148,7 @@ class SubmatrixLinearOperator(Wrapper):
         return self.cols.gather(self.A.diagonal())
 
 
-class PrincipalPart(SubmatrixLinearOperator, Formed):
-    """The same rows and columns of a structured matrix, whose closed forms are those of its entries.
-
-    Products are those of `A`; entries are formed when a closed form is asked for, those of each matrix of a batch.
-
-    Args:
-        A: A `Dense`, `Diagonal`, `Kronecker` or `Eigendecomposed` matrix.
-        row_idxs: See `SubmatrixLinearOperator`.
-        col_idxs: The same.
-
-    Raises:
-        NoClosedForm: If entries are needed that take more than 2 GiB.
-
-    Example:
-        >>> S = PrincipalPart(Kronecker(torch.eye(2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])), [0, 1, 3], [0, 1, 3])
-        >>> S.logdet.exp(), S.inverse().diagonal()
-        (tensor(6.), tensor([0.6667, 0.6667, 0.5000]))
-    """
-
-    @property
-    def tensors(self) -> list[Tensor] | None:
-        return tensors_of(self.A)
-
-    def _form(self) -> LinearOperator:
-        return formed_part(self.A, self.cols.positions)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return PrincipalPart(self.A.to(device, dtype), self.rows, self.cols)
-
-    def _to_dense(self) -> Tensor:
-        small = may_be_formed(self.A, self.shape[0])
-        return self.operator.to_dense() if small else LinearOperator._to_dense(self)
-
-
-class ProjectedLinearOperator(Wrapper):
+class ProjectedLinearOperator(LinearOperator):
     """`P A P`: the square matrix `A` with all rows and columns set to zero that were not picked.
 
     Args:
@@ -139,10 +167,11 @@ class ProjectedLinearOperator(Wrapper):
     """
 
     def __init__(self, A: LinearOperator, idxs: Any) -> None:
-        _check_operator(A)
+        self.kept, _ = _both(A, idxs, slice(None))
         if A.shape[0] != A.shape[1]:
             raise ValueError(f"Only a square matrix can be projected from both sides, got {A.label}.")
-        self.A, self.kept = A, select(idxs, A.in_space, A.device, "row")
+        super().__init__(A.in_space, A.dtype, A.device, A.structure, A.out_space)
+        self.A = A
 
     def _project(self, X: Tensor) -> Tensor:
         return self.kept.scatter(self.kept.gather(X))
@@ -161,35 +190,125 @@ class ProjectedLinearOperator(Wrapper):
 
     @property
     def trace(self) -> Tensor:
-        return self.kept.gather(self.A.diagonal()).sum()
+        return self.diagonal().sum()
+
+
+class PositionedBlocks(BlockDiagonal):
+    """A `BlockDiagonal` matrix, given by the positions of each block's entries in the vector: a part of another one.
+
+    Args:
+        blocks: Name to square operator.
+        positions: The same names to positions `[k]`; together each position of the vector once.
+        space: The space of the whole vector.
+
+    Raises:
+        ValueError: If names, sizes, dtypes or devices do not fit.
+
+    Example:
+        >>> blocks = {"a": Diagonal(torch.tensor([1.0, 2.0])), "b": Diagonal(torch.tensor([3.0]))}
+        >>> PositionedBlocks(blocks, {"a": torch.tensor([2, 0]), "b": torch.tensor([1])}, Space.flat(3)).diagonal()
+        tensor([2., 3., 1.])
+    """
+
+    def __init__(self, blocks: Mapping[str, LinearOperator], positions: Mapping[str, Tensor], space: Space) -> None:
+        shapes = {name: (len(at),) for name, at in positions.items()}
+        layouts = {name: Layout({name: "d -> 1 d"}, {name: shape}) for name, shape in shapes.items()}
+        super().__init__(blocks, layouts, Space(shapes))
+        at = torch.cat([positions[name] for name in shapes]).to(self.device)
+        #: For each entry of all blocks its position in the vector, and the other way round.
+        self._order, self._back = at, at.argsort()
+        if not torch.equal(at[self._back], torch.arange(space.dim, device=at.device)):
+            raise ValueError(f"Expected each position from 0 to {space.dim - 1} in one block.")
+        self.in_space = self.out_space = space
+
+    def _blockwise(self, product: str, X: Tensor) -> Tensor:
+        return super()._blockwise(product, X[self._order])[self._back]
+
+    def _split(self, X: Tensor) -> dict[str, Tensor]:
+        return super()._split(X[self._order])
+
+    def _merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return super()._merge(parts)[self._back]
+
+    def state_dict(self) -> dict[str, Any]:
+        raise UnsupportedError("A part of a matrix that cuts blocks has no state: save the whole matrix.")
 
 
 def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     """The submatrix of some rows and columns, as the operator with the most closed forms: what `A[rows, cols]` returns.
 
-    Of a `Dense` matrix it is `Dense`, with entries copied as they are now. With the same rows and columns, of a
-    `Diagonal` it is `Diagonal`, and of a block-diagonal matrix such as KFAC block-diagonal, with inverse, determinant
-    and so on; blocks of which everything is picked stay what they are, in any order. A part of a Kronecker product is
-    a Kronecker product if it is made of whole rows and columns of the parameters' matrix. Other parts, and those of
-    matrices in an eigenbasis, are a `PrincipalPart`, whose entries are formed when a closed form is asked for, if they
-    take at most 2 GiB. Everything else is a `SubmatrixLinearOperator`.
+    Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a `Diagonal` one, and
+    block-diagonal of a block-diagonal matrix such as KFAC, with inverse, determinant and so on: blocks of which
+    everything is picked in their order stay what they are, of the others the entries are formed, as they are of parts
+    of Kronecker products and of matrices in an eigenbasis. Everything else is a `SubmatrixLinearOperator`.
 
     Args:
         A: The matrix.
-        rows: Integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
+        rows: Integers, a boolean mask, a slice, or names of parameters.
         cols: The same.
 
     Raises:
         TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
+    Cost: memory for `k²` numbers, of blocks of which `k` rows are picked and not all.
+
     Example:
         >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()
         tensor(4.)
     """
-    chosen = _both(A, rows, cols)
-    known = _structured(A, *chosen)
-    return SubmatrixLinearOperator(A, *chosen) if known is None else known
+    picked_rows, picked = _both(A, rows, cols)
+    A = A.operator if isinstance(A, Deferred) else A
+    at, same = picked.positions, picked_rows.same(picked)
+    if isinstance(A, Dense) and not A.batch:
+        matrix = A.matrix.index_select(0, picked_rows.positions).index_select(1, at)
+        structure = A.structure if same else Structure.GENERAL
+        return Dense(matrix, structure, A.rtol, in_space=picked.space, out_space=picked_rows.space)
+    if isinstance(A, Scaled):
+        return A.c * submatrix(A.A, picked_rows, picked)
+    if same and isinstance(A, Shifted):
+        return submatrix(A.A, picked, picked).shift(A.delta)
+    if same and isinstance(A, IdentityLinearOperator):
+        return IdentityLinearOperator(picked.space, A.device, A.dtype)
+    if same and isinstance(A, Diagonal):
+        return Diagonal(picked.gather(A.vector.flatten()))
+    if same and len(at) and isinstance(A, BlockDiagonal) and not isinstance(A, OwnedBlockDiagonal):
+        return _part_of_blocks(A, picked)
+    part = SubmatrixLinearOperator(A, picked_rows, picked)
+    if not same or A.structure == Structure.GENERAL or not isinstance(A, (Dense, Kronecker, Eigendecomposed)):
+        return part
+    if isinstance(A, Kronecker) and not A.batch and isinstance(A.G, Dense) and isinstance(A.A, Dense):
+        o, i = at // A.A.size, at % A.A.size
+        return Dense(A.G.matrix[o][:, o] * A.A.matrix[i][:, i], A.structure, in_space=picked.space)
+    columns = torch.eye(len(at), dtype=A.dtype, device=A.device).split(_COLUMNS, 1)
+    return Dense(torch.cat([part._matmat(X) for X in columns], 1), A.structure, in_space=picked.space)
+
+
+def _part_of_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
+    """A part of each block, in the order of the block; those of which everything is picked stay what they are."""
+    names = picked.space.names
+    whole = {block: layout for block, layout in A.layouts.items() if set(layout.names) <= set(names)}
+    if sorted(name for layout in whole.values() for name in layout.names) == sorted(names):  # no block is cut
+        return BlockDiagonal({block: A.blocks[block] for block in whole}, whole, picked.space)
+    new = torch.full((A.shape[0],), -1, device=A.device)
+    new[picked.positions] = torch.arange(len(picked.positions), device=A.device)
+    blocks, positions = {}, {}
+    for name, at in A.positions().items():
+        inside = (new[at] >= 0).nonzero()[:, 0]
+        if len(inside):
+            block = A._fetched(name)
+            blocks[name] = block if len(inside) == len(at) else submatrix(block, inside, inside)
+            positions[name] = new[at[inside]]
+    return PositionedBlocks(blocks, positions, picked.space)
+
+
+def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
+    if not isinstance(A, LinearOperator):
+        raise TypeError(
+            f"Expected A to be a LinearOperator, got {type(A).__name__}; use Dense(A) of a tensor or array, "
+            "from_scipy(A) of a SciPy operator."
+        )
+    return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
 
 
 def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
@@ -201,135 +320,3 @@ def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
 
 # Set from here, because operators are defined without the classes that build on them.
 LinearOperator.__getitem__ = _getitem
-
-
-def _check_operator(A: Any) -> None:
-    if not isinstance(A, LinearOperator):
-        advice = "use Dense(A), or index it as it is" if isinstance(A, Tensor) else "use from_scipy(A) or Dense(A)"
-        raise TypeError(f"Expected A to be a LinearOperator, got {type(A).__name__}; {advice}.")
-
-
-def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
-    _check_operator(A)
-    return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
-
-
-@singledispatch
-def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
-    """The submatrix as an operator with closed forms, or None. One function per structure."""
-    return None
-
-
-@_structured.register
-def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if A.batch:
-        return _principal(A, rows, cols)
-    structure = A.structure if rows.same(cols) else Structure.GENERAL
-    matrix = A.matrix.index_select(0, rows.positions).index_select(1, cols.positions)
-    return Dense(matrix, structure, A.rtol, in_space=cols.space, out_space=rows.space)
-
-
-def _principal(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return PrincipalPart(A, rows, cols) if rows.same(cols) else None
-
-
-@_structured.register
-def _(A: Diagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return Diagonal(cols.gather(A.vector.flatten())) if rows.same(cols) else None
-
-
-@_structured.register
-def _(A: IdentityLinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return IdentityLinearOperator(cols.space, A.device, A.dtype) if rows.same(cols) else None
-
-
-@_structured.register
-def _(A: Kronecker, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols) or A.structure == Structure.GENERAL:
-        return None
-    product = None if A.batch else _of_whole_rows_and_columns(A, cols.positions)
-    return _principal(A, rows, cols) if product is None else product
-
-
-@_structured.register
-def _(A: Eigendecomposed, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return _principal(A, rows, cols)
-
-
-@_structured.register
-def _(A: KroneckerSum, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return _of_sum(A.terms, rows, cols)
-
-
-@_structured.register
-def _(A: Formed, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return _of_sum((A.A, A.B), rows, cols) if isinstance(A, Sum) else None
-
-
-def _of_sum(terms: tuple[LinearOperator, ...], rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols):
-        return None
-    parts = [submatrix(term, rows, cols) for term in terms]
-    return sum(parts[1:], parts[0])
-
-
-@_structured.register
-def _(A: Scaled, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return A.c * submatrix(A.A, rows, cols)
-
-
-@_structured.register
-def _(A: Shifted, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return submatrix(A.A, rows, cols).shift(A.delta) if rows.same(cols) else None
-
-
-@_structured.register
-def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols) or not len(cols.positions):
-        return None
-    if cols.names is not None:
-        names = [block for block, layout in A.layouts.items() if set(layout.names) <= set(cols.names)]
-        if sum(len(A.layouts[block].names) for block in names) == len(cols.names):  # no block is cut
-            layouts = {block: A.layouts[block] for block in names}
-            return BlockDiagonal({block: A.blocks[block] for block in names}, layouts, cols.space)
-    return _cut_blocks(A, cols)
-
-
-@_structured.register
-def _(A: OwnedBlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return None  # a part may be one of no process
-
-
-def _cut_blocks(A: BlockDiagonal, picked: Selection) -> PositionedBlocks:
-    """A part of each block, in the order of the block; those of which everything is picked stay what they are."""
-    new = torch.full((A.shape[0],), -1, device=A.device)
-    new[picked.positions] = torch.arange(len(picked.positions), device=A.device)
-    blocks, positions = {}, {}
-    for name, at in A.positions().items():
-        inside = (new[at] >= 0).nonzero()[:, 0]
-        if len(inside):
-            block = A.blocks[name]
-            blocks[name] = block if len(inside) == len(at) else submatrix(block, inside, inside)
-            positions[name] = new[at[inside]]
-    return PositionedBlocks(blocks, positions, picked.space)
-
-
-def _of_whole_rows_and_columns(A: Kronecker, positions: Tensor) -> Kronecker | None:
-    """A Kronecker product of parts, if they make one."""
-    if not len(positions):
-        return None
-    o, i = positions // A.A.size, positions % A.A.size
-    others = (o != o[0]).nonzero()
-    width = int(others[0, 0]) if len(others) else len(o)
-    of_G, of_A = o[::width], i[:width]
-    if not torch.equal((of_G[:, None] * A.A.size + of_A).flatten(), positions):
-        return None
-    G, F = submatrix(A.G, of_G, of_G), submatrix(A.A, of_A, of_A)
-    return Kronecker(G, F) if isinstance(G, Factor) and isinstance(F, Factor) else None
-
-
-@_structured.register
-def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols):
-        return None
-    return DeferredResult(partial(submatrix, rows=rows, cols=cols), [A], cols.space, rows.space)

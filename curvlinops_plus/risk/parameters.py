@@ -113,7 +113,7 @@ class ModelParameters:
         )
         self.require_own_values("risk.assign(v)")
         x, container = self.space.read(v, self.dtype, self.device)
-        if container.columns is not None:
+        if container.columns:
             raise ValueError(f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns.")
         with torch.no_grad():
             for key, value in self.space.unflatten(x[:, 0]).items():

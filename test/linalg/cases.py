@@ -148,8 +148,15 @@ GENERAL, SYMMETRIC, PSD = Structure.GENERAL, Structure.SYMMETRIC, Structure.PSD
 INDEFINITE = ("power", "sample")
 NO_EIGENVALUES = ("eigenvalues", *INDEFINITE)
 NO_SPECTRUM = tuple(form for form in FORMS if form not in ("trace", "diagonal"))
-#: Of an inverse with damping that is solved for.
-SOLVED = ("logdet_of_damped_inverse", "gradient_of_damped_inverse")
+#: Of an inverse that is solved for.
+SOLVED = (
+    "logdet_of_inverse",
+    "logdet",
+    "frobenius_norm",
+    "sample",
+    "logdet_of_damped_inverse",
+    "gradient_of_damped_inverse",
+)
 
 CASES = [
     Case("dense", of(lambda M: Dense(M), lambda M: M, normal(4, 4)), NO_EIGENVALUES),
@@ -238,8 +245,8 @@ CASES = [
     ),
     Case(
         "adjoint",
-        from_case("kronecker rectangular", lambda A: A.T, lambda M: M.T),
-        tuple(f for f in FORMS if f != "frobenius_norm"),
+        from_case("product", lambda A: A.T, lambda M: M.T),
+        FORMS,
     ),
     Case(
         "sum",
@@ -263,29 +270,32 @@ CASES = [
         INDEFINITE,
     ),
     Case(
-        "sum of two products",
-        from_case("kronecker", lambda A: 2 * A + another(A), lambda M: 2 * M + another_dense()),
+        "sum of products",
+        from_case("kronecker", lambda A: 2 * A + (another(A) + A), lambda M: 3 * M + another_dense()),
+        ("eigenvalues", "power", *SOLVED),
+    ),
+    Case(
+        "sum of products, batched",
+        of(
+            lambda G, A, H, B: Kronecker(G, Diagonal(A)) + Kronecker(H, Diagonal(B)),
+            lambda G, A, H, B: batched_kron(G, A.diag()) + batched_kron(H, B.diag()),
+            *(psd(2, 3, 3, seed=k) if k % 2 == 0 else normal(4, seed=k).abs() + 0.1 for k in range(4)),
+        ),
         ("eigenvalues", "power", *SOLVED),
     ),
     Case(
         "sum of products with one factor",
-        of(
-            lambda G, A, B: Kronecker(G, A) + Kronecker(G, B),
-            lambda G, A, B: torch.kron(G, A + B),
-            psd(3, 3),
-            psd(2, 2, seed=1),
-            psd(2, 2, seed=2),
-        ),
+        from_case("kronecker", lambda A: A + Kronecker(another(A).G, A.A), lambda M: M + one_factor_dense()),
     ),
     Case(
         "product",
         from_case(
             "kronecker", lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M @ psd(12, 12, seed=2)
         ),
-        tuple(f for f in FORMS if f not in ("logdet", "inverse")),
+        FORMS,
     ),
     Case("scaled", from_case("kronecker", lambda A: 0.5 * A, lambda M: 0.5 * M)),
-    Case("negative", from_case("dense psd", lambda A: -A, lambda M: -M), (*INDEFINITE, "damped_inverse")),
+    Case("negative", from_case("dense psd", lambda A: -A, lambda M: -M), INDEFINITE),
     Case("zero", from_case("dense psd", lambda A: 0 * A, lambda M: 0 * M), ("inverse",)),
     Case("shifted", from_case("kronecker", lambda A: A + 0.3 * identity_on(A), lambda M: M + 0.3 * eye_like(M))),
     Case("shifted dense", from_case("dense", lambda A: A.shift(5.0), lambda M: M + 5 * eye_like(M)), NO_EIGENVALUES),
@@ -320,6 +330,10 @@ def another(A: LinearOperator) -> Kronecker:
 
 def another_dense() -> Tensor:
     return torch.kron(psd(3, 3, seed=7), psd(4, 4, seed=8))
+
+
+def one_factor_dense() -> Tensor:
+    return torch.kron(psd(3, 3, seed=7), psd(4, 4, seed=1))
 
 
 def general_blocks(A: LinearOperator) -> BlockDiagonal:

@@ -23,7 +23,6 @@ from curvlinops_plus.linalg import (
     Structure,
     Sum,
 )
-from curvlinops_plus.linalg.block_diagonal import multiply_parts
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 
 from .cases import F64, block_diagonal, eye_like, normal, psd
@@ -64,9 +63,6 @@ def test_random_patterns_against_einops(shape: list[int], random: Any, K: int, w
     v = layout.join(tree)
     assert torch.equal(v, expected.reshape(layout.dim, K))
     for k in range(K):
-        columns = [layout.columns(name, t[..., k]) for name, t in tree.items()]
-        assert [c.shape[-1] for c in columns] == [layout.width(name) for name in tree]
-        assert torch.equal(torch.cat(columns, -1), expected[..., k])
         vector = expected[..., k].flatten()
         views = layout.views(vector)
         assert all(torch.equal(views[name].reshape(t.shape[:-1]), t[..., k]) for name, t in tree.items())
@@ -176,12 +172,6 @@ def test_split_and_merge(columns: tuple[int, ...]) -> None:
     assert list(parts) == list(K.blocks)
     assert torch.equal(K.merge(parts), v)
     close(K.merge({name: block @ parts[name] for name, block in K.blocks.items()}), M @ v)
-    if not columns:
-        parts.popitem()
-        found, expected = multiply_parts(K, parts), K.split(M @ v)
-        assert found.keys() == parts.keys()
-        for name, product in found.items():
-            close(product, expected[name])
 
 
 def test_states_of_block_diagonal_matrices() -> None:
@@ -197,7 +187,6 @@ def test_states_of_block_diagonal_matrices() -> None:
         K.shift(0.1),
         total,
         total.nearest_kronecker(),
-        total.inverse(),
         K.inverse(0.1),
         exact,
         general,
@@ -208,8 +197,8 @@ def test_states_of_block_diagonal_matrices() -> None:
         close(B.to_dense(), A.to_dense())
         close(B.trace, A.trace)
         assert (B.structure, list(B.blocks), B.space) == (A.structure, list(A.blocks), A.space)
-        if A is not general:
-            close(B.logdet, A.logdet)
+        if A is not total:
+            torch.testing.assert_close(B.det, A.det)
     for path in (("layouts",), ("layouts", "fc", "patterns"), ("space", "scale"), ("blocks", "fc"), ("class",)):
         state = inner = total.state_dict()
         for key in path[:-1]:
@@ -250,25 +239,22 @@ def layout(pattern: str, *shape: int) -> Layout:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: layout("o i -> o i -> o", 2, 3), 'expected one "->"'),
-    (lambda: layout("o i k -> o (i k)", 2, 3), r'parameter "w" with shape \[2, 3\]: expected 3 axes'),
-    (lambda: layout("o i -> (o i)", 2, 3), '"rows cols" or "batch rows cols" on the right, got 1'),
-    (lambda: layout("o i -> o j", 2, 3), r"every axis once on each side, got \['o', 'i'\] and \['o', 'j'\]"),
-    (lambda: layout("o o -> o o", 2, 2), "every axis once"),
-    (lambda: layout("o ... -> o (...)", 2, 3), r'cannot read "o \.\.\."'),
-    (lambda: layout("(a b) -> a b", 6), r"axes \['a', 'b'\] must multiply to 6, given sizes \{\}; pass sizes="),
-    (lambda: layout("(g b) -> g b", 6), r"must multiply to 6, given sizes \{'g': 4\}"),
-    (lambda: layout("g o -> g o", 6, 2), r"must multiply to 6, given sizes \{'g': 4\}"),
+    (lambda: layout("o i -> o i -> o", 2, 3), 'Pattern "o i -> o i -> o" of parameter "w" with shape'),
+    (lambda: layout("o i k -> o (i k)", 2, 3), r"shape \[2, 3\]: (?s:.*)expected 4 dims"),
+    (lambda: layout("o i -> (o i)", 2, 3), '"rows cols" or "batch rows cols" on the right'),
+    (lambda: layout("o i -> o j", 2, 3), "Identifiers only on one side"),
+    (lambda: layout("(a b) -> a b", 6), "Could not infer sizes"),
+    (lambda: layout("(g b) -> g b", 6), "can't divide axis of length 6 in chunks of 4"),
     (lambda: Layout({"w": "o i -> o i"}, {"b": (2,)}), r"one pattern and one shape per parameter, got pat"),
     (lambda: Layout({"w": "o i -> o i", "b": "o -> o 1"}, {"w": (2, 3), "b": (3,)}), "same rows, got matrices"),
     (lambda: BlockDiagonal(BLOCKS, {"w": LAYOUTS["w"]}, SPACE), r"one layout per block .* blocks \['w', 'b'\] and lay"),
     (lambda: BlockDiagonal({}, {}, SPACE), "at least one block"),
-    (lambda: BlockDiagonal(BLOCKS, LAYOUTS, Space({"w": (2, 2)})), r"parameters \['w'\] in one layout, got \['w', 'b'"),
-    (lambda: BlockDiagonal(BLOCKS, LAYOUTS, Space({"w": (4, 1), "b": (2,)})), r'block "w": expected parameter "w" of '),
+    (lambda: BlockDiagonal(BLOCKS, LAYOUTS, Space({"w": (2, 2)})), r"parameters Space\(w: .*\) in one layout, got "),
+    (lambda: BlockDiagonal(BLOCKS, LAYOUTS, Space({"w": (4, 1), "b": (2,)})), r"parameters Space\(w: \[4, 1\]"),
     (lambda: BlockDiagonal(BLOCKS | {"b": Diagonal(torch.ones(3))}, LAYOUTS, SPACE), r'"b": expected a 2 x 2 matrix f'),
     (lambda: BlockDiagonal(BLOCKS | {"b": Diagonal(normal(2))}, LAYOUTS, SPACE), '"b": expected torch.float32 on cpu'),
     (lambda: K2.merge({"w": torch.ones(4)}), "Expected a part for each of the blocks"),
-    (lambda: K2.merge({"w": torch.ones(4), "b": torch.ones(1)}), r'block "b": expected \[2\] or'),
+    (lambda: K2.merge({"w": torch.ones(4), "b": torch.ones(1)}), r"of the sizes \{'w': 4, 'b': 2\}, got"),
 ]  # fmt: skip
 
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg import (
     Dense,
-    Diagonal,
     IdentityLinearOperator,
     LinearOperator,
-    Scaled,
     Shifted,
     Space,
     Structure,
@@ -44,10 +42,6 @@ def test_structure_of_results() -> None:
         (P @ P, GENERAL),
     ):
         assert A.structure == structure
-    D = Diagonal(d := torch.ones(3, dtype=F64))
-    wrappers = [D, 2 * D, D.shift(1.0), Sum(D, D), D[[0, 1], [0, 1]].T]
-    d[0] = -1  # which wrappers see
-    assert [B.structure for B in wrappers[:4]] == [SYMMETRIC] * 4
 
 
 def test_adding_multiples_of_the_identity_shifts() -> None:
@@ -68,7 +62,6 @@ def test_nested_arithmetic() -> None:
     close((2 * A - B.T @ A / 4).to_dense(), 2 * M - N.T @ M / 4)
     close((A @ B).T.to_dense(), (M @ N).T)
     close((-(A + B)).T.to_dense(), -(M + N).T)
-    close((A @ B).inverse().to_dense(), torch.linalg.inv(M @ N))
     close((3 * (2 * A)).to_dense(), 6 * M)
     for n in (2, 3):
         close((-Dense(normal(n, n))).det, (-1) ** n * torch.linalg.det(normal(n, n)))
@@ -76,7 +69,6 @@ def test_nested_arithmetic() -> None:
     close(A.H @ N, M.T @ N)
     for c in (2, np.float32(2), np.int64(2), torch.tensor(2.0)):
         for scaled in (c * A, A * c, A / (1 / c)):
-            assert isinstance(scaled, Scaled)
             close(scaled @ torch.ones(3, dtype=F64), 2 * M.sum(1))
     space = Space.from_shapes({"a": (2,), "b": (1,)})
     for combined in (OnlyProducts(M, space) + A, A + OnlyProducts(M, space), A @ OnlyProducts(M, space)):
@@ -201,43 +193,39 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: A * A, TypeError, r"got Dense\(3 x 3.*\); the product of two matrices is A @ B"),
     (lambda: A / "2", TypeError, "the divisor of a Dense to be one number"),
     (lambda: A / torch.tensor(0.0), ZeroDivisionError, r"Dense\(3 x 3, .*\) can't be divided by 0"),
-    (lambda: A + 1, TypeError, r"operand for \+: int with Dense.* Add c times the identity by A.shift\(c\), a matrix "),
-    (lambda: 1 - A, TypeError, "unsupported operand for -: int with Dense"),
-    (lambda: torch.ones(3, 3) + A, TypeError, r"\+: Tensor with Dense.*by A \+ Dense\(M\)"),
+    (lambda: A + 1, TypeError, r"int can't be added to Dense.* Add c times the identity by A.shift\(c\), a matrix "),
+    (lambda: 1 - A, TypeError, "int can't be added to Dense"),
+    (lambda: torch.ones(3, 3) + A, TypeError, r"Tensor can't be added to Dense.*by A \+ Dense\(M\)"),
     (lambda: A + "A", TypeError, r"unsupported operand type\(s\)"),
     (lambda: np.asarray(A), TypeError, r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy"),
-    (lambda: A @ torch.ones(3, dtype=torch.long), TypeError, r"got torch.int64; convert it: X.to\(torch.float32\)"),
-    (lambda: A @ torch.ones(3, dtype=torch.cfloat), TypeError, "to be real.* multiply X.real and X.imag apart"),
-    (lambda: A @ torch.eye(3).to_sparse(), TypeError, r"dense tensor, got a torch.sparse_coo one; .*X.to_dense\(\)"),
+    (lambda: A @ torch.ones(3, dtype=torch.long), TypeError, r"got torch.int64; convert it, X.to\(torch.float32\)"),
     (lambda: A.sample(3), TypeError, r"a torch.Generator, got int 3; for a seed write .*manual_seed.* draws num="),
-    (lambda: A.sample(num=1.5), TypeError, "num to be an integer, the number of draws, got 1.5"),
     (lambda: A.quadratic_form(None), TypeError, r"Dense.*quadratic_form\(J\): Expected a tensor .*; got NoneType"),
     (lambda: A.quadratic_form(torch.tensor(1.0)), ValueError, r"J of shape \[3\] or \[..., m, 3\], got \[\]"),
     (lambda: A[:, [0]].quadratic_form(torch.ones(1)), ValueError, "Only a square matrix has quadratic forms, got"),
     (lambda: Sum(A, A).logdet, NoClosedForm, r"Sum\(3 x 3.*form of `logdet`: .*A.materialize\(\).logdet.*Lanczos"),
     (lambda: (A @ A).inverse(0.1), NoClosedForm, "Product.*CGInverseLinearOperator"),
+    (lambda: Space.from_shapes((2, 3)), TypeError, r"mapping of shapes such as .*, got \(2, 3\)"),
     (lambda: (A + A @ A).to_scipy() @ np.ones(3, dtype=complex), TypeError, "real numbers, got dtype complex128"),
     (lambda: Triangle().T @ torch.ones(3, dtype=F64), NotImplementedError, r"has no adjoint: .*define `_rmatmat\(self"),
     (lambda: Triangle().to(torch.float32), NotImplementedError, "Triangle owns no tensors that could be moved"),
-    (lambda: Twice(SPACE) @ torch.ones(9), AttributeError, r"Twice has no `dtype`: pass it to LinearOperator.__init__"),
     (lambda: RECTANGLE @ torch.zeros(2), ValueError, r"Dense\(2 x 3, GENERAL, .*\) @ X: Expected shape \[3\]"),
-    (lambda: torch.zeros(4, 3) @ RECTANGLE, ValueError, r"X @ Dense\(.*\): Expected shape \[2\] or \[K, 2\], got \[4,"),
-    (lambda: [torch.zeros(2, 4)] @ RECTANGLE, ValueError, r'Tensor "0": expected shape \[2\] or \[K, 2\], got \[2, 4'),
+    (lambda: torch.zeros(4, 3) @ RECTANGLE, ValueError, r"Dense\(3 x 2.* @ X: Expected shape \[2\] or \[2, K\], got"),
+    (lambda: [torch.zeros(4, 2)] @ RECTANGLE, ValueError, r'"0": expected shape \[2\], or \[2, K\], .* got \[4, 2'),
     (lambda: read(T22, torch.zeros(4, 1, 1)), ValueError, r"Expected shape \[4\] or \[4, K\], got \[4, 1, 1\]"),
     (lambda: read(T22, np.zeros(4, dtype=complex)), TypeError, "real numbers, got dtype complex128"),
     (lambda: read(T22, "vector"), TypeError, "Expected a tensor or NumPy array .* got str"),
     (lambda: read(T22, [1.0, 2.0]), ValueError, r"Expected 1 tensors of shapes \[\[2, 2\]\], got 2"),
     (lambda: read(T22, [4.0]), TypeError, r'Entry "0": expected a tensor of shape \[2, 2\], got float'),
-    (lambda: read(T22, [torch.zeros(4)]), ValueError, r'"0": expected shape \[2, 2\] or \[2, 2, K\], got \[4\]'),
+    (lambda: read(T22, [torch.zeros(4)]), ValueError, r'"0": expected shape \[2, 2\], or \[2, 2, K\], .* got \[4\]'),
     (lambda: read(T22, {"w": torch.zeros(2, 2)}), ValueError, r"named \['0'\]; missing \['0'\], unexpected \['w'\]"),
-    (lambda: read(TWO, [torch.zeros(2, 3), torch.zeros(1)]), ValueError, "same number of columns"),
-    (lambda: read(T22, torch.zeros(4, dtype=F64)), TypeError, r"in torch.float32.* got torch.float64; convert it: X"),
+    (lambda: read(TWO, [torch.zeros(2, 3), torch.zeros(1)]), ValueError, "equally many in every tensor"),
+    (lambda: read(T22, torch.zeros(4, dtype=F64)), TypeError, r"in torch.float32.* got torch.float64; convert it, X"),
     (lambda: read(T22, [torch.zeros(2, 2, dtype=F64)]), TypeError, 'Expected tensor "0" in torch.float32'),
     (lambda: read(T22, torch.zeros(4, device="meta")), TypeError, "on cpu, where the operator is, got meta"),
     (lambda: Space.from_shapes("vector"), TypeError, r"a sequence or mapping of shapes such as .*, got"),
-    (lambda: Space.from_shapes((2, 3)), ValueError, r"sequence of shapes, got \(2, 3\); write \[\(2, 3\)\]"),
-    (lambda: TWO.flatten([torch.zeros(2), torch.zeros(3)]), ValueError, r'"1": expected shape \[1\] \(and columns\)'),
-    (lambda: TWO.flatten_rows([torch.zeros(3), torch.zeros(1)]), ValueError, r'"0": expected shape \[..., 2\], got'),
+    (lambda: TWO.flatten([torch.zeros(2), torch.zeros(3)]), ValueError, r'"1": expected shape \[1\], or \[1, K\]'),
+    (lambda: TWO.flatten_rows([torch.zeros(3), torch.zeros(1)]), ValueError, r'"0": expected shape \[..., 2\], with'),
     (lambda: TWO.flatten_rows([torch.zeros(5, 2), torch.zeros(4, 1)]), ValueError, "leading axes in every tensor"),
 ]  # fmt: skip
 

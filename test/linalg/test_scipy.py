@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from curvlinops_plus import HessianLinearOperator
-from curvlinops_plus.linalg import Dense, Structure
-from curvlinops_plus.linalg.scipy_import import from_scipy
+from curvlinops_plus.linalg import Dense, Structure, from_scipy
 
 from .cases import F64, normal, psd
 from .test_laws import close
@@ -133,55 +132,17 @@ def test_sums_with_operators_of_others(make: Any) -> None:
         close((B - A) @ X, (N - M) @ X)
 
 
-class OnlyMatvec:
-    """The least that a matrix is made of: its shape and one product."""
-
-    shape = (2, 3)
-
-    def matvec(self, x: np.ndarray) -> np.ndarray:
-        return np.arange(6.0).reshape(2, 3) @ x
-
-
-class OnlyMatmat:
-    shape = (2, 3)
-
-    def matmat(self, X: np.ndarray) -> np.ndarray:
-        assert X.ndim == 2
-        return np.arange(6.0).reshape(2, 3) @ X
-
-
-class BothMatmats(OnlyMatmat):
-    dtype = np.float32
-
-    def rmatmat(self, X: np.ndarray) -> np.ndarray:
-        return np.arange(6.0).reshape(2, 3).T @ X
-
-
-@pytest.mark.parametrize("kind", [OnlyMatvec, OnlyMatmat, BothMatmats])
-def test_objects_with_few_products(kind: Any) -> None:
-    A = from_scipy(kind())
-    M = torch.arange(6, dtype=A.dtype).view(2, 3)
-    assert A.dtype == (F32 if kind is BothMatmats else F64)
-    for X in (normal(3).to(A.dtype), normal(3, 4).to(A.dtype)):
-        torch.testing.assert_close(A @ X, M @ X)
-    if kind is BothMatmats:
-        torch.testing.assert_close(normal(4, 2).float() @ A, normal(4, 2).float() @ M)
-    else:
-        with pytest.raises(NotImplementedError, match="cannot multiply from the left; give it `rmatvec`"):
-            normal(2) @ A
+def test_symmetric_operators_need_one_product() -> None:
     op = sla.LinearOperator((3, 3), matvec=lambda x: 2 * x, dtype=np.float64)
     close(normal(3) @ from_scipy(op, structure=SYMMETRIC), 2 * normal(3))
 
 
 EYE = Dense(torch.eye(2))
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: from_scipy(torch.eye(2)), TypeError, r"got a tensor; use Dense\(op\)"),
-    (lambda: from_scipy(EYE), TypeError, "which is one of ours already"),
+    (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
+    (lambda: from_scipy(EYE), TypeError, "got a Dense"),
     (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-    (lambda: from_scipy([[1, 2], [3, 4]]), TypeError, r"got \[\[1, 2\], \[3, 4\]\] of type list; .*np.array\(op"),
-    (lambda: from_scipy(MATRIX, dtype=torch.int64), TypeError, "floating-point torch.dtype .* got torch.int64"),
-    (lambda: EYE.to_scipy(torch.int32), TypeError, "of NumPy or PyTorch, got torch.int32; take 'fl"),
-    (lambda: EYE.to_scipy("single!"), TypeError, "floating-point one of .*, got 'single!'; take 'fl"),
+    (lambda: EYE.to_scipy(torch.int32), TypeError, "of NumPy or PyTorch, got 'int32'; take 'fl"),
     (lambda: from_scipy(MATRIX, structure=PSD), ValueError, r"expected a PSD matrix to be square, got \[4, 6\]"),
     (lambda: sla.eigsh(EYE, k=1), TypeError, r"torch\.float32|not an array"),
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from math import inf, prod, sqrt
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -84,42 +82,7 @@ def test_convention() -> None:
     close((Kronecker(G, A, GENERAL) @ W.flatten()).view(2, 3), G @ W @ A.T)
 
 
-# Live tensors --------------------------------------------------------------------------------------------------------
-
-LIVE = ("trace", "logdet", "frobenius_norm", "eigenvalues", "diagonal", "det")
-
-
-def live_pairs() -> dict[str, tuple[LinearOperator, list[Tensor]]]:
-    G, A, M, d, values = psd(2, 2), psd(3, 3, seed=1), psd(6, 6), normal(6).abs() + 0.1, normal(6).abs() + 0.1
-    shapes, K = {"w": (2, 3)}, Kronecker(G, A)
-    basis = Kronecker(orthogonal(2), orthogonal(3), GENERAL)
-    blocks = BlockDiagonal({"b": K}, {"b": Layout({"w": "o i -> o i"}, shapes)}, Space.from_shapes(shapes))
-    return {
-        "dense": (Dense(M, PSD), [M]),
-        "diagonal": (Diagonal(d), [d]),
-        "kronecker": (K, [G, A]),
-        "eigendecomposed": (Eigendecomposed(basis, values), [values]),
-        "block diagonal": (blocks, [G, A]),
-        "shifted": (K.shift(0.5), [G, A]),
-        "scaled": (2 * K, [G, A]),
-    }
-
-
-@pytest.mark.parametrize("name", live_pairs())
-def test_operators_see_changes_in_place(name: str) -> None:
-    A, tensors = live_pairs()[name]
-    for tensor in tensors:
-        before = {form: apply_form(A, form) for form in LIVE} | {"inverse": A.inverse(0.1).to_dense()}
-        tensor.mul_(2)
-        fresh, M = copy.deepcopy(A), A.to_dense()
-        close(A @ torch.ones(6, dtype=F64), M.sum(1))
-        for form in LIVE:
-            after = apply_form(A, form)
-            assert not torch.allclose(after, before[form]), f"{form} of {name} is stale"
-            close(after, apply_form(fresh, form))
-        close(A.logdet, torch.logdet(M))
-        close(A.inverse(0.1).to_dense(), torch.linalg.inv(M + 0.1 * eye_like(M)))
-    close(pickle.loads(pickle.dumps(A)).to_dense(), A.to_dense())
+# Remembered decompositions ---------------------------------------------------------------------------------------
 
 
 def test_decompositions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,30 +167,12 @@ def test_which_eigenvalues_are_zero() -> None:
         assert bool((inverse.inverse(1e-3).eigenvalues() > 0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("least", [0.0, 0.1, 0.6, 1.5, 4.0, 1e3])
-def test_determinants_follow_the_rule_of_eigenvalues(
-    dtype: torch.dtype, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An eigenvalue counts as zero below `d eps` times the largest; decompositions only where it is next to that."""
-    d = 33
-    Q, values = orthogonal(d, seed=1), torch.linspace(0.1, 1.0, d, dtype=F64)
-    values[0] = least * d * torch.finfo(dtype).eps
-    M = ((Q * values) @ Q.T).to(dtype)
-    want = values.log().sum().to(dtype) if least > 1 else torch.tensor(-inf, dtype=dtype)
-    if least in (0.0, 0.1, 1e3):
-        monkeypatch.setattr(torch.linalg, "eigh", lambda _: pytest.fail("decomposed"))
-    for A in (Dense(M, PSD), Dense(torch.stack([M, M]), PSD)):
-        torch.testing.assert_close(A.logdet, want * prod(A.batch), rtol=0.05 if least < 10 else 1e-3, atol=0.0)
-        assert bool((A.slogdets()[0] == (least > 1)).all())
-
-
 def test_other_determinants() -> None:
-    """A batch with one singular matrix; denormal numbers, which Cholesky takes for zeros; negative ones."""
+    """A batch with one singular matrix; negative ones; multiples of an inverse."""
     M = torch.stack([torch.eye(40), torch.zeros(40, 40)])
     assert Dense(M, PSD).slogdets()[1].tolist() == [0.0, -inf]
-    logdet = Dense(1e-42 * torch.eye(300), PSD).logdet
-    assert float(logdet) == pytest.approx(300 * float(torch.tensor(1e-42).double().log()), rel=1e-3)
+    inverse = Dense(torch.diag(torch.tensor([1.0, 0.0])), PSD).inverse(1e-10)
+    torch.testing.assert_close((inverse / 2).logdet, inverse.logdet - 2 * torch.tensor(2.0).log())
     D = Diagonal(torch.tensor([2.0, -1.0]))
     assert D.det == -2
     assert D.logdet.isnan()
@@ -256,8 +201,6 @@ def test_pair_belongs_to_the_factors() -> None:
     for damping in ((0.1, 0.3), HeuristicDamping(0.1)):
         expected = Kronecker(2.5 * G, A).inverse(damping).to_dense()
         close((2.5 * Kronecker(G, A)).inverse(damping).to_dense(), expected)
-    with pytest.raises(ValueError, match="need a positive multiple of a Kronecker product"):
-        (-1.0 * Kronecker(G, A)).inverse(HeuristicDamping(0.1))
 
 
 @pytest.mark.parametrize("kind", [Dense, Diagonal])
@@ -350,7 +293,7 @@ def test_derivatives_in_dampings() -> None:
 def test_float32_cholesky_that_fails_is_repeated_in_float64() -> None:
     A = Dense(torch.tensor([[1.0, 1.0], [1.0, 1.0]]) + 1e-9 * torch.eye(2), PSD)
     K = BlockDiagonal({"b": A}, {"b": Layout({"w": "d -> 1 d"}, {"w": (2,)})}, Space({"w": (2,)}))
-    for B in (A, K, 1 * A):
+    for B in (A, K):
         with pytest.warns(CurvatureWarning, match="with damping 1.0e-09 failed in float32; retrying in float64"):
             inverse = B.inverse(1e-9)
         assert inverse.dtype == torch.float32
@@ -448,7 +391,8 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Eigendecomposed(EYE, torch.ones(3)), ValueError, r"values \[n\], got \[2, 2\] and \[3\]"),
     (lambda: Eigendecomposed(EYE, torch.ones(2, dtype=F64)), ValueError, "basis and values in one dtype"),
     (lambda: Dense(torch.zeros(2, 2), Structure.SYMMETRIC).inverse(), SingularMatrixError, "singular or not finite"),
-    (lambda: (0 * EYE).inverse(), SingularMatrixError, "is zero; add a damping"),
+    (lambda: (0 * K12.shift(1.0)).inverse(), SingularMatrixError, "factor G: .*singular: 3 of"),
+    (lambda: (0 * IdentityLinearOperator([(2,)])).inverse(), SingularMatrixError, "is zero; add a damping"),
     (lambda: K12.inverse(HeuristicDamping((0.1, 0.1))), TypeError, "to be one number.* got a pair"),
     (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, r"one number, got a pair\. Pairs of dampings"),
     (lambda: K12.inverse(-0.1), ValueError, "semi-definite matrix to be at least 0, got -0.1"),
@@ -458,10 +402,10 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: K12.inverse(RelativeDamping), TypeError, r"the class RelativeDamping; expected a rule. Call it"),
     (lambda: K12.shift([1.0]), TypeError, "the shift of a Kronecker to be one number"),
     (lambda: EYE.inverse((0.1, 0.2)), ValueError, "pair of dampings .* belongs to the two factors"),
-    (lambda: EYE.shift(-0.5).inverse(), ValueError, "may be indefinite, and only matrices that are known"),
+    (lambda: EYE.shift(-0.5).inverse(), ValueError, "semi-definite matrix to be at least 0, got -0.5"),
     (lambda: RelativeDamping(-1.0), ValueError, "factor that is not negative, got -1.0"),
     (lambda: blocks().inverse(torch.ones(3)), ValueError, r"one per block, \[4\], got a damping of shape \[3\]"),
-    (lambda: blocks().inverse({"fc": 1.0, "f": 2.0}), ValueError, r"missing \['conv', 'scale', 'groups'\], unexpected"),
+    (lambda: blocks().inverse({"fc": 1.0, "f": 2.0}), ValueError, r"each of the blocks .* got some for \['fc', 'f'\]"),
     (lambda: blocks().inverse((0.1, 0.1)), ValueError, 'block "scale": A pair of dampings'),
     (lambda: with_scale(torch.zeros(3, 3)).inverse(), SingularMatrixError, r'block "scale": Dense.* singular: 3 of'),
     (lambda: with_scale(NAN3).logdet, NumericsError, r'block "scale": the matrix .* 9 entries that are NaN'),

@@ -17,7 +17,7 @@ from curvlinops_plus.blocks import KFAC, CurvatureEstimator
 from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
-from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.optim.kfac.flat import Flat, norm
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (

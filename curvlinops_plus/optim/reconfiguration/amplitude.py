@@ -121,7 +121,7 @@ class LogAmplitude:
             X, form = self.space.read(tree.detach().to(self.device, self.dtype), self.dtype, self.device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{what}: {error}") from error
-        if form.columns is not None:
+        if form.columns:
             raise ValueError(f"{what}: expected one vector, got {X.shape[1]} columns.")
         return X[:, 0]
 

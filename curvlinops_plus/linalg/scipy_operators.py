@@ -1,4 +1,4 @@
-"""Matrices of SciPy and NumPy as operators of this package."""
+"""Operators of this package as SciPy ones, and matrices of SciPy and NumPy as operators of this package."""
 
 from __future__ import annotations
 
@@ -9,24 +9,66 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.implicit import linear_in
-from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense
+from curvlinops_plus.linalg.dense import Dense
+from curvlinops_plus.linalg.operator import LinearOperator, linear_in
+from curvlinops_plus.linalg.space import Space, Structure
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 
 
+def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
+    """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the operator's device.
+
+    SciPy's functions ask a matrix for NumPy's dtype and can't take `A` itself, whose dtype is PyTorch's: they raise
+    `Cannot interpret 'torch.float32' as a data type`.
+
+    Args:
+        A: The operator.
+        dtype: NumPy's or PyTorch's dtype that is declared to SciPy's algorithms, which work in it; float64 by default,
+            as in curvlinops: they lose nothing to rounding of their own. NumPy has no bfloat16: it becomes float32. A
+            product has the dtype of the array it was given, and is computed in the operator's own dtype.
+
+    Raises:
+        TypeError: If the dtype is not one of real floating-point numbers.
+
+    Example:
+        >>> from scipy.sparse.linalg import eigsh
+        >>> from curvlinops_plus.linalg import Diagonal
+        >>> A = to_scipy(Diagonal(torch.arange(5.0, dtype=torch.float64)))
+        >>> print(eigsh(A, k=1, return_eigenvectors=False).round(6))
+        [4.]
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = "float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+    wanted = np.dtype(np.float64 if dtype is None else dtype)
+    if wanted.kind != "f":
+        raise TypeError(
+            f"Expected dtype to be a floating-point one of NumPy or PyTorch, got {dtype!r}; take 'float64'."
+        )
+
+    def of(product: Any) -> Any:
+        def multiply(X: Any) -> Any:
+            given = np.asarray(X).dtype
+            return np.asarray(product(X), dtype=given if given.kind == "f" else wanted)
+
+        return multiply
+
+    forth, back = of(A.matmat), of(A.rmatmat)
+    make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
+    return make(A.shape, matvec=forth, rmatvec=back, matmat=forth, rmatmat=back, dtype=wanted)
+
+
 class _FromSciPy(LinearOperator):
+    """Vectors are copied to NumPy and back."""
+
     def __init__(self, op: SciPyLinearOperator, dtype: torch.dtype, device: torch.device, structure: Structure) -> None:
         m, n = op.shape
         super().__init__(Space.flat(n), dtype, device, structure, None if m == n else Space.flat(m))
         self.op = op
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return from_scipy(self.op, dtype or self.dtype, device or self.device, self.structure)
+        return _FromSciPy(self.op, dtype or self.dtype, device or self.device, self.structure)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._product, self._adjoint_product)
@@ -49,8 +91,7 @@ class _FromSciPy(LinearOperator):
             ) from error
 
     def _on_host(self, X: Tensor, product: Any) -> Tensor:
-        given = np.float64 if self.dtype == torch.float64 else np.float32
-        array = X.detach().cpu().to(torch.float64 if given is np.float64 else torch.float32).numpy()
+        array = X.detach().cpu().to(torch.float64 if self.dtype == torch.float64 else torch.float32).numpy()
         return torch.tensor(np.asarray(product(array)), dtype=self.dtype, device=self.device)
 
 
@@ -71,7 +112,7 @@ def from_scipy(
         structure: What is known about the matrix; not checked, except that symmetric matrices are square.
 
     Raises:
-        TypeError: If `op` is not one of these, or complex, or `dtype` is no floating-point dtype of PyTorch.
+        TypeError: If `op` is not one of these, or complex.
         ValueError: If a symmetric matrix is not square.
 
     Example:
@@ -80,46 +121,20 @@ def from_scipy(
         >>> A @ torch.ones(2)
         tensor([1., 2.])
     """
-    if isinstance(op, Tensor):
-        raise TypeError("Expected a SciPy operator, sparse matrix or NumPy array, got a tensor; use Dense(op).")
-    if isinstance(op, LinearOperator):
-        raise TypeError(f"Expected a SciPy operator, got {op.label}, which is one of ours already.")
-    sparse = scipy.sparse.issparse(op)
-    if not (sparse or (hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat")))):
-        raise TypeError(
-            f"Expected a SciPy operator, sparse matrix or NumPy array, got {op!r} of type {type(op).__name__}; make it "
-            "an array, as by np.array(op, dtype=float)."
-        )
-    dtype = _working_dtype(op, dtype)
+    if isinstance(op, (Tensor, LinearOperator)):
+        raise TypeError(f"Expected a SciPy operator, sparse matrix or NumPy array, got a {type(op).__name__}.")
+    given = np.dtype(getattr(op, "dtype", None) or np.float64)
+    if given.kind not in "fiub":
+        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
+    dtype = dtype or (torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64)
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
-    known = sparse or hasattr(op, "matvec")
-    wrapped = scipy.sparse.linalg.aslinearoperator(op) if known else _of_matmat(op)
+    wrapped = scipy.sparse.linalg.aslinearoperator(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
     return _FromSciPy(wrapped, dtype, where, structure)
 
 
-def _of_matmat(op: Any) -> SciPyLinearOperator:
-    """An object with `matmat` alone, which SciPy does not take."""
-    adjoint = {"rmatmat": op.rmatmat, "rmatvec": _column(op.rmatmat)} if hasattr(op, "rmatmat") else {}
-    make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
-    dtype = getattr(op, "dtype", np.float64)
-    return make(op.shape, matvec=_column(op.matmat), matmat=op.matmat, dtype=dtype, **adjoint)
-
-
-def _column(product: Any) -> Any:
-    return lambda x: product(x.reshape(-1, 1))[:, 0]
-
-
-def _working_dtype(op: Any, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype asked for, if it is one; by default float32 for a float32 or half-precision `op`, float64 otherwise."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"Expected dtype to be a floating-point torch.dtype such as torch.float32, got {dtype!r}.")
-    given = np.dtype(getattr(op, "dtype", None) or np.float64)
-    if given.kind not in "fiub":
-        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
-    if dtype is not None:
-        return dtype
-    return torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64
+# Set from here, because operators are defined without the classes that build on them.
+LinearOperator.to_scipy = to_scipy  # type: ignore[assignment]

@@ -3,23 +3,22 @@
 Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones. They are operators of
 their own and also the factors of a `Kronecker` product, which needs the numbers of each matrix: see `Factor`.
 
-Tensors are kept by reference: change one in place, and the operator has changed. Decompositions are remembered until
-then.
+Tensors are kept by reference. Decompositions are remembered until they are written to.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from math import prod
+from math import log, prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
-from curvlinops_plus.linalg.damping import Scalar, is_zero
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
@@ -30,12 +29,100 @@ from curvlinops_plus.linalg.numerics import (
     psd_clip,
     slogdet_of,
 )
-from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.remembered import remember
-from curvlinops_plus.linalg.space import Space
-from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.operator import LinearOperator, Sum
+from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
+
+
+class Factor(LinearOperator):
+    """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
+
+    Subclasses give the numbers of each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers
+    of the whole follow here.
+    """
+
+    batch: tuple[int, ...]  # () or (b,)
+    size: int  # columns of one matrix
+    rows: int  # rows of one matrix
+
+    @abstractmethod
+    def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
+        """`F M` for matrices `M`, whose leading axes end with the batch."""
+
+    @abstractmethod
+    def right(self, M: Tensor) -> Tensor:  # [..., k, n] -> [..., k, m]
+        """`M Fᵀ` for matrices `M`, whose leading axes end with the batch."""
+
+    @abstractmethod
+    def diagonals(self) -> Tensor:  # [*b, n]
+        """Diagonal of each matrix."""
+
+    def matrices(self) -> Tensor:  # [*b, m, n]
+        """All entries, zeros too."""
+        return torch.diag_embed(self.diagonals())
+
+    def traces(self) -> Tensor:  # [*b]
+        """Trace of each matrix."""
+        return self.diagonals().sum(-1)
+
+    def norms(self) -> Tensor:  # [*b]
+        """Frobenius norm of each matrix."""
+        return frobenius(self.diagonals(), -1)
+
+    def slogdets(self) -> tuple[Tensor, Tensor]:  # [*b], [*b]
+        """Sign and log |det| of each matrix."""
+        return slogdet_of(self.diagonals())
+
+    @abstractmethod
+    def eigh(self) -> tuple[Tensor, Factor]:  # [*b, n] and a factor Q
+        """Eigenvalues, with zeros by the rule of `psd_clip`, and the orthogonal matrix of eigenvectors (columns)."""
+
+    @abstractmethod
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Factor: ...
+
+    def adjoint(self) -> Factor:
+        return self
+
+    @abstractmethod
+    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
+        """The inverse with a damping that is one number, or a tensor `[*b]` of one per matrix."""
+
+    @abstractmethod
+    def _power(self, p: float, damping: Scalar) -> Factor: ...
+
+    @abstractmethod
+    def entrywise_square(self) -> Factor:
+        """The matrix of the squared entries."""
+
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
+        """See `LinearOperator.inverse`; of a batch the damping may also be a tensor `[b]`, one for each matrix."""
+        if self.batch and isinstance(damping, Tensor) and damping.shape == self.batch:
+            _ = resolve(damping.detach().min(), self)  # refuses what is negative or no number
+            return self._inverse(damping.to(self.device, self.dtype), retry_double_precision)
+        return super().inverse(damping, retry_double_precision=retry_double_precision)
+
+    @property
+    def trace(self) -> Tensor:
+        return self.traces().sum()
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return frobenius(self.norms())
+
+    def eigenvalues(self) -> Tensor:
+        return self.eigh()[0].flatten().clone()  # what is remembered must not be changed by the caller
+
+    def diagonal(self) -> Tensor:
+        return self.diagonals().flatten().clone()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        sign, logarithm = self.slogdets()
+        return sign.prod(), logarithm.sum()
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        values, Q = self.eigh()
+        return Q._matmat(values.sqrt().reshape(-1, 1) * Q._rmatmat(X))
 
 
 class OneTensor(Factor):
@@ -48,7 +135,7 @@ class OneTensor(Factor):
                 f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; "
                 f"got {given}."
             )
-        self._tensor, self.size = tensor, tensor.shape[-1]
+        self._tensor, self.size, self.rows = tensor, tensor.shape[-1], tensor.shape[-axes]
         self.batch = tuple(tensor.shape[:-axes])
         self._memory: dict[str, tuple[Any, Any]] = {}
         super().__init__(space, tensor.dtype, tensor.device)
@@ -59,7 +146,15 @@ class OneTensor(Factor):
 
     def _remember(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which is called again only when the tensor has changed."""
-        return remember(self._memory, name, [self._tensor], compute)
+        t = self._tensor
+        # A graph can be used only once; tensors of inference mode have no version to look at.
+        if (t.requires_grad and torch.is_grad_enabled()) or t.is_inference():
+            return compute()
+        now, known = (t._version, t.data_ptr()), self._memory.get(name)
+        if known is None or known[0] != now:
+            with torch.inference_mode(False), torch.no_grad():  # it may be used where derivatives are taken
+                known = self._memory[name] = now, compute()
+        return known[1]
 
 
 class Dense(OneTensor):
@@ -92,18 +187,14 @@ class Dense(OneTensor):
         out_space: Space | None = None,
     ) -> None:
         super().__init__(matrix, 2, in_space)
-        self.structure, self.rtol, self.rows = structure, rtol, matrix.shape[-2]
-        if out_space is not None:
-            self.out_space = out_space
-        elif self.rows != self.size:
-            self.out_space = Space.flat(self.rows)
+        self.structure, self.rtol = structure, rtol
         if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
             kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
-        if in_space is None and out_space is None:
-            return
+        if out_space is not None or self.rows != self.size:
+            self.out_space = out_space or Space.flat(self.rows)
         b = prod(self.batch)
-        if self.shape != (b * self.rows, b * self.size):
+        if (in_space or out_space) and self.shape != (b * self.rows, b * self.size):
             raise ValueError(
                 f"Dense: expected spaces of {b * self.rows} rows and {b * self.size} columns, got {self.out_space} "
                 f"and {self.in_space}."
@@ -139,23 +230,43 @@ class Dense(OneTensor):
             return self
         return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
-        return self._on_spaces(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
-
-    def materialize(self) -> Dense:
-        return self._on_spaces(self.to_dense(), self.structure, self.rtol) if self.batch else self
-
-    def _on_spaces(self, matrix: Tensor, structure: Structure, rtol: float | None) -> Dense:
+    def _like(self, matrix: Tensor, structure: Structure, rtol: float | None) -> Dense:
         """A matrix that multiplies the same vectors."""
         if matrix.ndim != self._tensor.ndim:  # one damping per matrix of the other factor's batch
             return Dense(matrix, structure, rtol)
         return Dense(matrix, structure, rtol, in_space=self.in_space, out_space=self.out_space)
 
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
+        return self._like(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
+
+    def materialize(self) -> Dense:
+        return self if not self.batch else Dense(self.to_dense(), self.structure, self.rtol, in_space=self.in_space)
+
     def _to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
 
-    def traces(self) -> Tensor:
-        return self.diagonals().sum(-1)
+    def _plus(self, other: LinearOperator) -> Dense | None:
+        if isinstance(other, Dense):
+            same = self.batch == other.batch
+            M = self._tensor + other._tensor if same else self.to_dense() + other.to_dense()
+            rtol = self.rtol if self.rtol == other.rtol else None
+        elif isinstance(other, Diagonal):
+            M, rtol = self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size)), self.rtol
+        else:
+            return None
+        total = Sum(self, other)
+        return Dense(M, total.structure, rtol, in_space=total.in_space, out_space=total.out_space)
+
+    def _scale(self, c: Scalar) -> Dense:
+        structure = self.structure if c >= 0 else min(self.structure, Structure.SYMMETRIC)
+        scaled = self._like(c * self._tensor, structure, self.rtol)
+        if c > 0 and "eigh" in self._memory:
+            values, Q = self.eigh()
+            scaled.remember_eigh(c * values, Q)
+        if c > 0 and "slogdets" in self._memory:
+            sign, logarithm = self.slogdets()
+            scaled._remember("slogdets", lambda: (sign, logarithm + self.size * log(c)))
+        return scaled
 
     def norms(self) -> Tensor:
         return frobenius(self._tensor, (-2, -1))
@@ -167,37 +278,19 @@ class Dense(OneTensor):
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
         if self.structure == Structure.PSD:
-            return self._remember("slogdets", self._semidefinite_slogdets)
+            return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
         sign, logarithm = torch.linalg.slogdet(at_least_float32(self._tensor))
         return sign.to(self.dtype), logarithm.to(self.dtype)
-
-    def _semidefinite_slogdets(self) -> tuple[Tensor, Tensor]:
-        """Zeros by the rule of `psd_clip`. Cholesky takes a tenth of the time of eigenvalues, and tells unless one of
-        them is next to where it counts as zero.
-        """
-        M, d, norms, traces = self._tensor, self.size, self.norms(), self.traces()
-        plain = self.dtype in (torch.float32, torch.float64) and not M.requires_grad and "eigh" not in self._memory
-        kind = torch.finfo(self.dtype)
-        seen = (norms * kind.eps > kind.tiny) & norms.isfinite()  # Cholesky takes pivots below the range for zeros
-        if plain and self.rtol is None and d > 16 and bool(seen.all()):
-            zero = d * kind.eps
-            if not bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -2 * zero * norms))[1].any()):
-                logarithm = 2 * torch.linalg.cholesky_ex(M)[0].diagonal(dim1=-2, dim2=-1).log().sum(-1)
-                return torch.ones_like(logarithm), logarithm
-            # The largest eigenvalue is at least norm² / trace, and at most the norm.
-            if bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -zero / 2 * norms * (norms / traces)))[1].all()):
-                return torch.zeros_like(traces), torch.full_like(traces, -torch.inf)
-        return slogdet_of(psd_clip(self.eigh()[0], self.rtol))
 
     def eigh(self) -> tuple[Tensor, Dense]:
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("eigenvalues")
         return self._remember("eigh", self._decompose)
 
-    def remember_eigh(self, values: Tensor, Q: Tensor) -> None:
+    def remember_eigh(self, values: Tensor, Q: Tensor | Dense) -> None:
         """Take over what `eigh` has returned, here or in another process."""
         self._memory.pop("eigh", None)
-        self._remember("eigh", lambda: (values, Dense(Q)))
+        self._remember("eigh", lambda: (values, Q if isinstance(Q, Dense) else Dense(Q)))
 
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
@@ -211,7 +304,7 @@ class Dense(OneTensor):
         if self.structure >= Structure.SYMMETRIC:
             return super()._shift(delta)
         # Without eigenvalues, a shifted matrix has to be formed to have a determinant and an inverse.
-        return self._on_spaces(add_to_diagonal(self._tensor, delta), Structure.GENERAL, None)
+        return self._like(add_to_diagonal(self._tensor, delta), Structure.GENERAL, None)
 
     def _inverse(self, damping: Scalar, retry: bool) -> Dense:
         if self.structure < Structure.PSD:
@@ -220,7 +313,7 @@ class Dense(OneTensor):
             return self._power(-1.0, 0.0)
         L = damped_cholesky(self._tensor, damping, retry_double_precision=retry)
         log_det = -2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.dtype)
-        inverse = self._on_spaces(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
+        inverse = self._like(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
         inverse._remember("slogdets", lambda: (torch.ones_like(log_det), log_det))
         return inverse
 
@@ -239,11 +332,11 @@ class Dense(OneTensor):
             values = psd_clip(values, self.rtol)
         result = powers(values + _column(damping), p, self)
         # Formed, because a product with the whole is half the work of two products with its eigenvectors.
-        power = self._on_spaces((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
-        power._remember("eigh", lambda: (result, Q))
+        power = self._like((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
+        power.remember_eigh(result, Q)
         return power
 
-    def _entrywise_square(self) -> Dense:
+    def entrywise_square(self) -> Dense:
         return Dense(self._tensor.square())
 
     def _need_square(self) -> None:
@@ -274,7 +367,7 @@ class Diagonal(OneTensor):
         return self._tensor
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> Structure:  # type: ignore[override]
         return self._remember(
             "structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC
         )
@@ -288,26 +381,23 @@ class Diagonal(OneTensor):
     def _matmat(self, X: Tensor) -> Tensor:
         return self._tensor.reshape(-1, 1) * X
 
-    def adjoint(self) -> Diagonal:
-        return self
-
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Diagonal:
         return Diagonal(self._tensor.to(device=device, dtype=dtype))
 
     def _to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())
 
-    def traces(self) -> Tensor:
-        return self._tensor.sum(-1)
+    def _plus(self, other: LinearOperator) -> Diagonal | None:
+        if not isinstance(other, Diagonal):
+            return None
+        same = self.batch == other.batch
+        return Diagonal(self.vector + other.vector if same else self.vector.flatten() + other.vector.flatten())
 
-    def norms(self) -> Tensor:
-        return frobenius(self._tensor, -1)
+    def _scale(self, c: Scalar) -> Diagonal:
+        return Diagonal(c * self._tensor)
 
     def diagonals(self) -> Tensor:
         return self._tensor
-
-    def slogdets(self) -> tuple[Tensor, Tensor]:
-        return slogdet_of(self._tensor)
 
     def eigh(self) -> tuple[Tensor, Factor]:
         if self.batch:  # the identity has no batch of its own
@@ -315,13 +405,12 @@ class Diagonal(OneTensor):
         return self._tensor, IdentityLinearOperator([(self.size,)], self.device, self.dtype)
 
     def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
-        damped = self._tensor + (damping[..., None] if isinstance(damping, Tensor) else damping)
-        return Diagonal(powers(damped, -1.0, self))
+        return self._power(-1.0, damping)
 
     def _power(self, p: float, damping: Scalar) -> Diagonal:
         return Diagonal(powers(self._tensor + _column(damping), p, self))
 
-    def _entrywise_square(self) -> Diagonal:
+    def entrywise_square(self) -> Diagonal:
         return Diagonal(self._tensor.square())
 
 
@@ -353,11 +442,7 @@ class IdentityLinearOperator(Factor):
         space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
         where = torch.empty(0, device="cpu" if device is None else device).device
         super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
-        self.batch, self.size = (), space.dim
-
-    @property
-    def largest(self) -> int:
-        return 1  # nothing was decomposed to know it
+        self.batch, self.size, self.rows = (), space.dim, space.dim
 
     def left(self, M: Tensor) -> Tensor:
         return M
@@ -368,14 +453,8 @@ class IdentityLinearOperator(Factor):
     def _matmat(self, X: Tensor) -> Tensor:
         return X.clone()
 
-    def adjoint(self) -> IdentityLinearOperator:
-        return self
-
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> IdentityLinearOperator:
         return IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
-
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self.dtype, device=self.device)
 
     def _identity_factor(self) -> Scalar:
         return 1.0
@@ -383,17 +462,8 @@ class IdentityLinearOperator(Factor):
     def _shift(self, delta: Scalar) -> LinearOperator:
         return self._scale(1.0 + delta)
 
-    def traces(self) -> Tensor:
-        return self._number(self.size)
-
-    def norms(self) -> Tensor:
-        return self._number(self.size**0.5)
-
     def diagonals(self) -> Tensor:
-        return self._number(1.0).expand(self.size)
-
-    def slogdets(self) -> tuple[Tensor, Tensor]:
-        return self._number(1.0), self._number(0.0)
+        return torch.ones((), dtype=self.dtype, device=self.device).expand(self.size)
 
     def eigh(self) -> tuple[Tensor, Factor]:
         return self.diagonals(), self
@@ -404,10 +474,10 @@ class IdentityLinearOperator(Factor):
     def _power(self, p: float, damping: Scalar) -> Factor:
         if is_zero(damping):
             return self
-        value = (self._number(1.0) + damping) ** p  # [*b]
+        value = (self.diagonals()[0] + damping) ** p  # [*b]
         return Diagonal(value[..., None].expand(*value.shape, self.size))
 
-    def _entrywise_square(self) -> IdentityLinearOperator:
+    def entrywise_square(self) -> IdentityLinearOperator:
         return self
 
 
