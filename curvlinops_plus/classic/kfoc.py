@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.kronecker_blocks import NearestKronecker
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
-from curvlinops_plus.risk import Layer
 
 
 class KFOCLinearOperator(KFACLinearOperator):
@@ -79,7 +78,3 @@ class KFOCLinearOperator(KFACLinearOperator):
             batch_size_fn=batch_size_fn,
             **options,
         )
-
-    def _layers_with(self, name: str) -> list[Layer]:
-        layers = [e.layer for e in self.plan if e.approximation.kind is NearestKronecker]
-        return [layer for layer in layers if name != "input_covariances" or layer.weight is not None]

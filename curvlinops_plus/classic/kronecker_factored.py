@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
-from curvlinops_plus.blocks.factor_views import factor_names, read_factor
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.state import fingerprint
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import BlockDiagonal
-from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker
+from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -134,25 +133,32 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         """Compute the factors anew from the data; what was there before is dropped."""
         self.compute()
 
-    def _layers_with(self, name: str) -> list[Layer]:
-        """The layers that have this kind of factor."""
-        return [entry.layer for entry in self.plan if name in factor_names(entry)]
-
-    def _factors(self, name: str) -> Mapping[str, Any]:
+    def _factors(self, side: str, eigenvectors: bool = False) -> Mapping[str, Any]:
         """Layer name to one kind of factor: the tensors of the unscaled blocks, which may be written to in place."""
-        blocks = self.unscaled.blocks
-        layers = [layer for layer in self._layers_with(name) if layer.groups[0].name in blocks]
-        return MappingProxyType({layer.name: read_factor(layer, name, blocks, self.in_space) for layer in layers})
+        found: dict[str, Tensor] = {}
+        for entry in self.plan:
+            layer, blocks = entry.layer, self.unscaled.blocks
+            own = issubclass(entry.approximation.kind, self._APPROXIMATION)
+            for group in sorted(layer.groups, key=lambda group: layer.weight in group.keys) if own else ():
+                block = blocks.get(group.name)  # others may be kept by other processes
+                if isinstance(block, Eigendecomposed) == eigenvectors:
+                    basis = block.basis if isinstance(block, Eigendecomposed) else block
+                    factor = getattr(basis, side, None) if isinstance(basis, Kronecker) or side == "A" else basis
+                    if isinstance(factor, Dense):
+                        found[layer.name] = factor.matrix
+                    elif isinstance(factor, Diagonal) and not eigenvectors:  # whose eigenvectors are the identity's
+                        found[layer.name] = factor.vector
+        return MappingProxyType(found)
 
     @property
     def input_covariances(self) -> Mapping[str, Any]:
         """Layer name to the live input factor `A`; layers whose weight is not in `params` have none."""
-        return self._factors("input_covariances")
+        return self._factors("A")
 
     @property
     def gradient_covariances(self) -> Mapping[str, Any]:
         """Layer name to the live gradient factor `G`."""
-        return self._factors("gradient_covariances")
+        return self._factors("G")
 
     @classmethod
     def from_state_dict(  # type: ignore[override]  # the order of the arguments is that of curvlinops
@@ -277,7 +283,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         for entry in self.plan:
             layer, stages = entry.layer, sweeps.sums.stages
             if issubclass(entry.approximation.kind, EKFAC):
-                correction = Correction(layer, self.risk.scale, QG[layer.name], QA.get(layer.name))
+                correction = Correction(layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name))
                 stages[layer] = [{layer.name: correction}]
             else:
                 stages[layer] = [{}]
@@ -287,14 +293,26 @@ class EKFACLinearOperator(KFACLinearOperator):
     @property
     def input_covariances_eigenvectors(self) -> Mapping[str, Any]:
         """Layer name to the live eigenvectors of the input factor."""
-        return self._factors("input_covariances_eigenvectors")
+        return self._factors("A", eigenvectors=True)
 
     @property
     def gradient_covariances_eigenvectors(self) -> Mapping[str, Any]:
         """Layer name to the live eigenvectors of the gradient factor."""
-        return self._factors("gradient_covariances_eigenvectors")
+        return self._factors("G", eigenvectors=True)
 
     @property
     def corrected_eigenvalues(self) -> Mapping[str, Any]:
         """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in `params`: tensor}."""
-        return self._factors("corrected_eigenvalues")
+        found: dict[str, Any] = {}
+        for layer in [e.layer for e in self.plan if issubclass(e.approximation.kind, EKFAC)]:
+            values: dict[int, Tensor] = {}
+            for group in layer.groups:
+                block: Any = self.unscaled.blocks.get(group.name)
+                if block is not None:
+                    *rows, columns = group.layout.matrix_shape
+                    shape = (*rows, columns) if layer.weight in group.keys else rows
+                    values[self.in_space.names.index(group.keys[0])] = block.values.view(*shape)
+            joint = len(layer.groups) == 1 and len(layer.params) > 1
+            if values:
+                found[layer.name] = next(iter(values.values())) if joint else values
+        return MappingProxyType(found)

@@ -19,8 +19,6 @@ from curvlinops_plus import (
     EmpiricalRisk,
     ForwardOnly,
     FullBlock,
-    GGNLinearOperator,
-    UnsupportedError,
     curvature,
 )
 from curvlinops_plus.linalg import Diagonal
@@ -239,39 +237,3 @@ def test_encoders_of_padded_sequences(first: bool, train: bool, frozen: bool) ->
     if frozen:
         p.model.requires_grad_(False)
     check(p)
-
-
-# --------------------------------------------------------------------------------------------- other parameters, calls
-
-
-class MyAttention(nn.MultiheadAttention):
-    """A user's own forward around PyTorch's."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out, weights = super().forward(*args, **kwargs)
-        return 2 * out, weights
-
-
-class Unbatched(nn.MultiheadAttention):
-    """One example at a time."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
-        found = [super(Unbatched, self).forward(*each)[0] for each in zip(query, key, value, strict=True)]
-        return torch.stack(found), None
-
-
-@pytest.mark.parametrize("kind", [MyAttention, Unbatched])
-def test_a_forward_of_the_user_s_is_right_or_refused(kind: type[nn.MultiheadAttention]) -> None:
-    """No block may be silently wrong."""
-    p = attention("self")
-    mine = kind(E, HEADS, batch_first=True).double()
-    mine.load_state_dict(p.model.attn.state_dict())
-    p.model.attn = mine
-    try:
-        full = curvature(p.risk(), FullBlock).to_dense()
-    except UnsupportedError as error:
-        if "three dimensions" not in str(error):
-            raise
-    else:
-        ggn = GGNLinearOperator(p.model, p.loss, p.params, p.data, **p.net.options).to_dense()
-        close(full, p.exact.only_blocks(ggn, False))

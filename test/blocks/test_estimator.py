@@ -254,6 +254,22 @@ def test_resuming(approximation: str, tmp_path: Any) -> None:
     assert (resumed.updates, resumed.examples, resumed.weight) == (running.updates, running.examples, running.weight)
 
 
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC", "full"])
+def test_looking_changes_no_bits(approximation: str) -> None:
+    model, data = network(), batches(4, 3, 5)
+    running, looked, other = (estimator(model, EVERY[approximation], decay=0.9, damping=0.1) for _ in range(3))
+    for batch in data:
+        running.update(batch)
+        looked.update(batch)
+        _ = looked.operator.trace, torch.inference_mode()(looked.state_dict)()
+        other.load_state_dict(looked.state_dict())
+        other.merge(looked)
+    assert torch.equal(looked.operator.to_dense(), running.operator.to_dense())
+    for each in (running, looked):
+        each.refresh()
+    assert torch.equal(looked.inverse().to_dense(), running.inverse().to_dense())
+
+
 def experts(forward: Any = lambda m, x: (m.one if x.sum() > 0 else m.other)(x)) -> nn.Module:
     """Which of two layers runs depends on the data."""
     return Written(forward, one=nn.Linear(3, 3), other=nn.Linear(3, 3))
