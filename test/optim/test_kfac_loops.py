@@ -8,13 +8,11 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import lr_scheduler
@@ -178,18 +176,6 @@ def test_what_is_compiled(whole: bool) -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:.*Dynamo")
-def test_a_model_that_was_compiled_and_called_before() -> None:
-    torch.compiler.reset()
-    model = net()
-    compiled = torch.compile(model, backend="eager")
-    compiled(batch()[0])
-    optimizer = KFACOptimizer(model, CE)
-    with pytest.raises(RuntimeError, match="No batch was recorded"):
-        plain(optimizer, compiled, CE, *batch())
-    plain(KFACOptimizer(compiled, CE), compiled, CE, *batch())
-
-
 # --------------------------------------------------------------------------------------------------- what is in a step
 def test_autocast_and_a_scaler() -> None:
     """Steps that the scaler skips: their batches belong to the next one."""
@@ -293,48 +279,6 @@ def test_keywords_and_several_losses() -> None:
         ends.append((flat(model), optimizer.last_step.rho))
         optimizer.close()
     torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
-
-
-class LanguageModel(nn.Module):
-    """As Hugging Face's: the loss is computed inside of the model, which returns it beside the logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.hidden, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.head(self.hidden(self.embed(input_ids)).tanh())
-        if labels is None:
-            return SimpleNamespace(logits=logits)
-        value = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return SimpleNamespace(loss=value, logits=logits)
-
-
-def test_a_model_that_returns_its_loss() -> None:
-    """`listen` around the call says what it is; the class axis is the last one, also with as many tokens as classes."""
-    model, T = LanguageModel().double(), 8
-    optimizer = KFACOptimizer(model, CE, shift_labels=True, lr=0.3, **LOOKS)
-    values = []
-    for step in range(15):
-        tokens = torch.arange(T).add(torch.arange(step, step + 6)[:, None]) % 7
-        with optimizer.listen({"input_ids": tokens, "labels": tokens}):
-            out = model(input_ids=tokens, labels=tokens)
-        if not step:
-            moved = EmpiricalRisk(
-                model,
-                nn.CrossEntropyLoss(),
-                [(tokens, tokens[:, 1:])],
-                output=lambda out: out.logits[:, :-1].movedim(-1, 1),
-            )
-            expected = curvature(moved, vectors=EXACT["vectors"]).to_dense()
-            torch.testing.assert_close(optimizer.curvature.operator.to_dense(), expected)
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
-        assert optimizer.last_step.loss == pytest.approx(out.loss.item())
-        values.append(out.loss.item())
-    assert values[-1] < 0.7 * values[0]
 
 
 # ------------------------------------------------------------------------- what the loss is multiplied with beforehand

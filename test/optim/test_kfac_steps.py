@@ -23,7 +23,6 @@ from curvlinops_plus import (
     WeightDecay,
     curvature,
 )
-from curvlinops_plus.layer import AffineRule, register_rule
 from curvlinops_plus.optim.kfac import KFACOptimizer
 from test.optim.training import EXACT, Twisted, batch, flat, gradient, net, plain
 
@@ -332,43 +331,17 @@ def test_how_the_damping_adapts(options: dict[str, Any], rho: float, expected: f
     assert LevenbergMarquardt(2.0, **options).adapted(2.0, rho) == pytest.approx(expected)
 
 
-class Transposed(nn.Module):
-    """A layer that the package does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.kernel
-
-
-@register_rule(Transposed)
-class TransposedRule(AffineRule):
-    """Its rule."""
-
-    def patterns(self, m: nn.Module) -> dict[str, str]:
-        return {"kernel": "i o -> o i"}
-
-    def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
-        return x[:, None]
-
-    def grads(self, m: nn.Module, g: Tensor) -> Tensor:
-        return g[:, :, None]
-
-
 @pytest.mark.parametrize(
-    ("make", "options", "kinds"),
+    ("options", "kinds"),
     [
-        (net, {"approximation": {"0": FullBlock}}, [FullBlock, KFAC]),
-        (net, {"approximation": {nn.Linear: EKFAC}}, [EKFAC, EKFAC]),
-        (net, {"approximation": {"0": EKFAC}, "default": DiagonalBlock}, [EKFAC, DiagonalBlock]),
-        (Transposed, {}, [KFAC]),
+        ({"approximation": {"0": FullBlock}}, [FullBlock, KFAC]),
+        ({"approximation": {nn.Linear: EKFAC}}, [EKFAC, EKFAC]),
+        ({"approximation": {"0": EKFAC}, "default": DiagonalBlock}, [EKFAC, DiagonalBlock]),
     ],
 )
-def test_approximations_by_layer(make: Any, options: dict[str, Any], kinds: list[Any]) -> None:
-    """Against `curvature` with the same options; also with a rule of the user."""
-    model = make()
+def test_approximations_by_layer(options: dict[str, Any], kinds: list[Any]) -> None:
+    """Against `curvature` with the same options."""
+    model = net()
     optimizer = KFACOptimizer(model, CE, 1.0, 0.0, 0.1, norm_constraint=None, **options, **EXACT)
     assert [entry.approximation.kind for entry in optimizer.curvature.plan] == kinds
     K, before = curvature(EmpiricalRisk(model, CE, [batch()]), **options).to_dense(), flat(model)
@@ -384,29 +357,6 @@ def test_statistics_and_inverses_come_when_they_are_due() -> None:
         plain(optimizer, model, CE, *batch())
         seen.append((optimizer.last_step.examples, optimizer.last_step.refreshed))
     assert seen == [(12, True), (0, False), (0, True), (12, False), (0, True), (0, False), (12, True)]
-
-
-def test_norms_of_each_parameter_on_request() -> None:
-    for cls in (KFACOptimizer, KFACPreconditioner):
-        model, (X, y) = net(), batch()
-        optimizer = cls(model, CE, **EXACT)
-        plain(optimizer, model, CE, X, y)
-        assert optimizer.last_step.norms == {}
-        optimizer.report_norms = True
-        before = {key: p.detach().clone() for key, p in model.named_parameters()}
-        optimizer.zero_grad()
-        CE(model(X), y).backward()
-        given = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        report = optimizer.last_step
-        for key, p in model.named_parameters():
-            update = p.grad if cls is KFACPreconditioner else p.detach() - before[key]
-            assert update is not None
-            norms = report.norms[key]
-            found = (norms.parameter, norms.gradient, norms.update)
-            assert found == pytest.approx([float(t.norm()) for t in (before[key], given[key], update)])
-            assert norms.direction > 0
-        assert report.update_norm == pytest.approx(sum(n.update**2 for n in report.norms.values()) ** 0.5)
 
 
 # ------------------------------------------------------------------------- layers that are not called in every step

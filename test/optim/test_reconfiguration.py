@@ -380,45 +380,33 @@ def test_norm_constraint(norm: Any, mode: Any, diagonal_shift: float) -> None:
     assert torch.equal(ends[1], ends[2])
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, C128])
+@pytest.mark.parametrize("kind", [torch.bfloat16, C128])
 def test_resumes_bit_for_bit(kind: torch.dtype) -> None:
-    """Without the state the continuation is another."""
-
-    def made() -> tuple[Any, StochasticReconfiguration, ExponentialLR]:
+    def made() -> tuple[Any, StochasticReconfiguration]:
         params: Any = {"a": normal(4, seed=1, dtype=kind), "W": normal(4, 3, seed=2, dtype=kind), "b": normal(3)}
         net = rbm if kind is C128 else Net(6, kind)
         params = params if kind is C128 else dict(net.named_parameters())
         options: dict[str, Any] = {"lr": 0.1, "damping": lambda step: 1e-2 * 0.9**step, "momentum": 0.9}
         options |= {"norm_constraint": 1e-2, "amplitude": "complex" if kind is C128 else "real"}
-        sro = StochasticReconfiguration(net, params, **options)
-        return params, sro, ExponentialLR(sro, gamma=0.9)
+        return params, StochasticReconfiguration(net, params, **options)
 
     data = [(x if kind is C128 else x.to(kind), costs) for x, costs in batches()]
-    params, sro, scheduler = made()
+    params, sro = made()
     for x, costs in data[:5]:
         sro.step(x, costs)
-        scheduler.step()
     file = io.BytesIO()
-    torch.save([params, sro.state_dict(), scheduler.state_dict()], file)
-    ends = [params]
-    for forgets in (False, True):
-        file.seek(0)
-        stored, of_sro, of_scheduler = torch.load(file, weights_only=True)
-        others, resumed, schedule = made()
-        with torch.no_grad():
-            for name, p in others.items():
-                p.copy_(stored[name])
-        if not forgets:
-            resumed.load_state_dict(of_sro)
-            schedule.load_state_dict(of_scheduler)
-        ends.append(others)
-        for x, costs in data[5:9]:
-            for o, s in ((resumed, schedule), *([] if forgets else [(sro, scheduler)])):
-                o.step(x, costs)
-                s.step()
-    one, same, other = ([*end.values()] for end in ends)
-    assert all(map(torch.equal, one, same))
-    assert not all(map(torch.equal, one, other))
+    torch.save([params, sro.state_dict()], file)
+    file.seek(0)
+    stored, state = torch.load(file, weights_only=True)
+    others, resumed = made()
+    with torch.no_grad():
+        for name, p in others.items():
+            p.copy_(stored[name])
+    resumed.load_state_dict(state)
+    for x, costs in data[5:9]:
+        sro.step(x, costs)
+        resumed.step(x, costs)
+    assert all(map(torch.equal, params.values(), others.values()))
 
 
 def test_what_does_not_change() -> None:

@@ -198,9 +198,8 @@ class Hooks:
             factors = [abs(float(g)) / loss.weight for g in found if g.numel() == 1]
             if not all(map(_is_part, factors)) and not _is_part(sum(factors)):
                 warn(
-                    f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, beside the weight "
-                    "that it was given with, and the curvature is that without this factor. Give the optimizer "
-                    "(loss, weight), or divide the damping by it.",
+                    f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, and the curvature is "
+                    "that without this factor. Give the optimizer (loss, weight), or divide the damping by it.",
                     CurvatureWarning,
                     stacklevel=level_of_user(),
                 )

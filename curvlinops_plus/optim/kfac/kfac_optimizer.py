@@ -24,7 +24,6 @@ from curvlinops_plus.optim.kfac.policies import (
     GroupOptions,
     LevenbergMarquardt,
     NormConstraint,
-    Norms,
     StepReport,
     WeightDecay,
     as_policy,
@@ -158,8 +157,6 @@ class KFACPreconditioner(torch.optim.Optimizer):
         self._flat: Flat | None = None
         #: What the last step did.
         self.last_step = StepReport(-1)
-        #: Report norms of each parameter in `last_step`.
-        self.report_norms = False
         self._raw: Any = None  # the options of groups as they are
         self._read_options()
 
@@ -435,22 +432,13 @@ class KFACPreconditioner(torch.optim.Optimizer):
     def _apply(self, flat: Flat, report: StepReport) -> None:
         """Take the step along `P g`."""
         flat.combine((-1.0, 0.0))
-        self._report(flat, report)
+        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
         for p, d in zip(flat.params, flat.split(flat.displacement), strict=True):
             assert p.grad is not None
             if p.grad.is_sparse:
                 p.grad = d.to(p.grad.dtype, copy=True)
             else:
                 p.grad.copy_(d)  # in place: it may be a view of another's buffer
-
-    def _report(self, flat: Flat, report: StepReport) -> None:
-        """Say how long an update is, before it is added."""
-        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
-        if self.report_norms:
-            vectors = flat.gradient, [d[0] for d in flat.direction], flat.displacement
-            columns = (flat.params, *map(flat.split, vectors))
-            table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
-            report.norms = {key: Norms(*row) for key, row in zip(flat.keys, table.tolist(), strict=True)}
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -663,7 +651,7 @@ class KFACOptimizer(KFACPreconditioner):
             w = model.minimizer([None if any(o[k] == "adaptive" for o in flat.options) else 1.0 for k in (0, 1)])
         report.lr, report.momentum = (sorted({w[k] * rate[k] for rate in rates}) for k in (0, 1))
         shrinks = flat.combine(w, undoable=self._reject is not None)
-        self._report(flat, report)
+        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
         if self.trust is None or not (self._adapts or self._reject is not None):
             return flat.move()
         if model is None or shrinks:

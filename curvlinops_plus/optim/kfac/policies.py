@@ -173,23 +173,6 @@ class GroupOptions(NamedTuple):
         return self.weight_decay.strength if self.weight_decay.kind == kind else 0.0
 
 
-@dataclass(frozen=True)
-class Norms:
-    """Euclidean norms of one parameter in a step.
-
-    Attributes:
-        parameter: Of the parameter before the step.
-        gradient: Of its gradient.
-        direction: Of the preconditioned gradient.
-        update: Of what was added to it.
-    """
-
-    parameter: float
-    gradient: float
-    direction: float
-    update: float
-
-
 @dataclass
 class StepReport:
     """What the last step of a `KFACOptimizer` did.
@@ -209,7 +192,6 @@ class StepReport:
         rho: `(new_loss - loss) / quadratic_change`.
         rejected: Whether the update was undone.
         left_alone: Parameters without gradient, or without curvature yet.
-        norms: Of each parameter, by its name, if `optimizer.report_norms` is True.
 
     Example:
         >>> import torch
@@ -236,4 +218,3 @@ class StepReport:
     rho: float | None = None
     rejected: bool = False
     left_alone: list[str] = field(default_factory=list)
-    norms: dict[str, Norms] = field(default_factory=dict)
