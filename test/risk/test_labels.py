@@ -98,12 +98,6 @@ def batch_size(inputs: Any) -> int:
     return len(inputs["input_ids"])
 
 
-def test_the_loss_is_that_of_the_model() -> None:
-    (batch,) = data((5,))
-    model = Language(True)
-    close(EmpiricalRisk(model, nn.CrossEntropyLoss(), [batch]).loss(), model(**batch).loss)
-
-
 def test_neither_is_refused_with_the_numbers() -> None:
     risk = EmpiricalRisk(Language(True, 2.0), nn.CrossEntropyLoss(), data())
     words = r"Language computes a loss of its own.* \d\.\d+ for 4 examples; CrossEntropyLoss gives .*shift_labels=False"
@@ -306,24 +300,3 @@ def test_log_probabilities_on_the_last_axis() -> None:
     moved = EmpiricalRisk(model, nn.NLLLoss(), pairs, output=lambda out: out["scores"].movedim(-1, 1)).loss()
     wide = torch.cat([y for _, y in pairs])
     close(moved, F.nll_loss(model(wide)["scores"].flatten(0, 1), wide.flatten()))
-
-
-def test_positions_of_both_are_axis_1() -> None:
-    """Outputs with classes there are refused where lengths tell, in words that turn them."""
-    torch.manual_seed(0)
-    y = torch.randint(7, (3, 5))
-
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embedding(x)).mT
-
-    risk = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True)
-    with pytest.raises(ValueError, match=r"axis 1 of an output of shape \[3, 7, 5\] and labels of shape \[3, 5\]"):
-        risk.loss()
-    turned = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True, output=lambda f: f.mT)
-    f = turned.model(y)
-    torch.testing.assert_close(turned.loss(), nn.functional.cross_entropy(f[:, :, :-1], y[:, 1:]).detach())

@@ -14,8 +14,6 @@ import torch
 from cases import close, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,16 +28,13 @@ from curvlinops_plus import (
     EmpiricalRisk,
     FullBlock,
     GGNFactor,
-    GGNLinearOperator,
     Hessian,
     Jacobian,
     MonteCarlo,
     curvature,
     hutchinson_trace,
 )
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.risk.graph import gradients_of
-from curvlinops_plus.risk.preserve import eager
+from curvlinops_plus.errors import UnsupportedError
 
 CE = nn.CrossEntropyLoss()
 
@@ -183,25 +178,6 @@ def stance() -> Any:
     return torch._dynamo.eval_frame._stance
 
 
-def test_contexts_that_run_eagerly_may_overlap() -> None:
-    before, outer, inner = stance(), eager(), eager()
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__(None, None, None)
-    between = stance().stance
-    inner.__exit__(None, None, None)
-    assert (between, stance()) == ("force_eager", before)
-
-
-def test_an_error_inside_listen_leaves_the_compiler_on() -> None:
-    model, (batch, _) = net(), batches()
-    before = settings()
-    estimator = CurvatureEstimator(EmpiricalRisk(model, CE, [batch]), KFAC)
-    with pytest.raises(UnsupportedError, match=r"ran under torch\.no_grad"), estimator.listen(batch), torch.no_grad():
-        model(batch[0])
-    assert settings() == before
-
-
 def test_another_thread_evaluates_the_model() -> None:
     model = Tokens().double().eval()
     data = [(torch.arange(12).view(4, 3) % 9, torch.arange(4) % 3), (torch.arange(6).view(2, 3), torch.arange(2))]
@@ -340,59 +316,6 @@ def test_inside_a_compiled_function(number: str) -> None:
     close(found, 2 * expected)
 
 
-# -------------------------------------------------------------------------------------------------------------- refused
-class Around(nn.Module):
-    """Calls a layer in some other way."""
-
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.call = nn.Linear(4, 3).double(), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.layer, x)
-
-
-def tangent(layer: nn.Module, x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent  # type: ignore[return-value]
-
-
-CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "vmap": lambda layer, x: torch.func.vmap(layer)(x),
-    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1],
-    "tangent": tangent,
-    "sparse": lambda layer, x: layer(x.to_sparse()),
-    "empty": lambda layer, x: layer(x) + layer(x[:0]).sum(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
-def test_calls_that_recording_cannot_follow(call: Any) -> None:
-    torch.manual_seed(0)
-    model, data = Around(call), batches()
-    exact = GGN(EmpiricalRisk(model, CE, data)).to_dense().trace()
-    for approximation in (KFAC, DiagonalBlock):
-        try:
-            K = curvature(EmpiricalRisk(model, CE, data), approximation)
-        except UnsupportedError:
-            assert call in (CALLS["vmap"], CALLS["jvp"], tangent)
-        else:
-            close(K.trace, exact)
-    # Matrix-free operators take it.
-    risk = EmpiricalRisk(model, CE, data)
-    params, H = dict(model.layer.named_parameters()), 0
-
-    def loss(w: Tensor, b: Tensor) -> Tensor:
-        values = [(torch.func.functional_call(model, {"layer.weight": w, "layer.bias": b}, (X,)), y) for X, y in data]
-        return sum(cross_entropy(f, y, reduction="sum") for f, y in values) / 7  # type: ignore[return-value]
-
-    H = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in params.values()))
-    sizes = [p.numel() for p in params.values()]
-    dense = torch.cat([torch.cat([H[i][j].reshape(sizes[i], sizes[j]) for j in (0, 1)], 1) for i in (0, 1)])
-    close(Hessian(risk).to_dense(), dense)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_reentrant_checkpointing(first: bool) -> None:
     """It hides the parameters inside: without a word, where its input needs a gradient."""
@@ -415,22 +338,6 @@ def test_reentrant_checkpointing(first: bool) -> None:
         for number in ("gradient", "GGN", "GGN, dense", "Hessian", "Jacobian, transposed"):
             with unchanged(model, data), pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"):
                 NUMBERS[number](risk)
-
-
-def test_one_row_for_all_that_the_model_reshapes() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x[:, None] + self.table(torch.arange(5)[None]).view(5, 4)).mean(1)
-
-    model, data = Positions().double(), batches()
-    with unchanged(model, data), pytest.warns(CurvatureWarning, match="exact diagonal"):
-        K = curvature(EmpiricalRisk(model, CE, data), KFAC)
-    exact = GGNLinearOperator(model, CE, list(model.parameters()), data).to_dense().diagonal()
-    close(K.diagonal()[:20], exact[:20])
 
 
 def test_parameters_without_derivatives() -> None:
@@ -515,18 +422,3 @@ def test_the_first_operators_load_neither_compiler_nor_sympy() -> None:
     """Which take a second, of a process that has nothing else to do with them."""
     done = subprocess.run([sys.executable, "-c", FIRST_OPERATOR], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["known", "unknown"]
-
-
-@pytest.mark.parametrize("retain", [True, False])
-def test_gradients_without_symbolic_shapes(retain: bool) -> None:
-    x, w = normal(3, 4, seed=1).requires_grad_(), normal(4, 2, seed=2).requires_grad_()
-    unread = normal(2, seed=3).requires_grad_()
-    h = x @ w
-    f, vectors = [h.sin(), h.square().sum(1)], [normal(3, 2, seed=4), normal(3, seed=5)]
-    expected = torch.autograd.grad(f, [x, w, unread, h], vectors, retain_graph=True, allow_unused=True)
-    found = gradients_of(f, [x, w, unread, h], vectors, retain)
-    assert found[2] is None is expected[2]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected) if a is not None and b is not None)
-    if not retain:
-        with pytest.raises(RuntimeError, match="second time"):
-            gradients_of(f, [x], vectors, retain)
