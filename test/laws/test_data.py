@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, fresh, problem, same, unchanged
+from cases import close, fresh, problem, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import (
     EKFAC,
@@ -27,10 +26,6 @@ from curvlinops_plus import (
 
 OPERATORS = [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, EFLinearOperator]
 every_operator = pytest.mark.parametrize("kind", OPERATORS)
-
-
-def dataset(name: str = "mlp") -> TensorDataset:
-    return TensorDataset(*(torch.cat(parts) for parts in zip(*problem(name).data, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------------------ iterators
@@ -75,22 +70,6 @@ def test_empty_batches_are_left_out_and_empty_data_is_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- data loaders
-
-
-KRONECKER = [(kind, f) for kind in (KFACLinearOperator, EKFACLinearOperator) for f in ("type-2", "empirical", "mc")]
-
-
-@pytest.mark.parametrize(("kind", "fisher_type"), [*KRONECKER, *((kind, None) for kind in OPERATORS[2:])])
-def test_a_shuffling_loader_passes_the_determinism_check(kind: Any, fisher_type: str | None) -> None:
-    p, options = problem("mlp"), {"fisher_type": fisher_type} if fisher_type else {}
-    generator = torch.Generator().manual_seed(3)
-    for own in (None, generator):
-        loader, before = DataLoader(dataset(), batch_size=4, shuffle=True, generator=own), generator.get_state()
-        with unchanged(p.model, p.loss):  # and the global generator, which shuffling draws from
-            dense = kind(p.model, p.loss, p.params, loader, **options).to_dense()
-        same(generator.get_state(), before)
-        if fisher_type != "mc":
-            close(dense, kind(p.model, p.loss, p.params, p.data, **options).to_dense())
 
 
 @every_operator
@@ -151,21 +130,6 @@ def test_wrappers(wrapper: str) -> None:
             K.compute()
         close(K.to_dense(), p.curvature(approximation).to_dense())
     close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
-
-
-def test_training_goes_on_between() -> None:
-    """A graph that waits for its backward pass is not disturbed, nor is what it accumulates."""
-    p = fresh("in-place relu")
-    X, y = p.data[0]
-    p.loss(p.model(X), y).backward()
-    expected = [2 * q.grad.clone() for q in p.model.parameters()]
-    loss = p.loss(p.model(X), y)
-    with unchanged(p.model):
-        _ = KFACLinearOperator(p.model, p.loss, p.params, p.data).trace
-        _ = GGNLinearOperator(p.model, p.loss, p.params, p.data).to_dense()
-    loss.backward()
-    for q, g in zip(p.model.parameters(), expected, strict=True):
-        close(q.grad, g)
 
 
 def test_a_hook_of_the_user_that_changes_an_output() -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, curvature, load, save
+from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, curvature
 
 SIZES = (3, 2)
 
@@ -330,18 +330,6 @@ def halves(p: Problem) -> list[Any]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", [name for name in LAYERS if "offsets" not in name])
-def test_batches_of_one_are_the_same(name: str) -> None:
-    p = alone(name)
-    risk = p.risk(halves(p))
-    for approximation in ("KFAC", "KFAC reduce", "DiagonalBlock", "FullBlock"):
-        K = p.curvature(APPROXIMATIONS[approximation], risk=risk)
-        close(K.to_dense(), p.made(approximation).to_dense(), what=approximation)
-    E = p.curvature(APPROXIMATIONS["EKFAC"], risk=risk)
-    close(E.trace, p.made("EKFAC").trace, what="trace of EKFAC")
-
-
-@pytest.mark.one_in(2)
 @every_layer
 def test_frozen_parameters_and_subsets(name: str) -> None:
     """Any subset in any order, with and without `requires_grad`: what is tracked is the same part of the whole."""
@@ -363,23 +351,6 @@ def test_frozen_parameters_and_subsets(name: str) -> None:
             with unchanged(p.model, p.data):
                 got = quietly(lambda r=risk, a=approximation: curvature(r, a).to_dense())
             close(got, expected, 1e-8, f"only {key}, {approximation}")
-
-
-@pytest.mark.one_in(2)
-@every_layer
-def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
-    p = alone(name)
-    for approximation in ("KFAC", "EKFAC", "FullBlock"):
-        for separate in (False, True):
-            K = p.made(approximation, separate)
-            save(K.state_dict(), tmp_path / "K.safetensors")
-            state = load(tmp_path / "K.safetensors") if separate else K.state_dict()
-            options: Any = {"separate_weight_and_bias": separate, "compute": False}
-            other = quietly(lambda a=approximation, o=options: curvature(p.risk(), APPROXIMATIONS[a], **o))
-            with unchanged(p.model, p.data):
-                other.load_state_dict(state)
-            assert other.examples == sum(SIZES)
-            close(other.to_dense(), K.to_dense(), 1e-13, approximation)
 
 
 # ---------------------------------------------------------------------------------------- the layer is the whole model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem
+from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -16,10 +16,7 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
-    EKFACLinearOperator,
     EmpiricalRisk,
-    GGNLinearOperator,
-    KFACLinearOperator,
     UnsupportedError,
     curvature,
 )
@@ -111,22 +108,3 @@ def test_untracked_batch_norm_in_training_mode_is_refused_and_said_in_training(a
     _ = curvature(EmpiricalRisk(model, nn.MSELoss(), data, [model[0].weight], check=False), KFAC).trace
     with pytest.warns(CurvatureWarning, match=r"\['1'\] are batch norm in training mode.*not compared"):
         CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), (), [model[0].weight])).update(data[0])
-
-
-def test_everything_in_inference_mode() -> None:
-    """Data, model calls and operators: none of it takes part in the caller's mode."""
-    p = problem("mlp")
-    (X, y), *_ = p.data
-    expected = CurvatureEstimator(EmpiricalRisk(p.model, p.loss, ()), KFAC)
-    expected.update((X, y))
-    gradient = EmpiricalRisk(p.model, p.loss, [(X, y)]).gradient()
-    with torch.inference_mode():
-        data = [(X.clone(), y.clone()) for X, y in p.data]
-        running = CurvatureEstimator(EmpiricalRisk(p.model, p.loss, ()), KFAC)
-        running.update(data[0])
-        found = EmpiricalRisk(p.model, p.loss, data[:1]).gradient()
-    close(running.operator.to_dense(), expected.operator.to_dense())
-    for key, g in gradient.items():
-        close(found[key], g)
-    for kind in (KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator):
-        close(kind(p.model, p.loss, p.params, data).to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, LOSSES, PROBLEMS, VECTORS, Net, Problem, close, problem, unchanged
+from cases import APPROXIMATIONS, FEW, LOSSES, PROBLEMS, VECTORS, Problem, close, problem, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -16,9 +16,7 @@ from curvlinops_plus import (
     KFAC,
     DiagonalBlock,
     EFLinearOperator,
-    EmpiricalRisk,
     Exact,
-    FisherMCLinearOperator,
     FullBlock,
     GGNLinearOperator,
     HessianLinearOperator,
@@ -70,16 +68,6 @@ def test_matrix_free_operators_are_the_matrices(name: str) -> None:
             close(A @ v, matrix @ v, what=f"{kind.__name__} @ v")
 
 
-@pytest.mark.parametrize("kind", [GGNLinearOperator, EFLinearOperator, FisherMCLinearOperator])
-def test_columns_in_chunks(kind: Any) -> None:
-    p = problem("attention")
-    whole, chunked = (kind(p.model, p.loss, p.params, p.data, **o) for o in ({}, {"chunk_size": 2}))
-    V = numbers(whole.shape[1], 5)
-    close(chunked @ V, whole @ V)
-    with pytest.raises(ValueError, match="chunk_size=0 must be an integer of at least 1"):
-        kind(p.model, p.loss, p.params, p.data, chunk_size=0)
-
-
 @every_problem
 def test_gradient_and_loss(name: str) -> None:
     p = problem(name)
@@ -87,13 +75,6 @@ def test_gradient_and_loss(name: str) -> None:
         gradient = p.risk().gradient()
     assert list(gradient) == list(p.keyed)
     close(torch.cat([g.flatten() for g in gradient.values()]), p.exact.gradient())
-
-
-def test_loss_is_the_user_s_loss_of_one_big_batch() -> None:
-    for name in LOSSES:
-        p = problem(f"mlp, {name}")
-        X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
-        close(p.risk().loss(), p.loss(p.model(X), y), what=name)
 
 
 @pytest.mark.one_in(2, all_of=FEW)
@@ -228,14 +209,6 @@ def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> N
 # --------------------------------------------------------------------------------------- what theory says is exact
 
 
-def net_and_loss(model: nn.Module, loss: nn.Module, *data: tuple[Tensor, Tensor]) -> Problem:
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for q in model.double().parameters():
-            q.copy_(torch.randn(q.shape, dtype=torch.float64, generator=generator))
-    return Problem(Net(model, [X for X, _ in data]), loss, list(data))
-
-
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -258,26 +231,6 @@ def test_kfac_is_exact_for_deep_linear_nets_with_squared_error(reduce: bool, sep
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
     for approximation in (kfac(reduce), ekfac(reduce)):
         close(p.curvature(approximation, separate_weight_and_bias=separate).to_dense(), exact)
-
-
-class MeanPool(nn.Module):
-    """The mean over positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-@expand_or_reduce
-def test_kfac_is_exact_for_deep_linear_nets_with_positions(reduce: bool) -> None:
-    """Expand with a loss term per position, reduce with their mean (Eschenhagen et al. 2023, propositions 1, 2)."""
-    T = () if reduce else (5,)
-    layers = nn.Linear(3, 4), MeanPool() if reduce else nn.Identity(), nn.Linear(4, 2)
-    data = [(numbers(n, 5, 3, seed=n), numbers(n, *T, 2)) for n in (3, 2)]
-    p = net_and_loss(nn.Sequential(*layers), nn.MSELoss(), *data)
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
-    close(p.curvature(kfac(reduce)).to_dense(), exact)
-    with pytest.raises(AssertionError, match="relative error"):
-        close(p.curvature(kfac(not reduce)).to_dense(), exact)
 
 
 @pytest.mark.parametrize("name", ["sequence", "grid", "flattened", "flattened, mse", "flattened, bce"])
@@ -450,18 +403,6 @@ def test_vectors_come_back_in_the_form_in_which_they_were_given(name: str) -> No
         assert [t.shape for t in listed] == [t.shape for t in tree.values()]
         close(torch.cat([t.reshape(-1, *columns) for t in listed]), expected)
         close(torch.as_tensor(K @ v.numpy()), expected)
-
-
-def test_order_of_the_vector_is_the_order_of_the_parameters() -> None:
-    p = problem("mlp")
-    params = list(p.model.parameters())
-    whole = curvature(p.risk(), KFAC, separate_weight_and_bias=True).to_dense()
-    for order in itertools.permutations(range(4)):
-        for chosen in (order, order[:3], order[:1]):
-            risk = EmpiricalRisk(p.model, p.loss, p.data, [params[k] for k in chosen])
-            K = curvature(risk, KFAC, separate_weight_and_bias=True)
-            at = torch.cat([p.exact.places([list(p.keyed)[k]]) for k in chosen])
-            close(K.to_dense(), whole[at[:, None], at])
 
 
 def test_a_different_approximation_for_every_layer() -> None:

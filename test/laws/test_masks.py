@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, Conv1D, close, unchanged
+from cases import APPROXIMATIONS, close, unchanged
 from reference import Reference
 from torch import Tensor, nn
 
@@ -93,14 +93,11 @@ MODELS: dict[str, Callable[[], Tokens]] = {
     "embedding": lambda: Tokens(nn.Linear(D, D, bias=False), nn.Embedding(6, D)),
     "embedding with padding": lambda: Tokens(nn.Identity(), nn.Embedding(6, D, padding_idx=2)),
     "layer norm": lambda: Tokens(nn.LayerNorm(D)),
-    "root mean square norm": lambda: Tokens(nn.RMSNorm(D)),
-    "right-hand weight": lambda: Tokens(Conv1D(D, D)),
     "prelu": lambda: Tokens(nn.PReLU()),
     "pointwise convolution": lambda: Tokens(Then(nn.Conv1d(D, D, 1, groups=2), lambda h: h.mT, lambda h: h.mT)),
     "bare parameters": lambda: Tokens(Scale()),
     "lstm": lambda: Tokens(Then(nn.LSTM(D, D, batch_first=True), lambda h: h, lambda out: out[0])),
     "attention": lambda: Tokens(Masked(nn.MultiheadAttention(D, 2, batch_first=True))),
-    "attention with time first": lambda: Tokens(Masked(nn.MultiheadAttention(D, 2))),
     "encoder layer": lambda: Tokens(Masked(nn.TransformerEncoderLayer(**BLOCK))),
     "tied": Tied,
 }
@@ -188,23 +185,6 @@ def test_no_padding_is_the_twin_s(name: str) -> None:
     close(quietly(plain, FullBlock).to_dense(), exact, what="FullBlock")
     close(quietly(plain, KFAC).to_dense(), twin.kfac(twin.exact()), what="KFAC")
     close(quietly(plain, EKFAC).trace, exact.trace(), what="trace of EKFAC")
-
-
-def compare(
-    model: nn.Module, together: Any, apart: Any, kinds: Any, vectors: Any = None, loss: nn.Module | None = None
-) -> None:
-    for approximation in kinds:
-        got, expected = (
-            quietly(risk(model, data, masked, loss), APPROXIMATIONS[approximation], vectors=vectors).to_dense()
-            for data, masked in ((together, True), (apart, False))
-        )
-        close(got, expected, what=approximation)
-
-
-@every_model
-def test_the_mean_over_tokens(name: str) -> None:
-    """The mean divides by the tokens that count; the mask and the loss say the same thing here."""
-    compare(*padded(name), ("KFAC", "KFAC reduce", "FullBlock"), loss=nn.CrossEntropyLoss())
 
 
 # ------------------------------------------------------------------------------------- positions with gradients

@@ -28,7 +28,6 @@ from curvlinops_plus import (
     KFAC,
     CurvatureEstimator,
     DiagonalBlock,
-    Empirical,
     EmpiricalRisk,
     Exact,
     Hessian,
@@ -37,7 +36,6 @@ from curvlinops_plus import (
     MonteCarlo,
     attribution_scores,
     curvature,
-    self_influence,
 )
 from curvlinops_plus.risk import Vectors
 
@@ -72,10 +70,10 @@ def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int, hi
     return what(EmpiricalRisk(network(width, hidden=hidden), nn.CrossEntropyLoss(), Batches(number, width)))
 
 
-def of_updates(approximation: object, width: int, number: int, vectors: Vectors | None = None) -> object:
+def of_updates(approximation: object, width: int, number: int) -> object:
     loss = nn.CrossEntropyLoss()
     risk = EmpiricalRisk(network(width), loss, ())
-    running = CurvatureEstimator(risk, approximation, vectors=vectors or MonteCarlo(seed=0), decay=0.9, damping=0.1)
+    running = CurvatureEstimator(risk, approximation, vectors=MonteCarlo(seed=0), decay=0.9, damping=0.1)
     for step, batch in enumerate(Batches(number, width)):
         if step % 2:
             running.update(batch)
@@ -118,28 +116,21 @@ def identity_and_queries(risk: EmpiricalRisk) -> tuple[LinearOperator, Empirical
 #: What is done, with a network as wide as its matrices allow.
 CASES: dict[str, Callable[[int], object]] = {
     **{
-        name: partial(of_data, block(a), 16 if name in ("FullBlock", "NearestKronecker by sweeps") else WIDTH)
-        for name, a in APPROXIMATIONS.items()
+        name: partial(of_data, block(APPROXIMATIONS[name]), WIDTH) for name in ("KFAC", "EKFAC", "DiagonalBlock", "TNT")
     },
-    "running KFAC": partial(of_updates, APPROXIMATIONS["KFAC"], WIDTH),
+    "FullBlock": partial(of_data, block(APPROXIMATIONS["FullBlock"]), 16),
     "running EKFAC": partial(of_updates, EKFAC, WIDTH),
-    "running KFAC of the user's gradients": partial(of_updates, KFAC, WIDTH, vectors=Empirical()),
     "GGN": partial(of_data, product(GGN), WIDTH),
     "Hessian": partial(of_data, product(Hessian), WIDTH),
-    "loss and gradient": partial(of_data, lambda risk: risk.gradient_and_loss(), WIDTH),
     # Few hidden numbers: gradients of all examples of a batch would hide the batches themselves.
     "scores of training examples": partial(
         of_data, lambda risk: attribution_scores(*identity_and_queries(risk)), WIDTH, hidden=8
-    ),
-    "self-influence": partial(
-        of_data, lambda risk: self_influence(identity_and_queries(risk)[0], risk), WIDTH, hidden=8
     ),
 }
 
 #: Exact vectors are as many as classes.
 OF_CLASSES: dict[str, Callable[[int], object]] = {
     **{f"{kind.__name__}, exact": partial(of_classes, block(kind, Exact())) for kind in (KFAC, EKFAC, DiagonalBlock)},
-    "running KFAC, exact": partial(of_classes, one_update(KFAC)),
     "running EKFAC, exact": partial(of_classes, one_update(EKFAC)),
     "GGN, exact": partial(of_classes, product(GGN)),
     "Hessian, exact": partial(of_classes, product(Hessian)),

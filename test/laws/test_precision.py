@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from cases import APPROXIMATIONS, NETS, Problem, close, problem, unchanged
 
 from curvlinops_plus import (
-    EKFACLinearOperator,
     Empirical,
     GGNLinearOperator,
     HessianLinearOperator,
-    KFACLinearOperator,
 )
 
 HALF = [torch.bfloat16, torch.float16]
@@ -76,22 +72,3 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     q = p.to(torch.device("cpu"), torch.float32)
     with unchanged(q.model, q.data), torch.autocast("cpu", dtype=dtype):
         check_empirical(p, q, dtype)
-
-
-@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
-def test_mixed_parameter_dtypes(kind: Any) -> None:
-    """A half-precision body under a single-precision head."""
-    torch.manual_seed(0)
-
-    class Mixed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = torch.nn.Linear(4, 5).bfloat16(), torch.nn.Linear(5, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.tanh(self.body(x.bfloat16())).float())
-
-    model, data = Mixed(), [(torch.randn(6, 4), torch.randint(3, (6,)))]
-    K = kind(model, torch.nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type="empirical")
-    assert K.dtype == torch.float32
-    assert bool(K.to_dense().isfinite().all())
