@@ -225,14 +225,6 @@ def test_max_norm(kind: Any, dtype: torch.dtype, norm_type: float) -> None:
         rule.check(module)
 
 
-def test_a_table_within_max_norm_is_handled(loop: Any, same: Any) -> None:
-    module, x = nn.Embedding(VOCABULARY, D, max_norm=100.0), torch.randint(VOCABULARY, (B, 5))
-    EMBEDDING.check(module)
-    g = torch.randn(V, B, 5, D)
-    check(EMBEDDING, module, (x,), {}, g)
-    same(EMBEDDING.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g))
-
-
 OPTIONS = {
     "num_embeddings": VOCABULARY,
     "embedding_dim": D,
@@ -267,11 +259,3 @@ def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: A
         check(rule, module, args, {}, g)
         twin, tolerance = autodiff(module, args, {}, g), 1e-12 if g.dtype == torch.float64 else 1e-4
         same(rule.per_example_grads(module, args, {}, g), {"weight": twin}, tolerance)
-
-
-def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x, g = nn.Embedding(VOCABULARY, D), torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, 5, D)
-    right = EmbeddingRule.inputs
-    monkeypatch.setattr(EmbeddingRule, "inputs", lambda rule, m, x: right(rule, m, x.flip(1)))
-    with pytest.raises(AssertionError):
-        check(EMBEDDING, module, (x,), {}, g)

@@ -405,95 +405,84 @@ def test_inputs_that_all_examples_share(same: Any) -> None:
     same(shared, LayerRule().per_example_grads(module, (torch.arange(5).expand(B, 5),), {}, g))
 
 
-class TestRefusals:
-    def check(self, module: nn.Module, *args: Any, match: str, error: type[Exception] = UnsupportedError) -> None:
-        before = torch.get_rng_state()
-        with pytest.raises(error, match=match):
-            LayerRule().per_example_grads(module, args, {}, torch.randn(V, B, 4))
-        torch.set_rng_state(before)
+class Returns(ControlFlow):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
 
-    def test_batch_norm_in_training_mode(self) -> None:
-        x = torch.randn(B, 4)
-        self.check(nn.BatchNorm1d(4), x, match=r"BatchNorm1d in training mode.*statistics of the batch.*eval\(\)")
-        inner = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(4)))
-        self.check(inner, x, match=r"BatchNorm1d \('norm' of Sequential\) in training mode")
-        untracked = nn.BatchNorm1d(4, track_running_stats=False).eval()
-        self.check(untracked, x, match="BatchNorm1d with track_running_stats=False normalizes")
-
-    def test_random_numbers(self) -> None:
-        class Noisy(ControlFlow):
-            def forward(self, x: Tensor) -> Tensor:
-                return nn.functional.dropout(x * self.weight)
-
-        state = torch.get_rng_state()
-        with pytest.raises(UnsupportedError, match=r"Noisy can't be run again .* draws random numbers.*model.eval\(\)"):
-            LayerRule().per_example_grads(Noisy(), (torch.ones(B, 4),), {}, torch.ones(V, B, 4))
-        assert state.shape == torch.get_rng_state().shape
-
-    @pytest.mark.parametrize("make", [spectral_norm, parametrizations.spectral_norm])
-    def test_spectral_norm_in_training_mode(self, make: Any) -> None:
-        module, words = make(nn.Linear(4, 4)), r"in training mode: spectral normalization updates.*model.eval\(\)"
-        self.check(module, torch.randn(B, 4), match=words)
-        self.check(nn.Sequential(module), torch.randn(B, 4), match=rf"'0.*of Sequential\) {words}")
-        vector = make(nn.LayerNorm(4), "weight") if make is parametrizations.spectral_norm else None
-        if vector is not None:  # a vector is divided by its norm, the same in every call
-            J = LayerRule().per_example_grads(vector, (torch.randn(B, 4),), {}, torch.randn(V, B, 4))
-            assert list(J) == ["bias", "parametrizations.weight.original"]
-
-    def test_modules_that_fail_on_one_example(self) -> None:
-        class Cached(ControlFlow):
-            """The rows that a cache holds, which is no tensor, are those of the whole batch."""
-
-            def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
-                return torch.cat([cache.rows, x * self.weight], 1)[:, -4:]
-
-        cache = SimpleNamespace(rows=torch.ones(B, 2))
-        words = r"Cached can't be run again with one example .* RuntimeError: Sizes.*use_cache=False.*@register_rule"
-        self.check(Cached(), torch.randn(B, 4), cache, match=words)
-
-    def test_outputs_without_a_gradient(self) -> None:
-        class Other(ControlFlow):
-            def __init__(self, make: Any) -> None:
-                super().__init__()
-                self.make = make
-
-            def forward(self, x: Tensor) -> Any:
-                return self.make(x * self.weight)
-
-        x = torch.randn(B, 4)
-        words = "expected real floating-point tensors for 1 output gradients"
-        self.check(Other(lambda y: y.argmax(-1)), x, match=rf"Other .* returned a Tensor with \[\], {words}")
-        self.check(Other(lambda y: {y}), x, match=rf"Other .* returned a set with \[\], {words}")
-        self.check(Other(torch.fft.fft), x, match=r"returned a Tensor with \['torch.complex128'\]")
-        self.check(nn.LSTMCell(4, 4), x, match=r"LSTMCell .* returned a tuple with .*for 1 output gradients")
-
-    def test_output_that_does_not_fit(self) -> None:
-        message = r"PReLU, called with one example, returned shape \(1, 5\).*has shape \(4,\).*dimension 0"
-        self.check(nn.PReLU(), torch.randn(B, 5), match=message, error=ValueError)
-        g = torch.randn(V, B, 4)
-        with pytest.raises(ValueError, match="The examples must be dimension 1 of this output"):
-            LayerRule().replay(nn.Linear(4, 4), (torch.randn(B, 4),), {}, g, out_axes=[1])
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x * self.weight)
 
 
-def test_random_numbers_are_put_back() -> None:
-    class Noisy(ControlFlow):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight * torch.rand(4)
+class Cached(ControlFlow):
+    """The rows that a cache holds, which is no tensor, are those of the whole batch."""
 
-    module, x, g = Noisy(), torch.ones(B, 4), torch.ones(V, B, 4)
+    def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:  # type: ignore[override]
+        return torch.cat([cache.rows, x * self.weight], 1)[:, -4:]
+
+
+class Broken(ControlFlow):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("what the user wrote")
+
+
+SPECTRAL = r"in training mode: spectral normalization updates.*model.eval\(\)"
+RETURNED = "expected real floating-point tensors for 1 output gradients"
+REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+    (
+        lambda: nn.BatchNorm1d(4),
+        (),
+        UnsupportedError,
+        r"BatchNorm1d in training mode.*statistics of the batch.*eval\(\)",
+    ),
+    (
+        lambda: nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(4))),
+        (),
+        UnsupportedError,
+        r"\('norm' of Sequential\) in tr",
+    ),
+    (
+        lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        (),
+        UnsupportedError,
+        "with track_running_stats=False",
+    ),
+    (lambda: spectral_norm(nn.Linear(4, 4)), (), UnsupportedError, SPECTRAL),
+    (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4))), (), UnsupportedError, rf"'0.*{SPECTRAL}"),
+    (lambda: Returns(nn.functional.dropout), (), UnsupportedError, r"draws random numbers.*model.eval\(\)"),
+    (
+        Cached,
+        (SimpleNamespace(rows=torch.ones(B, 2)),),
+        UnsupportedError,
+        r"RuntimeError: Sizes.*use_cache=False.*@reg",
+    ),
+    (lambda: Returns(lambda y: y.argmax(-1)), (), UnsupportedError, rf"returned a Tensor with \[\], {RETURNED}"),
+    (lambda: Returns(lambda y: {y}), (), UnsupportedError, rf"returned a set with \[\], {RETURNED}"),
+    (lambda: Returns(torch.fft.fft), (), UnsupportedError, r"returned a Tensor with \['torch.complex128'\]"),
+    (lambda: nn.LSTMCell(4, 4), (), UnsupportedError, "LSTMCell .* returned a tuple with .*for 1 output gradients"),
+    (
+        lambda: Returns(lambda y: torch.cat([y, y], 1)),
+        (),
+        ValueError,
+        r"returned shape \(1, 8\).*has shape \(4,\).*dime",
+    ),
+    (Broken, (), KeyError, "what the user wrote"),
+]
+
+
+@pytest.mark.parametrize(("make", "more", "error", "words"), REFUSED)
+def test_refusals(make: Any, more: tuple[Any, ...], error: type[Exception], words: str) -> None:
+    module, x, g = make(), torch.randn(B, 4), torch.randn(V, B, 4)
     before = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match="draws random numbers"):
-        LayerRule().per_example_grads(module, (x,), {}, g)
+    with pytest.raises(error, match=words):
+        LayerRule().per_example_grads(module, (x, *more), {}, g)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_errors_of_the_module_are_the_users(loop: Any) -> None:
-    class Broken(ControlFlow):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("what the user wrote")
-
-    with pytest.raises(KeyError, match="what the user wrote"):
-        LayerRule().per_example_grads(Broken(), (torch.ones(B, 4),), {}, torch.ones(V, B, 4))
+def test_spectral_norm_of_a_vector_is_the_same_in_every_call() -> None:
+    vector = parametrizations.spectral_norm(nn.LayerNorm(4), "weight")
+    J = LayerRule().per_example_grads(vector, (torch.randn(B, 4),), {}, torch.randn(V, B, 4))
+    assert list(J) == ["bias", "parametrizations.weight.original"]
 
 
 # -------------------------------------------------------------------------------------------------- parametrizations
