@@ -5,7 +5,6 @@ The exact blocks are those of `FullBlock`, which `test_laws.py` compares with au
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -21,17 +20,14 @@ from torch import Tensor
 from curvlinops_plus import (
     KFAC,
     TNT,
-    CurvatureWarning,
     DiagonalBlock,
     EmpiricalRisk,
     ForwardOnly,
     GGNDiagonalLinearOperator,
-    KFACInverseLinearOperator,
     KFOCLinearOperator,
     MonteCarlo,
     NearestKronecker,
     ScaledIdentity,
-    UnsupportedError,
     curvature,
 )
 from curvlinops_plus.blocks import kronecker_blocks
@@ -155,17 +151,6 @@ def test_as_many_sweeps_as_were_asked_for() -> None:
         assert len(passes) == expected
 
 
-def test_only_layers_that_are_too_large_need_more_sweeps() -> None:
-    """10 kB hold the last layer's block [18, 18], not the first one's [25, 25]... in float64: 2592 and 5000 bytes."""
-    p = problem("mlp")
-    K = p.curvature(NearestKronecker.using(max_bytes=4000, power_iterations=1))
-    formed, swept = p.curvature(NearestKronecker), p.curvature(KINDS["by one sweep"])
-    close(K.blocks["2"].to_dense(), formed.blocks["2"].to_dense())
-    close(K.blocks["0"].to_dense(), swept.blocks["0"].to_dense())
-    with pytest.raises(AssertionError, match="relative error"):
-        close(K.blocks["0"].to_dense(), formed.blocks["0"].to_dense())
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 3]))
 def test_nearest_to_matrix(o: int, i: int, rank: int, batch: int) -> None:
@@ -219,19 +204,11 @@ def test_tnt_is_its_definition(name: str, separate: bool) -> None:
 def test_scaled_identity() -> None:
     """Whatever the data; alone with `ForwardOnly`, or beside other blocks."""
     p = problem("generic layers")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no layer falls back
-        K = curvature(p.risk(), ScaledIdentity.using(scale=3.0), vectors=ForwardOnly())
-    n = K.shape[0]
-    eye = torch.eye(n, dtype=torch.float64)
-    close(K.to_dense(), 3 * eye, 1e-15)
-    close(K.logdet, n * torch.tensor(3.0, dtype=torch.float64).log())
-    close(K.inverse(damping=1.0).to_dense(), eye / 4)
-    close(curvature(p.risk(), ScaledIdentity.using(scale=0.0)).inverse(damping=0.5).to_dense(), 2 * eye)
-    p = problem("mlp")
-    mixed = curvature(p.risk(), {"0": ScaledIdentity}, default=KFAC)
+    K = curvature(p.risk(), ScaledIdentity.using(scale=3.0), vectors=ForwardOnly())
+    close(K.to_dense(), 3 * torch.eye(K.shape[0], dtype=torch.float64), 1e-15)
+    close(K.inverse(damping=1.0).to_dense(), torch.eye(K.shape[0], dtype=torch.float64) / 4)
+    mixed = curvature(problem("mlp").risk(), {"0": ScaledIdentity}, default=KFAC)
     close(mixed.to_dense()[:25, :25], torch.eye(25))
-    close(mixed.blocks["2"].to_dense(), p.curvature(KFAC).blocks["2"].to_dense())
 
 
 @pytest.mark.parametrize("kind", [TNT, NearestKronecker, ScaledIdentity])
@@ -241,16 +218,6 @@ def test_blocks_of_one_sweep_are_kept_up_batch_by_batch(kind: Any) -> None:
     for batch in p.data:
         estimator.update(batch)
     close(estimator.operator.to_dense(), p.curvature(kind).to_dense())
-
-
-@pytest.mark.parametrize("kind", [NearestKronecker, TNT])
-def test_layers_without_factors_fall_back_and_are_listed(kind: Any) -> None:
-    p = problem("generic layers")
-    with pytest.warns(CurvatureWarning, match=r"2 of 4 layers get their exact diagonal.*'1' \(LayerNorm"):
-        K = curvature(p.risk(), kind)
-    assert [type(block).__name__ for block in K.blocks.values()] == ["Kronecker", "Diagonal", "Diagonal", "Kronecker"]
-    with pytest.raises(UnsupportedError, match=rf"layer '1' \(LayerNorm\) can't have {kind.__name__}"):
-        curvature(p.risk(), {"1": kind})
 
 
 # ----------------------------------------------------------------------------------------------------- pieces and paths
@@ -275,15 +242,10 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------------------- the classic door
 
 
-def kfoc(name: str, **options: Any) -> Any:
-    p = problem(name)
-    return KFOCLinearOperator(p.model, p.loss, p.params, p.data, **options)
-
-
 @pytest.mark.parametrize("separate", [False, True])
 def test_kfoc_is_nearest_kronecker(separate: bool) -> None:
     p = problem("strided cnn")
-    K = kfoc("strided cnn", separate_weight_and_bias=separate)
+    K = KFOCLinearOperator(p.model, p.loss, p.params, p.data, separate_weight_and_bias=separate)
     expected = p.curvature(NearestKronecker, separate_weight_and_bias=separate)
     same(K.to_dense(), expected.to_dense())
     assert list(K.input_covariances) == list(K.gradient_covariances) == ["0", "2", "4"]
@@ -292,29 +254,13 @@ def test_kfoc_is_nearest_kronecker(separate: bool) -> None:
             layer = name.removesuffix(".weight")
             close(K.input_covariances[layer], block.A.matrix)
             close(K.gradient_covariances[layer], block.G.matrix)
-    assert list(KFOCLinearOperator(p.model, p.loss, [p.model[0].bias], p.data).input_covariances) == []
-
-
-def test_factors_of_kfoc_are_live() -> None:
-    K = kfoc("mlp")
-    bias = K.blocks["0.bias"].to_dense()
-    A, G = K.input_covariances["0"], K.gradient_covariances["0"].clone()
-    A.copy_(2 * torch.eye(4))
-    close(K.blocks["0.weight"].to_dense(), torch.kron(G, 2 * torch.eye(4).double()))
-    same(K.blocks["0.bias"].to_dense(), bias)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        K.input_covariances["0"] = torch.eye(3)
-
-
-def test_states_and_inverses_of_kfoc() -> None:
-    p = problem("mlp")
-    K = kfoc("mlp", fisher_type="mc", mc_samples=2, seed=3)
     again = KFOCLinearOperator.from_state_dict(K.state_dict(), p.model, p.params, p.data)
     close(again.to_dense(), K.to_dense(), 1e-13)
+    K.input_covariances["0"].mul_(2)  # they are live
     again.compute_kronecker_factors()
-    close(again.to_dense(), K.to_dense(), 1e-13)
-    exact = KFACInverseLinearOperator(K, damping=0.1, use_exact_damping=True)
-    close(exact.to_dense(), torch.linalg.inv(K.to_dense() + 0.1 * torch.eye(43, dtype=torch.float64)), 1e-8)
+    assert (K.blocks["0.weight" if separate else "0"].trace / 2).isclose(
+        again.blocks["0.weight" if separate else "0"].trace
+    )
 
 
 @pytest.mark.parametrize("name", FEW)
