@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -13,8 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from .run import Outcome, Problem, describe, draw_whole, run_case, run_seed
-from .shrink import shrink
+from .run import Outcome, Problem, describe, draw_whole, run_seed
 
 
 def _arguments() -> argparse.Namespace:
@@ -23,8 +21,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("count", type=int, nargs="?", default=100, help="how many seeds")
     parser.add_argument("--small", action="store_true", help="every limit of working memory at 64 bytes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--case", help="run one description, as printed, instead of seeds")
-    parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
     parser.add_argument("--hostile", action="store_true", help="networks that do what recording must notice")
     return parser.parse_args()
 
@@ -52,31 +48,20 @@ def report(seed: int, problem: Problem, about: dict[str, Any], small: bool) -> s
     return "\n".join(
         [
             f"seed {seed}: {problem.check[0]}: {problem.law}: {problem.numbers}",
-            describe(about),
+            describe(about) if about else "",
             f"  repeat    python -m test.fuzz{flag} {seed} 1",
-            f"  shrunk    python -m test.fuzz{flag} --case '{json.dumps(about)}'",
         ]
     )
 
 
 def main() -> int:
-    """Run seeds, or one case; the exit status says whether anything failed."""
+    """Run seeds; the exit status says whether anything failed."""
     warnings.simplefilter("ignore")  # of PyTorch, about padding and batching rules
     arguments = _arguments()
     if arguments.hostile:
         from .hostile import main as hostile
 
         return hostile()
-    if arguments.case:
-        about = json.loads(arguments.case)
-        outcome = run_case(about, arguments.small)
-        print(describe(about))
-        for problem in outcome.problems:
-            print(f"{problem.law}: {problem.numbers}")
-        print(f"{outcome.made} checks, {sum(outcome.refused.values())} refused, {len(outcome.problems)} failed")
-        for message in outcome.refused:
-            print(f"  refused: {message}")
-        return int(bool(outcome.problems))
     started, made, failed, refused = time.monotonic(), 0, 0, Counter[str]()
     seeds = range(arguments.start, arguments.start + arguments.count)
     for seed, outcome in zip(seeds, _outcomes(seeds, arguments.small, arguments.jobs), strict=True):
@@ -84,13 +69,7 @@ def main() -> int:
         refused.update(outcome.refused)
         for problem in outcome.problems:
             failed += 1
-            whole = problem.check[0] == "the fuzzer"
-            about = {} if whole else {**draw_whole(seed), "checks": [problem.check]}
-            if whole:
-                print(f"seed {seed}: {problem.law}: {problem.numbers}", flush=True)
-                continue
-            if not arguments.no_shrink:
-                about = shrink(about, problem, arguments.small)
+            about = {} if problem.check[0] == "the fuzzer" else {**draw_whole(seed), "checks": [problem.check]}
             print(report(seed, problem, about, arguments.small), flush=True)
     total = made + failed + sum(refused.values())
     share = 100 * sum(refused.values()) / max(1, total)

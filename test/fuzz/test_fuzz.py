@@ -21,7 +21,7 @@ from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import EmpiricalRisk, function_reads
 from curvlinops_plus.risk.layers import FoundReads
 
-from . import run, shrink
+from . import run
 from .limits import LIMITS
 from .run import describe, draw_whole, run_case, run_seed
 
@@ -91,20 +91,6 @@ def test_something_broken_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch)
         found = [run_case(draw_whole(seed)) for seed in range(8)]
         assert [problem for outcome in found for problem in outcome.problems] == []
         assert any("by the layer's rule" in message for outcome in found for message in outcome.refused)
-
-
-def test_failures_are_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    BROKEN["a wrong root"](monkeypatch)
-    about, problem = next(
-        (draw_whole(seed), problem)
-        for seed in range(60)
-        for problem in run_seed(seed).problems
-        if len(draw_whole(seed)["layers"]) > 1
-    )
-    small = shrink.shrink(about, problem)
-    assert len(small["layers"]) < len(about["layers"])
-    assert len(small["checks"]) == 1
-    assert run_case(small).problems
 
 
 def test_every_limit_is_in_the_table() -> None:
