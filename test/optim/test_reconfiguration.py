@@ -55,7 +55,6 @@ def test_every_way_gives_the_direction(name: str, mode: str, solver: Any) -> Non
     options: dict[str, Any] = {"weights": normal(len(problem.samples), seed=7).square() if number % 2 else None}
     options |= {"diagonal_shift": 0.05 * (number % 4 == 2), "momentum": 0.9 * (number % 5 < 2)}
     given: dict[str, Any] = {"chunk_size": 4 if number % 3 == 1 else None, "previous": psi.write(phi)}
-    given |= {"proj_reg": 1.0} if mode == "kernel" and number % 7 else {}
     given |= {"tol": 1e-14, "max_iter": 2000} if solver == "cg" else {}
     args = (*problem.args, problem.costs, LAMBDA, mode)
     with warnings.catch_warnings():

@@ -188,7 +188,6 @@ class DampedSystem:
         diagonal_shift: `ε`.
         tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64 or what rounding allows.
         max_iter: Its largest number of iterations; None: 10·P.
-        proj_reg: Added to the kernel, times the projection onto the directions that centring removes.
 
     Raises:
         ValueError: If names are unknown or incompatible, or numbers out of range.
@@ -204,7 +203,6 @@ class DampedSystem:
         diagonal_shift: float = 0.0,
         tol: float | None = None,
         max_iter: int | None = None,
-        proj_reg: float = 0.0,
     ) -> None:
         P, n, c = ensemble.psi.space.dim, ensemble.n, ensemble.components
         self.shift, self.tol, self.max_iter = diagonal_shift or damping, tol, 10 * P if max_iter is None else max_iter
@@ -236,8 +234,7 @@ class DampedSystem:
         if mode == "dense":
             self.matrix = Dense(scores.covariance(), Structure.PSD)
         elif mode == "kernel":
-            null = torch.kron(ensemble.root[:, None], torch.eye(c, dtype=scores.dtype, device=scores.device))
-            self.matrix = Dense(scores.kernel() + proj_reg * null @ null.T, Structure.PSD)
+            self.matrix = Dense(scores.kernel(), Structure.PSD)
 
     def direction(self, target: Tensor) -> tuple[Tensor, SolveReport]:  # [n·c] -> [P]
         """The `d` of least `|Ō d - target|² + |d|²_M`, with `M = λI + ε diag(S)`: `(S + M)⁻¹ Ōᵀ target`."""

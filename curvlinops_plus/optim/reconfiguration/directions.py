@@ -60,7 +60,6 @@ def stochastic_reconfiguration(
     solver: Solver | None = None,
     tol: float | None = None,
     max_iter: int | None = None,
-    proj_reg: float = 0.0,
 ) -> Reconfiguration:
     """The direction of stochastic reconfiguration (also minSR, SPRING), `δ = (S + λI)⁻¹ Ō* ε̄`.
 
@@ -90,8 +89,6 @@ def stochastic_reconfiguration(
             modes; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
         tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
         max_iter: Their largest number of iterations; None: 10·P.
-        proj_reg: Added to the kernel times the projection onto the directions that centring removes (`11ᵀ/n`). The
-            direction does not depend on it; a factorisation may be better conditioned.
 
     Returns:
         `(direction, report)`: a list or dict like the parameters, and a `SolveReport` with the residual reached, rank
@@ -119,11 +116,11 @@ def stochastic_reconfiguration(
     """
     psi = LogAmplitude(log_psi, params, amplitude)
     phi = None if previous is None else psi.read(previous, "previous")
-    check_options(mode, solver, momentum, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
+    check_options(mode, solver, momentum, damping=damping, diagonal_shift=diagonal_shift)
     with full_precision_no_grad(psi.device):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
         target, _ = centred_costs(ensemble, local_costs)
-        system = DampedSystem(ensemble, damping, mode, solver, diagonal_shift, tol, max_iter, proj_reg)
+        system = DampedSystem(ensemble, damping, mode, solver, diagonal_shift, tol, max_iter)
         delta, report = reconfigure(system, target, momentum, phi)
         return Reconfiguration(psi.write(delta), report)
 
