@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import Written
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -146,58 +145,6 @@ def exact_diagonal(K: BlockwiseLinearOperator) -> set[str]:
 
 
 # ------------------------------------------------------------------------------------------------- networks of PyTorch
-def basic_block(i: int, o: int, stride: int) -> nn.Module:
-    """Two convolutions around a shortcut, in-place activations."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        out = m.relu(m.bn1(m.conv1(x)))
-        out = m.bn2(m.conv2(out))
-        out += m.shortcut(x)
-        return m.relu(out)
-
-    def conv(i: int, size: int, stride: int) -> nn.Module:
-        return nn.Conv2d(i, o, size, stride, size // 2, bias=False)
-
-    short = nn.Identity() if stride == 1 and i == o else nn.Sequential(conv(i, 1, stride), nn.BatchNorm2d(o))
-    parts = {"conv1": conv(i, 3, stride), "bn1": nn.BatchNorm2d(o), "conv2": conv(o, 3, 1), "bn2": nn.BatchNorm2d(o)}
-    return Written(forward, **parts, relu=nn.ReLU(inplace=True), shortcut=short)
-
-
-def resnet() -> Problem:
-    stem = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-    stages = basic_block(4, 4, 1), basic_block(4, 6, 2)
-    model = nn.Sequential(stem, nn.MaxPool2d(2), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
-    return Problem(lived_in(model), images(3, 12, 3), {"BatchNorm2d"})
-
-
-def vision_transformer(d: int = 8) -> Problem:
-    """Patches, a class token and position embeddings that are bare parameters, pre-norm blocks, joint projections."""
-
-    def attend(m: Any, x: Tensor) -> Tensor:
-        N, T, _ = x.shape
-        q, k, v = m.qkv(x).view(N, T, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-        return m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, T, d))
-
-    def block(m: Any, x: Tensor) -> Tensor:
-        x = x + m.attn(m.norm1(x))
-        return x + m.mlp(m.norm2(x))
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        x = m.patches(x).flatten(2).mT
-        x = torch.cat([m.cls_token.expand(len(x), -1, -1), x], 1) + m.pos_embed
-        return m.head(m.norm(m.blocks(x))[:, 0])
-
-    def make_block() -> nn.Module:
-        mlp = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
-        attn = Written(attend, qkv=nn.Linear(d, 3 * d), proj=nn.Linear(d, d))
-        return Written(block, norm1=nn.LayerNorm(d), attn=attn, norm2=nn.LayerNorm(d), mlp=mlp)
-
-    model = Written(
-        forward, patches=nn.Conv2d(3, d, 4, 4), cls_token=nn.Parameter(torch.randn(1, 1, d)),
-        pos_embed=nn.Parameter(0.1 * torch.randn(1, 10, d)), blocks=nn.Sequential(make_block(), make_block()),
-        norm=nn.LayerNorm(d), head=nn.Linear(d, 3),
-    )  # fmt: skip
-    return Problem(lived_in(model), images(3, 12, 3), {"LayerNorm", "Written"})
 
 
 def inverted_residual(d: int) -> nn.Module:
@@ -262,19 +209,6 @@ def text_encoder() -> Problem:
     return Problem(text_model(), padded(20, 6, 3), {"LayerNorm"}, {"mask": kept})
 
 
-def recurrent() -> Problem:
-    """Embedding, two-layer bidirectional LSTM, classifier on the mean and the last states."""
-
-    def forward(m: Any, tokens: Tensor) -> Tensor:
-        sequence, (h, _) = m.lstm(m.embedding(tokens))
-        return m.head(torch.cat([sequence.mean(1), h[-2], h[-1]], -1))
-
-    lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
-    model = Written(forward, embedding=nn.Embedding(20, 4, padding_idx=0), lstm=lstm, head=nn.Linear(20, 3))
-    data = [(torch.randint(1, 20, (N, 5)), torch.randint(3, (N,))) for N in (3, 2)]
-    return Problem(lived_in(model), data, {"LSTM"})
-
-
 def images(channels: int, size: int, classes: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(N, channels, size, size), torch.randint(classes, (N,))) for N in (3, 2)]
 
@@ -289,93 +223,13 @@ def lived_in(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def unet() -> Problem:
-    """Down, up by a transposed convolution, a bridge."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        a = m.down(x).relu()
-        h = m.up(m.bottom(F.max_pool2d(a, 2)).relu())
-        return m.out(m.merge(torch.cat([a, h], 1)).relu()).mean((2, 3))
-
-    model = Written(
-        forward, down=nn.Conv2d(2, 3, 3, padding=1), bottom=nn.Conv2d(3, 4, 3, padding=1),
-        up=nn.ConvTranspose2d(4, 3, 2, 2), merge=nn.Conv2d(6, 3, 3, padding=1), out=nn.Conv2d(3, 3, 1),
-    )  # fmt: skip
-    return Problem(model, images(2, 4, 3))
-
-
-def mixer() -> Problem:
-    """MLP-Mixer: one network along the tokens, one along the channels; a set at the end."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        x = m.embed(x)
-        x = x + m.tokens(m.norm1(x).mT).mT
-        return m.head((x + m.channels(m.norm2(x))).mean(1))
-
-    def mlp(d: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(d, 7), nn.GELU(), nn.Linear(7, d))
-
-    model = Written(
-        forward, embed=nn.Linear(3, 4), tokens=mlp(5), channels=mlp(4), norm1=nn.LayerNorm(4), norm2=nn.LayerNorm(4),
-        head=nn.Linear(4, 3),
-    )  # fmt: skip
-    return Problem(lived_in(model), vectors(5, 3), {"LayerNorm"})
-
-
-class StandardizedConv(nn.Conv2d):
-    """A convolution whose weight has mean 0 and variance 1."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(x, w / (w.square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt(), self.bias)
-
-
-def computed_weights() -> Problem:
-    """Weights that are standardized, or divided by their largest singular value."""
-    last = nn.utils.parametrizations.spectral_norm(nn.Linear(36, 3))
-    model = nn.Sequential(StandardizedConv(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), last)
-    without = {"StandardizedConv", "GroupNorm", "ParametrizedLinear"}
-    return Problem(model.eval(), images(2, 5, 3), without)
-
-
-def rotary() -> Problem:
-    """Causal attention by hand with rotated queries and keys; latent queries that are a bare parameter read it."""
-
-    def rotated(x: Tensor) -> Tensor:
-        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0], dtype=x.dtype)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
-
-    def forward(m: Any, tokens: Tensor) -> Tensor:
-        x = m.embed(tokens)
-        N, T, d = x.shape
-        q, k, v = m.qkv(x).view(N, T, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-        h = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        x = x + m.project(h.transpose(1, 2).reshape(N, T, d))
-        return m.head(m.read(m.latents.expand(N, -1, -1), x, x)[0].flatten(1))
-
-    model = Written(
-        forward, embed=nn.Embedding(9, 8), qkv=nn.Linear(8, 24), project=nn.Linear(8, 8), head=nn.Linear(16, 3),
-        read=nn.MultiheadAttention(8, 2, batch_first=True), latents=nn.Parameter(torch.randn(1, 2, 8)),
-    )  # fmt: skip
-    data = [(torch.randint(9, (N, 5)), torch.randint(3, (N,))) for N in (3, 2)]
-    return Problem(model, data, {"Written"})
-
-
 def vectors(*shape: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(N, *shape), torch.randint(3, (N,))) for N in (3, 2)]
 
 
 NETWORKS: dict[str, Callable[[], Problem]] = {
-    "resnet": resnet,
-    "vision transformer": vision_transformer,
     "depthwise separable": depthwise_separable,
     "text encoder": text_encoder,
-    "lstm": recurrent,
-    "u-net": unet,
-    "mixer": mixer,
-    "computed weights": computed_weights,
-    "rotary": rotary,
 }
 
 

@@ -15,7 +15,6 @@ from curvlinops_plus import (
     KFACInverseLinearOperator,
     KFACLinearOperator,
     RelativeDamping,
-    SingularMatrixError,
 )
 
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
@@ -152,16 +151,6 @@ def test_a_damping_for_every_block(name: str, approximation: str) -> None:
         relative[at, at] += 0.1 * K.to_dense()[at, at].mean()
     close(K.inverse(damping=dampings).to_dense(), torch.linalg.inv(dense), what="one number per block")
     close(K.inverse(damping=RelativeDamping(0.1)).to_dense(), torch.linalg.inv(relative), what="relative", rtol=1e-7)
-
-
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC reduce", "FullBlock", "TNT"])
-def test_singular_blocks(approximation: str) -> None:
-    """With cross-entropy the last gradient factor is singular by construction."""
-    K = problem("linear").curvature(APPROXIMATIONS[approximation])
-    assert float(K.logdet) == -torch.inf
-    assert float(K.det) == 0
-    with pytest.raises(SingularMatrixError, match=r'block "weight"|block ""|singular'):
-        _ = K.inverse() @ torch.ones(15, dtype=torch.float64)
 
 
 def test_what_is_refused() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
-from cases import FEW, Problem, close, problem, same, unchanged
+from cases import Problem, close, problem, same, unchanged
 from torch import Tensor
 
 import curvlinops_plus
@@ -151,25 +150,6 @@ def test_defaults_are_those_of_the_signature(kind: Any) -> None:
     K = classic(kind, p)
     expected = p.curvature(CLASSES[kind], vectors=MonteCarlo(1, seed=2147483647), separate_weight_and_bias=True)
     same(K.to_dense(), expected.to_dense())
-
-
-@pytest.mark.one_in(2)
-@both
-@pytest.mark.parametrize("name", [*FEW, "grouped cnn", "weights only", "biases only"])
-def test_every_net_through_the_classic_door(kind: Any, name: str) -> None:
-    p = problem(name)
-    if p.net.fallback:
-        with pytest.warns(curvlinops_plus.CurvatureWarning, match=f"{len(p.net.fallback)} of"):
-            K = classic(kind, p, fisher_type="empirical", check_deterministic=False)
-    else:
-        K = classic(kind, p, fisher_type="empirical")
-    expected = p.curvature(CLASSES[kind], vectors=Empirical(), separate_weight_and_bias=True)
-    close(K.trace, expected.trace)
-    twin = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), separate=True)
-    if kind is EKFACLinearOperator:
-        close(K.trace, twin.trace())
-    else:
-        close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term=False), separate=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ members
@@ -337,15 +317,6 @@ def test_exact_operators_take_a_function() -> None:
     for kind in (GGNLinearOperator, HessianLinearOperator, EFLinearOperator):
         expected = kind(p.model, p.loss, params, p.data).to_dense()
         close(kind(f, p.loss, params, p.data).to_dense(), expected, what=kind.__name__)
-
-
-@pytest.mark.parametrize(
-    "operator", [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator]
-)
-def test_inputs_in_a_mapping(operator: Any) -> None:
-    p, options = problem("mapping"), {"batch_size_fn": lambda X: len(X["u"])}
-    K = operator(p.model, p.loss, p.params, [(UserDict(X), y) for X, y in p.data], **options)
-    close(K.to_dense(), operator(p.model, p.loss, p.params, p.data, **options).to_dense())
 
 
 def test_positions_of_parameters() -> None:
