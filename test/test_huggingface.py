@@ -1,7 +1,4 @@
-"""Models of transformers and PEFT as they come: what docs/huggingface.md says holds.
-
-Traces against autograd, masks and tied heads of these models are in test_models.py.
-"""
+"""Models of transformers and PEFT as they come: what docs/huggingface.md says holds."""
 
 from __future__ import annotations
 
@@ -22,6 +19,8 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     KFACOptimizer,
+    MonteCarlo,
+    UnsupportedError,
     curvature,
 )
 
@@ -117,25 +116,83 @@ KINDS = {
 }
 
 
+def exact_trace(model: nn.Module, b: dict[str, Tensor], shifted: bool) -> float:
+    """Of the empirical Fisher, by autograd of one example at a time."""
+    params, count, total = [p for p in model.parameters() if p.requires_grad], 0, 0.0
+    for n in range(len(b["labels"])):
+        example = {key: value[n : n + 1] for key, value in b.items()}
+        labels = example.pop("labels")
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels
+        count += int((labels >= 0).sum())
+        logits = model(**example).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        total += sum(float(g.square().sum()) for g in grads if g is not None)
+    return total / count
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters(kind: str) -> None:
     """Traces are those of autograd for every kind, and the table of the page says which blocks they are."""
     options, expected = KINDS[kind]
     model, b = adapted(**options), batch(4)
-    params = [p for p in model.parameters() if p.requires_grad]
     K = curvature(risk_of(model, [b]), EKFAC, vectors=Empirical())
-    assert K.shape[1] == sum(p.numel() for p in params)
-    count, exact = int((b["labels"][:, 1:] >= 0).sum()), 0.0
-    for n in range(4):
-        example = {key: value[n : n + 1] for key, value in b.items()}
-        labels = nn.functional.pad(example.pop("labels")[:, 1:], (0, 1), value=-100)
-        output = nn.functional.cross_entropy(model(**example).logits[0], labels[0], reduction="sum")
-        exact += sum(
-            float(g.square().sum()) for g in torch.autograd.grad(output, params, allow_unused=True) if g is not None
-        )
-    assert float(K.trace) == pytest.approx(exact / count, rel=1e-6)
+    assert K.shape[1] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert float(K.trace) == pytest.approx(exact_trace(model, b, True), rel=1e-6)
     assert {name for name in ("EKFAC", "DiagonalBlock") if f"  {name}  " in str(K)} == expected
     assert K.verify().rows
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHead", "BertForSequenceClassification", "BertForMaskedLM"])
+def test_traces_of_models(kind: str) -> None:
+    """Heads that share the embedding's weight, poolers, tokens that are masked and to be found."""
+    b = batch(4)
+    if kind == "GPT2LMHead":
+        model, shifted = language_model(), True
+    else:
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "hidden_size": 8}
+        config = transformers.BertConfig(vocab_size=V, num_labels=3, max_position_embeddings=12, **sizes)
+        model, shifted = getattr(transformers, kind)(config).double().eval(), False
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.3)
+        if "Sequence" in kind:
+            b["labels"] = torch.arange(4) % 3
+    K = curvature(risk_of(model, [b], shift_labels=shifted), EKFAC, vectors=Empirical())
+    assert float(K.trace) == pytest.approx(exact_trace(model, b, shifted), rel=1e-6)
+    assert K.verify().rows
+
+
+@pytest.mark.slow
+def test_what_models_do_with_labels() -> None:
+    """A causal model with prompts alone in front, and models that make inputs of their decoder from labels."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    ids = torch.randint(3, 11, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:4] = -100
+    causal = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_layer=1, n_head=1, n_embd=4, n_positions=8)
+    )
+    causal, loss = causal.double().eval(), nn.CrossEntropyLoss()
+    for p in causal.parameters():
+        nn.init.normal_(p, std=0.3)
+    for batch in ({"input_ids": ids, "labels": labels}, {"input_ids": ids.flip(0), "labels": labels.flip(0)}):
+        risk = EmpiricalRisk(causal, loss, [batch])
+        assert abs(risk.loss() - causal(**batch).loss) < 1e-6  # its own takes logits in single precision
+        assert curvature(risk, KFAC, vectors=MonteCarlo(1, seed=0)).verify().rows
+    sizes = {"d_model": 4, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4, "max_position_embeddings": 8, "init_std": 0.5}
+    sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 1)
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=11, **sizes, **special))
+    sizes = {"d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=11, **sizes, **special))
+    for model, words in ((bart, "BartFor.*depend on `labels`"), (t5, "T5For.*fails without `labels`")):
+        model.double().eval()
+        for targets in (ids.flip(1), ids[:, :4].clone()):
+            batch = {"input_ids": ids, "labels": targets}
+            with pytest.raises(UnsupportedError, match=words + ".*decoder_input_ids"):
+                EmpiricalRisk(model, loss, [batch]).loss()
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(targets)
+            assert abs(EmpiricalRisk(model, loss, [batch]).loss() - model(**batch).loss) < 1e-6
 
 
 def trainer_of(model: nn.Module, heard: Any, folder: Path, rows: list[dict[str, Tensor]], **options: Any) -> Any:
