@@ -150,15 +150,12 @@ def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
         ValueError: If it is no single number, or does not depend on the output.
     """
     name = f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} returned a {type(value).__name__}; expected a 0-d tensor that is differentiable in the model's "
-            "output. Compute it with torch's functions, without .item() or float()."
-        )
-    if value.numel() != 1:
-        raise ValueError(
-            f"{name} returned a tensor of shape {list(value.shape)}; expected a single number for the batch, a 0-d "
-            'tensor. Average its entries (reduction="mean") or add them up (EmpiricalRisk(..., reduction="sum")).'
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        came = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise (ValueError if isinstance(value, Tensor) else TypeError)(
+            f"{name} returned a {came}; expected a 0-d tensor, a single number for the batch that is differentiable in "
+            'the output: without .item(), with its entries averaged (reduction="mean") or added up '
+            '(EmpiricalRisk(..., reduction="sum")).'
         )
     if torch.is_grad_enabled() and f.requires_grad and not value.requires_grad:
         raise ValueError(

@@ -370,9 +370,8 @@ class Losses(tuple[OutputLoss, ...]):
             return (f,), (-1 if last and f.ndim > 2 else None,)
         chosen = out if selector is None else selector(out)
         parts = self._match(chosen, "output", "The model returned" if selector is None else "`output` selected")
-        for key, part in zip(self.keys, parts):
-            if not isinstance(part, Tensor):
-                raise ValueError(f"output {key!r} is a {type(part).__name__}; expected the tensor that its loss reads.")
+        if other := [key for key, part in zip(self.keys, parts) if not isinstance(part, Tensor)]:
+            raise ValueError(f"output {other[0]!r} is no tensor; expected the one that its loss reads.")
         logits = getattr(out, "logits", None)
         return tuple(parts), tuple(-1 if f is logits and f.ndim > 2 else None for f in parts)
 
@@ -551,9 +550,8 @@ class LossWeights:
         if len(reductions := {one.reduction for one in self.losses}) > 1:
             raise ValueError(
                 f"The losses for {self.losses.keys} weigh by their numbers of terms in the whole data set, which can't "
-                f"be known from batches that are seen once, as their reductions are {sorted(reductions)}. Use "
-                'curvature(risk, ...) over data that can be read twice, or reduction="sum" for all losses with the '
-                "divisors in their weights."
+                f"be known from batches that are seen once, as their reductions are {sorted(reductions)}. Give data "
+                'that can be read twice, or use reduction="sum" for all losses, with the divisors in their weights.'
             )
         return self._relative(batch)
 

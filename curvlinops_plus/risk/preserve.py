@@ -7,7 +7,6 @@ seen by every thread. So one thread at a time evaluates risks; others wait, and 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import warnings
@@ -30,16 +29,6 @@ T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------ the process
 _lock = threading.RLock()
-
-
-def _new_lock() -> None:
-    """A process that was forked while another thread had the lock would wait for ever."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
 
 
 def exclusive() -> AbstractContextManager[Any]:
@@ -286,14 +275,11 @@ def training_modules(model: nn.Module) -> str:
         "'1' (Dropout), '2' (LSTM)"
     """
 
-    def differs(module: nn.Module) -> bool:
-        if isinstance(module, nn.RNNBase):
-            return module.num_layers > 1 and module.dropout > 0  # it drops between its layers
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            return module.p > 0
-        if isinstance(module, nn.MultiheadAttention):
-            return module.dropout > 0
-        return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
+    def differs(m: Any) -> bool:
+        if isinstance(m, nn.modules.dropout._DropoutNd):
+            return m.p > 0
+        drops = isinstance(m, nn.MultiheadAttention) or (isinstance(m, nn.RNNBase) and m.num_layers > 1)
+        return m.dropout > 0 if drops else isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
 
     modules = [(name, m) for name, m in model.named_modules() if m.training and differs(m)]
     return ", ".join(f"{name!r} ({type(m).__name__})" for name, m in modules)

@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 EXACT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": nn.HuberLoss(reduction="none"), "data": [(X, TARGET)]}, UnsupportedError, "is no scalar loss"),
-    ({"loss": lambda f, y: f.square()}, ValueError, r"<lambda> returned a tensor of shape \[6, 3\]; expected a single"),
+    ({"loss": lambda f, y: f.square()}, ValueError, r"<lambda> returned a tensor of shape \[6, 3\]; expected a 0-d"),
     ({"loss": lambda f, y: 1.0}, TypeError, r"returned a float; expected a 0-d tensor.*without .item\(\)"),
     ({"loss": detached}, ValueError, "loss detached does not depend on the model's output in a differentiable way"),
     ({"model": nn.Sequential(net(4), Complex())}, UnsupportedError, r"complex\d+; expected real ones.*view_as_real"),
@@ -253,5 +253,7 @@ def test_messages_of_several_losses_name_the_output() -> None:
 
     with pytest.raises(TypeError, match="output 'a': MSELoss needs a target that is a tensor, got a list"):
         risk(MSE, y[:, :2].tolist()).gradient()
-    with pytest.raises(ValueError, match=r"returned a tensor of shape \[6, 2\]; expected a single number"):
+    with pytest.raises(
+        ValueError, match=r"returned a tensor of shape \[6, 2\]; expected a 0-d tensor, a single number"
+    ):
         risk(lambda f, t: f - t, y[:, :2]).gradient()
