@@ -29,8 +29,7 @@ def wrapped_processes(model: nn.Module) -> Processes | None:
         raise UnsupportedError(
             "The parameters of the model are sharded by fully_shard (FSDP), and this optimizer takes steps with whole "
             "ones. Use DistributedDataParallel. Or listen to its passes, CurvatureEstimator(EmpiricalRisk(..., "
-            "processes=Processes())).listen(batch), and take steps along inverse() @ gradients, which are sharded as "
-            "these are."
+            "processes=Processes())).listen(batch), and take steps along inverse() @ whole gradients, full_tensor()."
         )
     return Processes(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else None
 

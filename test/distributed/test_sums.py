@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import APPROXIMATIONS, VECTORS, problem
 from cases import NETS as MADE
-from together import by_one, close, everywhere, require, said, shifted
+from together import by_one, close, require, said, shifted
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -134,40 +133,6 @@ def test_groups_of_layers(processes: Processes, examples: int, owned: bool) -> N
         K = curvature(shared, kind, owned=owned, max_bytes=needed, offload="cpu" if owned else None)
         close(K.to_dense(), one.to_dense(), kind)
         close((2 * K).inverse(0.1).to_dense(), (2 * one).inverse(0.1).to_dense(), kind)
-
-
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_bytes(processes: Processes, approximation: str) -> None:
-    """Each factor is sent once, the eigenvectors by those that computed them, and little else."""
-    sent = dict.fromkeys(("all_reduce", "broadcast"), 0)
-
-    def count(name: str) -> None:
-        function = getattr(dist, name)
-
-        def call(t: Any, *args: Any, **options: Any) -> Any:
-            sent[name] += t.nbytes if t.is_floating_point() else 0
-            return function(t, *args, **options)
-
-        setattr(dist, name, call)
-
-    originals = {name: getattr(dist, name) for name in sent}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 10))
-    data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
-    try:
-        for name in originals:
-            count(name)
-        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc")
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-    bits = everywhere(processes, (K @ torch.ones(K.shape[1])).tolist())
-    assert all(one == bits[0] for one in bits)
-    A, G = (21, 31, 31), (30, 30, 10)
-    factors, values = 4 * sum(d**2 for d in A + G), 4 * sum(a * g for a, g in zip(A, G, strict=True))
-    EKFAC = {"all_reduce": factors + values, "broadcast": factors}
-    assert sent == (EKFAC if approximation == "EKFAC" else {"all_reduce": factors, "broadcast": 0})
 
 
 def test_refused(processes: Processes) -> None:
