@@ -66,7 +66,6 @@ Curvature = Callable[[EmpiricalRisk], Any]
 #: Curvatures, of how many networks of which kind.
 CURVATURES: dict[str, tuple[Curvature, int, Callable[[], nn.Module], tuple[int, ...]]] = {
     "KFAC": (lambda risk: curvature(risk, KFAC), 2, mlp, ()),
-    "reduce": (lambda risk: curvature(risk, KFAC.using(kfac_approx="reduce")), 3, mlp, ()),
     "EKFAC": (lambda risk: curvature(risk, EKFAC), 3, mlp, ()),
     "diagonal": (lambda risk: curvature(risk, DiagonalBlock), 2, mlp, ()),
     "full blocks": (lambda risk: curvature(risk, FullBlock), 3, mlp, ()),

@@ -13,9 +13,7 @@ from curvlinops_plus import (
     EKFAC,
     GGN,
     KFAC,
-    DiagonalBlock,
     EmpiricalRisk,
-    FullBlock,
     Hessian,
     KFACLinearOperator,
     QuadraticPenalty,
@@ -43,11 +41,8 @@ def moved(model: nn.Module, seed: int = 5) -> Tensor:
 CURVATURES: dict[str, Any] = {
     "KFAC": lambda risk: curvature(risk, KFAC),
     "EKFAC": lambda risk: curvature(risk, EKFAC),
-    "diagonal": lambda risk: curvature(risk, DiagonalBlock),
-    "mixed": lambda risk: curvature(risk, {"0": FullBlock}, default=KFAC),
     "inverse": lambda risk: curvature(risk, KFAC).inverse(0.1),
     "sum": lambda risk: curvature(risk, KFAC) + 2 * curvature(risk_of(risk.model, 3), KFAC),
-    "shifted": lambda risk: curvature(risk, KFAC).shift(0.3),
     "dense": lambda risk: Hessian(risk).materialize(),
     # It computes at first use: that is when the penalty is made.
     "classic": lambda risk: KFACLinearOperator(risk.model, nn.MSELoss(), [*risk.params.values()], risk.data),
@@ -62,7 +57,7 @@ def test_value_and_derivatives(name: str) -> None:
     model = network()
     risk = risk_of(model)
     M, K = CURVATURES[name](risk).to_dense(), CURVATURES[name](risk)
-    own = dict(risk.params) if name in ("inverse", "sum", "dense", "shifted") else None
+    own = dict(risk.params) if name in ("inverse", "sum", "dense") else None
     penalty, before = QuadraticPenalty(K, strength=3.0, params=own), risk.vector()
     assert penalty().item() == 0.0
     step = moved(model)

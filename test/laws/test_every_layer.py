@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make, unchanged
+from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, curvature
+from curvlinops_plus import CurvatureWarning, curvature
 
 SIZES = (3, 2)
 
@@ -268,13 +268,6 @@ def copied(p: Problem) -> Problem:
     return Problem(replace(p.net, model=copy.deepcopy(p.model)), p.loss, p.data)
 
 
-def quietly(function: Callable[[], Any]) -> Any:
-    """Call without the warning about layers that have no Kronecker factors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
-        return function()
-
-
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -327,30 +320,6 @@ def halves(p: Problem) -> list[Any]:
         return X[n : n + 1] if isinstance(X, Tensor) else X
 
     return [(cut(X, n, len(y)), y[n : n + 1]) for X, y in p.data for n in range(len(y))]
-
-
-@pytest.mark.one_in(2)
-@every_layer
-def test_frozen_parameters_and_subsets(name: str) -> None:
-    """Any subset in any order, with and without `requires_grad`: what is tracked is the same part of the whole."""
-    p = alone(name)
-    frozen = copied(p)
-    frozen.model.requires_grad_(False)
-    risk = frozen.risk()
-    for approximation in ("KFAC", "EKFAC", "FullBlock"):
-        F = frozen.curvature(APPROXIMATIONS[approximation], risk=risk)
-        close(F.to_dense(), p.made(approximation).to_dense(), what=f"frozen, {approximation}")
-    exact = p.exact.ggn()
-    for key, q in list(p.keyed.items()):
-        at, risk = p.exact.places([key]), EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
-        for approximation, expected in (
-            (FullBlock, exact[at[:, None], at]),
-            (DiagonalBlock, exact[at, at].diag()),
-            (APPROXIMATIONS["KFAC"], p.exact.kfac(p.exact.exact(), separate=True)[at[:, None], at]),
-        ):
-            with unchanged(p.model, p.data):
-                got = quietly(lambda r=risk, a=approximation: curvature(r, a).to_dense())
-            close(got, expected, 1e-8, f"only {key}, {approximation}")
 
 
 # ---------------------------------------------------------------------------------------- the layer is the whole model
