@@ -31,7 +31,7 @@ from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledI
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal
-from curvlinops_plus.linalg.packing import FORMAT, copied, mapped, unpack
+from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
@@ -356,7 +356,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
-        tensors = {name: mapped(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     return _attach(json.loads(metadata["state"]), tensors)
 
 

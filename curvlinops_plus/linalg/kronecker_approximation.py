@@ -60,10 +60,9 @@ def nearest_to_matrix(R: Tensor) -> tuple[Tensor, Tensor]:
     """Positive semi-definite factors `G, A` that minimise `|F - G ⊗ A|` for a positive semi-definite `F`.
 
     Rearranged as `R[o, p, i, j] = F[(o i), (p j)]`, with pairs `(o, p)` as rows and `(i, j)` as columns, a Kronecker
-    product has rank one, so the leading singular pair of `R` is the answer (Van Loan and Pitsianis 1993). It lies in
-    the symmetric matrices, in whose coordinates the problem is a quarter as large. Where several pairs tie, the answer
-    is the one that alternating least squares reaches from the identity. What rounding makes indefinite is replaced by
-    its absolute value, which is as near and positive semi-definite.
+    product has rank one, so the leading singular pair of `R` is the answer (Van Loan and Pitsianis 1993). Where several
+    pairs tie, it is the one that alternating least squares reaches from the identity. What rounding makes indefinite is
+    replaced by its absolute value, which is as near and positive semi-definite.
 
     Args:
         R: The matrix `F`, rearranged: `[*b, o, o, i, i]`, with a batch axis `b` one problem for each of its items.
@@ -74,7 +73,7 @@ def nearest_to_matrix(R: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         NumericsError: If an entry is NaN or infinite.
 
-    Cost: one eigendecomposition of size `k (k + 1) / 2`, with `k` the smaller one of `o` and `i`.
+    Cost: one eigendecomposition of size `k²`, with `k` the smaller one of `o` and `i`.
 
     Example:
         >>> G, A = nearest_to_matrix(torch.einsum("op,ij->opij", torch.eye(2), torch.ones(2, 2)))
@@ -82,16 +81,14 @@ def nearest_to_matrix(R: Tensor) -> tuple[Tensor, Tensor]:
         tensor(True)
     """
     o, i = R.shape[-3], R.shape[-1]
-    C = _fold(_fold(R.flatten(-2)).mT.unflatten(-2, (i, i))).mT  # [*b, o(o+1)/2, i(i+1)/2]
-    if C.shape[-2] <= C.shape[-1]:
-        G = _absolute(_unfold(_leading(C @ C.mT, _fold_identity(o, C)), o))
-        g = _fold(G[..., None])
-        A = _unfold((C.mT @ g / _square_norm(g))[..., 0], i)
-    else:
-        A = _absolute(_unfold(_leading(C.mT @ C, _fold_identity(i, C)), i))
-        a = _fold(A[..., None])
-        G = _unfold((C @ a / _square_norm(a))[..., 0], o)
-    return balanced(G, A)
+    C = R.flatten(-4, -3).flatten(-2)  # [*b, o o, i i]
+    if o <= i:
+        G = _absolute(_leading(C @ C.mT, o))
+        A = (C.mT @ G.flatten(-2)[..., None] / _square_norm(G)).unflatten(-2, (i, i))[..., 0]
+        return balanced(G, (A + A.mT) / 2)
+    A = _absolute(_leading(C.mT @ C, i))
+    G = (C @ A.flatten(-2)[..., None] / _square_norm(A)).unflatten(-2, (o, o))[..., 0]
+    return balanced((G + G.mT) / 2, A)
 
 
 def balanced(G: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,47 +108,21 @@ def balanced(G: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
     return G / root, A * root
 
 
-def _leading(M: Tensor, start: Tensor) -> Tensor:  # [*b, k, k], [k] -> [*b, k]
-    """The direction in which powers of `M` turn `start`: of several leading eigenvectors the projection onto all."""
+def _leading(M: Tensor, n: int) -> Tensor:  # [*b, n n, n n] -> [*b, n, n]
+    """What powers of `M` turn the identity to: of several leading eigenvectors the projection onto all."""
     values, Q = eigh(M, "the rearranged block")
     tie = values >= values[..., -1:] * (1 - 10 * M.shape[-1] * torch.finfo(M.dtype).eps)
-    return (Q @ (tie * (start[..., None, :] @ Q)[..., 0, :])[..., None])[..., 0]
+    start = torch.eye(n, dtype=M.dtype, device=M.device).flatten()
+    return (Q @ (tie * (start @ Q))[..., None])[..., 0].unflatten(-1, (n, n))
 
 
 def _absolute(M: Tensor) -> Tensor:  # [*b, n, n] -> [*b, n, n]
     """`√(M²)` of symmetric matrices."""
-    values, Q = eigh(M)
+    values, Q = eigh((M + M.mT) / 2)
     result = (Q * values.abs()[..., None, :]) @ Q.mT
     return (result + result.mT) / 2
 
 
-def _square_norm(v: Tensor) -> Tensor:  # [*b, k, 1] -> [*b, 1, 1]
-    square = v.square().sum((-2, -1), keepdim=True)
+def _square_norm(M: Tensor) -> Tensor:  # [*b, n, n] -> [*b, 1, 1]
+    square = M.square().sum((-2, -1), keepdim=True)
     return torch.where(square > 0, square, torch.ones_like(square))
-
-
-def _triangle(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Places of the upper triangle, and the weight of each that keeps inner products."""
-    row, column = torch.triu_indices(n, n, device=like.device)
-    weight = torch.full(row.shape, 2**0.5, dtype=like.dtype, device=like.device)
-    return row, column, torch.where(row == column, torch.ones_like(weight), weight)
-
-
-def _fold(M: Tensor) -> Tensor:  # [..., n, n, m] -> [..., n(n+1)/2, m]
-    """Coordinates of the symmetric part of matrices in an orthonormal basis of all symmetric matrices."""
-    row, column, weight = _triangle(M.shape[-2], M)
-    return (M[..., row, column, :] + M[..., column, row, :]) * (weight / 2)[:, None]
-
-
-def _fold_identity(n: int, like: Tensor) -> Tensor:  # -> [n(n+1)/2]
-    row, column, _ = _triangle(n, like)
-    return (row == column).to(like.dtype)
-
-
-def _unfold(v: Tensor, n: int) -> Tensor:  # [..., n(n+1)/2] -> [..., n, n]
-    """Symmetric matrices from their coordinates."""
-    row, column, weight = _triangle(n, v)
-    M = v.new_empty(*v.shape[:-1], n, n)
-    M[..., row, column] = v / weight
-    M[..., column, row] = v / weight
-    return M

@@ -405,9 +405,6 @@ def test_multiples_and_sums(tmp_path: Path) -> None:
         state = through_safetensors(half, tmp_path)
         other = kind.from_state_dict(state, p.model, p.params, p.data)
         close(other.to_dense(), half.to_dense(), 1e-13)
-        mine, stored = other.unscaled.blocks["0.weight"], state["blocks"]["0.weight"]
-        mine, stored = (mine.basis, stored["basis"]) if kind is EKFACLinearOperator else (mine, stored)
-        assert mine.A.matrix.data_ptr() == stored["A"]["matrix"].data_ptr()  # mapped from the file
         close(other.compute().to_dense(), half.to_dense(), 1e-13)
         K.load_state_dict(state)
         close(K.to_dense(), half.to_dense(), 1e-13)
