@@ -6,7 +6,7 @@ from math import isfinite
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
+from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
@@ -129,4 +129,4 @@ class ScaledIdentity(Accumulator):
     def finish(self) -> LinearOperator:
         assert self.group is not None
         size = (self.group.layout.dim,)
-        return Scaled(IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype), self.number)
+        return self.number * IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from math import log, prod
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
-from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve
+from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve, scalar
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
@@ -80,6 +81,9 @@ class Factor(LinearOperator):
 
     @abstractmethod
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Factor: ...
+
+    @abstractmethod
+    def _scale(self, c: Scalar) -> Factor: ...
 
     def adjoint(self) -> Factor:
         return self
@@ -443,42 +447,51 @@ class IdentityLinearOperator(Factor):
         where = torch.empty(0, device="cpu" if device is None else device).device
         super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
         self.batch, self.size, self.rows = (), space.dim, space.dim
+        #: What it is multiplied by.
+        self.c: Scalar = 1.0
+
+    def _times(self, c: Scalar) -> IdentityLinearOperator:
+        """`c` times the identity."""
+        other = copy(self)
+        other.c, other.structure = c, Structure.PSD if c >= 0 else Structure.SYMMETRIC
+        return other
 
     def left(self, M: Tensor) -> Tensor:
-        return M
+        return self.c * M
 
-    def right(self, M: Tensor) -> Tensor:
-        return M
+    right = left
 
     def _matmat(self, X: Tensor) -> Tensor:
-        return X.clone()
+        return self.c * X
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> IdentityLinearOperator:
-        return IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
+        other = IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
+        return other._times(scalar(self.c, other, "the factor"))
 
     def _identity_factor(self) -> Scalar:
-        return 1.0
+        return self.c
+
+    def _scale(self, c: Scalar) -> IdentityLinearOperator:
+        return self._times(self.c * c)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
-        return self._scale(1.0 + delta)
+        return self._times(self.c + delta)
 
     def diagonals(self) -> Tensor:
-        return torch.ones((), dtype=self.dtype, device=self.device).expand(self.size)
+        return torch.as_tensor(self.c, dtype=self.dtype, device=self.device).expand(self.size)
 
     def eigh(self) -> tuple[Tensor, Factor]:
-        return self.diagonals(), self
+        return self.diagonals(), self._times(1.0)
 
     def _inverse(self, damping: Scalar, retry: bool) -> Factor:
         return self._power(-1.0, damping)
 
     def _power(self, p: float, damping: Scalar) -> Factor:
-        if is_zero(damping):
-            return self
-        value = (self.diagonals()[0] + damping) ** p  # [*b]
-        return Diagonal(value[..., None].expand(*value.shape, self.size))
+        value = powers(self.diagonals()[:1] + _column(damping), p, self)  # [*b, 1]
+        return self._times(value[0]) if value.ndim == 1 else Diagonal(value.expand(len(value), self.size))
 
     def entrywise_square(self) -> IdentityLinearOperator:
-        return self
+        return self._times(self.c**2)
 
 
 Identity = IdentityLinearOperator

@@ -51,11 +51,6 @@ class Kronecker(LinearOperator):
     def __init__(self, G: Tensor | Factor, A: Tensor | Factor, structure: Structure = Structure.PSD) -> None:
         self.G = Dense(G, structure) if isinstance(G, Tensor) else G
         self.A = Dense(A, structure) if isinstance(A, Tensor) else A
-        for name, factor in (("G", self.G), ("A", self.A)):
-            if not isinstance(factor, Factor):
-                raise ValueError(
-                    f"Factor {name}: expected a tensor, Dense, Diagonal or identity, got {type(factor).__name__}."
-                )
         if self.G.batch and self.A.batch and self.G.batch != self.A.batch:
             raise ValueError(
                 f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with {self.A.batch[0]}."
@@ -121,8 +116,7 @@ class Kronecker(LinearOperator):
 
     def _scale(self, c: Scalar) -> Kronecker:
         """`(c G) ⊗ A`."""
-        G = Diagonal(self.G.diagonals()) if isinstance(self.G, IdentityLinearOperator) else self.G
-        return Kronecker(G._scale(c), self.A)  # type: ignore[arg-type]
+        return Kronecker(self.G._scale(c), self.A)
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         if isinstance(other, Kronecker) and self.A is other.A:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import NoClosedForm, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, resolve, scalar
+from curvlinops_plus.errors import NoClosedForm, NumericsError
+from curvlinops_plus.linalg.damping import Damping, Scalar, applied, resolve, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, whole, wide
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
@@ -278,7 +278,7 @@ class LinearOperator(ABC):
 
         Block-diagonal matrices of equal groups of parameters are added block by block, `Dense` and `Diagonal` ones by
         their entries, multiples of the identity are shifts. Sums of Kronecker products have inverses with damping, by
-        conjugate gradients. Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
+        conjugate gradients.
         """
         if (other := self._addend(other)) is NotImplemented:
             return NotImplemented
@@ -312,19 +312,17 @@ class LinearOperator(ABC):
                 f"{type(other).__name__} can't be added to {self.label}. Add c times the identity by A.shift(c), a "
                 "matrix M of entries by A + Dense(M)."
             )
-        return Foreign(other, self) if hasattr(other, "shape") and hasattr(other, "__matmul__") else NotImplemented
+        return NotImplemented
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         """The sum with closed forms; None where only products are known."""
         return None
 
     def __neg__(self) -> LinearOperator:
-        return self * -1.0
+        return self._scale(-1.0)
 
     def __mul__(self, c: Any) -> LinearOperator:
-        c = scalar(c, self, "the factor")
-        # A graph goes through the number, not through decompositions of a multiple.
-        return Scaled(self, c) if isinstance(c, Tensor) and c.requires_grad else self._scale(c)
+        return self._scale(scalar(c, self, "the factor"))
 
     __rmul__ = __mul__
 
@@ -332,7 +330,7 @@ class LinearOperator(ABC):
         divisor = scalar(c, self, "the divisor")
         if divisor == 0:
             raise ZeroDivisionError(f"{self.label} can't be divided by 0.")
-        return self * (1 / divisor)
+        return self._scale(1 / divisor)
 
     def shift(self, delta: Damping) -> LinearOperator:
         """`A + delta I`, which keeps the closed forms of `A`.
@@ -486,10 +484,7 @@ class LinearOperator(ABC):
         """
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only a square matrix has quadratic forms, got {self.label}; use A.T @ A or A @ A.T.")
-        try:
-            rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.label}.quadratic_form(J): {error}") from error
+        rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
         with outside_autocast(self.device):
             form = self._quadratic_form(rows)
         return to_numpy(form) if kind == "numpy" else form
@@ -524,9 +519,7 @@ class Sum(LinearOperator):
     """`A + B`."""
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
-        if not (A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space)):
-            raise ValueError(f"Expected operators on equal spaces, got {_spaces(A)} and {_spaces(B)}.")
-        _check_same_place(A, B)
+        _check_fit(A, B, A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space), "+")
         # Of two spaces that match, the one with names and shapes.
         spaces = [b if a.is_flat else a for a, b in ((A.in_space, B.in_space), (A.out_space, B.out_space))]
         super().__init__(spaces[0], A.dtype, A.device, min(A.structure, B.structure), spaces[1])
@@ -544,6 +537,9 @@ class Sum(LinearOperator):
     def _to_dense(self) -> Tensor:
         return self.A.to_dense() + self.B.to_dense()
 
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return self.A._scale(c) + self.B._scale(c)
+
     @property
     def trace(self) -> Tensor:
         return self.A.trace + self.B.trace
@@ -556,9 +552,7 @@ class Product(LinearOperator):
     """`A B`."""
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
-        if not A.in_space.matches(B.out_space):
-            raise ValueError(f"Expected the spaces inside a product to be equal, got {_spaces(A)} @ {_spaces(B)}.")
-        _check_same_place(A, B)
+        _check_fit(A, B, A.in_space.matches(B.out_space), "@")
         super().__init__(B.in_space, A.dtype, A.device, out_space=A.out_space)
         self.A, self.B = A, B
 
@@ -606,10 +600,6 @@ class Scaled(LinearOperator):
     def _scale(self, c: Scalar) -> LinearOperator:
         return Scaled(self.A, self.c * c)
 
-    def _identity_factor(self) -> Scalar | None:
-        inner = self.A._identity_factor()
-        return None if inner is None else self.c * inner
-
     def _matmat(self, X: Tensor) -> Tensor:
         return self.c * self.A._matmat(X)
 
@@ -630,37 +620,8 @@ class Scaled(LinearOperator):
     def trace(self) -> Tensor:
         return self.c * self.A.trace
 
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return abs(self.c) * self.A.frobenius_norm
-
-    def eigenvalues(self) -> Tensor:
-        return self.c * self.A.eigenvalues()
-
     def diagonal(self) -> Tensor:
         return self.c * self.A.diagonal()
-
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        sign, logarithm = self.A._slogdet()
-        c, n = torch.as_tensor(self.c, dtype=logarithm.dtype, device=logarithm.device), self.shape[0]
-        if n == 0 or not bool(torch.isfinite(logarithm)):  # no entries, or 0 whatever the factor is: never 0 * inf
-            return sign, logarithm
-        return sign * c.sign() ** n, logarithm + n * c.abs().log()
-
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        if self.c == 0:
-            return self._power(-1.0, damping)
-        return self.A.inverse(damping / self.c, retry_double_precision=retry) * (1 / self.c)
-
-    def _power(self, p: float, damping: Scalar) -> LinearOperator:
-        if self.c == 0:  # what is left is the damping
-            if p < 0 and is_zero(damping):
-                raise SingularMatrixError(f"{self.label} is zero; add a damping.")
-            return Shifted(self, damping**p)
-        return self.A.power(p, damping / self.c) * self.c**p
-
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.c**0.5 * self.A._root_matmat(X)
 
 
 class Shifted(LinearOperator):
@@ -731,33 +692,6 @@ class Shifted(LinearOperator):
         return self.power(0.5)._matmat(X)
 
 
-class Foreign(LinearOperator):
-    """An operator of another library: curvlinops', SciPy's, or any object with `shape` and `@`.
-
-    Args:
-        op: The operator. Of SciPy it gets arrays, of others tensors in its dtype on its device, if it has these.
-        like: An operator of the same shape, whose spaces, dtype and device this one has.
-    """
-
-    def __init__(self, op: Any, like: LinearOperator) -> None:
-        if tuple(op.shape) != like.shape:
-            raise ValueError(f"Expected operators of equal shapes, got {list(op.shape)} and {like.label}.")
-        super().__init__(like.in_space, like.dtype, like.device, Structure.GENERAL, like.out_space)
-        self.op = op
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self._product(self.op, X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._product(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
-
-    def _product(self, op: Any, X: Tensor) -> Tensor:
-        dtype = getattr(self.op, "dtype", self.dtype)
-        if isinstance(dtype, torch.dtype):
-            return (op @ X.to(getattr(self.op, "device", X.device), dtype)).to(X)
-        return torch.as_tensor(op @ X.detach().cpu().numpy()).to(X)
-
-
 class Deferred(LinearOperator):
     """Stands for `self.operator`, which a subclass may compute at first use: its products and closed forms.
 
@@ -783,11 +717,10 @@ class Deferred(LinearOperator):
         return self.operator + other
 
 
-def _spaces(A: LinearOperator) -> str:
-    return f"{type(A).__name__}({[list(s) for s in A.out_shapes]} x {[list(s) for s in A.in_shapes]})"
-
-
-def _check_same_place(A: LinearOperator, B: LinearOperator) -> None:
+def _check_fit(A: LinearOperator, B: LinearOperator, spaces_fit: bool, operation: str) -> None:
+    if not spaces_fit:
+        spaces = [f"{type(X).__name__}({[*map(list, X.out_shapes)]} x {[*map(list, X.in_shapes)]})" for X in (A, B)]
+        raise ValueError(f"The spaces of {spaces[0]} {operation} {spaces[1]} don't fit.")
     if A.dtype != B.dtype or A.device != B.device:
         raise TypeError(
             f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} "

@@ -37,7 +37,8 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     """
     name = type(operator).__name__
     if isinstance(operator, IdentityLinearOperator):
-        return {"type": name, "size": operator.size, "dtype": str(operator.dtype).removeprefix("torch.")}
+        dtype = str(operator.dtype).removeprefix("torch.")
+        return {"type": name, "size": operator.size, "dtype": dtype, "c": float(operator.c)}
     if type(operator) not in _PARTS:
         known = ", ".join(kind.__name__ for kind in _PARTS)
         raise ValueError(f"A block of type {name} can't be saved; known are {known}, and the identity.")
@@ -63,7 +64,7 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
     """
     try:
         if state["type"] == IdentityLinearOperator.__name__:
-            return IdentityLinearOperator([(state["size"],)], device, getattr(torch, state["dtype"]))
+            return IdentityLinearOperator([(state["size"],)], device, getattr(torch, state["dtype"]))._scale(state["c"])
         kind = next(kind for kind in _PARTS if kind.__name__ == state["type"])
         parts = []
         for key in _PARTS[kind]:
@@ -71,7 +72,7 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
             if isinstance(part, Mapping):
                 part = unpack(part, device)
             elif key == "structure":
-                part = Structure[part]
+                part = Structure[str(part)]
             parts.append(copied(part).to(device) if isinstance(part, Tensor) else part)
         return kind(*parts)
     except (KeyError, StopIteration, TypeError, AttributeError) as error:

@@ -269,7 +269,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     if same and isinstance(A, Shifted):
         return submatrix(A.A, picked, picked).shift(A.delta)
     if same and isinstance(A, IdentityLinearOperator):
-        return IdentityLinearOperator(picked.space, A.device, A.dtype)
+        return IdentityLinearOperator(picked.space, A.device, A.dtype)._scale(A.c)
     if same and isinstance(A, Diagonal):
         return Diagonal(picked.gather(A.vector.flatten()))
     if same and len(at) and isinstance(A, BlockDiagonal) and not isinstance(A, OwnedBlockDiagonal):

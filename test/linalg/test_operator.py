@@ -186,8 +186,8 @@ def read(space: Space, X: Any) -> Any:
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: A + Dense(torch.eye(2)), ValueError, r"equal spaces, got Dense\(\[\[3\]\] x \[\[3\]\]\) and Dense\(\[\[2"),
-    (lambda: A @ Dense(torch.eye(2)), ValueError, r"spaces inside a product to be equal, got Dense.* @ Dense"),
+    (lambda: A + Dense(torch.eye(2)), ValueError, r"The spaces of Dense\(\[\[3\]\] x \[\[3\]\]\) \+ Dense\(\[\[2"),
+    (lambda: A @ Dense(torch.eye(2)), ValueError, r"The spaces of Dense.* @ Dense.* don't fit"),
     (lambda: A + Dense(torch.eye(3, dtype=F64)), TypeError, "on one device, got torch.float32 on cpu and torch.float6"),
     (lambda: torch.ones(3) * A, TypeError, r"the factor of a Dense to be one number.*got a tensor of shape \[3\]"),
     (lambda: A * A, TypeError, r"got Dense\(3 x 3.*\); the product of two matrices is A @ B"),
@@ -200,7 +200,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: np.asarray(A), TypeError, r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy"),
     (lambda: A @ torch.ones(3, dtype=torch.long), TypeError, r"got torch.int64; convert it, X.to\(torch.float32\)"),
     (lambda: A.sample(3), TypeError, r"a torch.Generator, got int 3; for a seed write .*manual_seed.* draws num="),
-    (lambda: A.quadratic_form(None), TypeError, r"Dense.*quadratic_form\(J\): Expected a tensor .*; got NoneType"),
+    (lambda: A.quadratic_form(None), TypeError, r"Expected a tensor .*; got NoneType"),
     (lambda: A.quadratic_form(torch.tensor(1.0)), ValueError, r"J of shape \[3\] or \[..., m, 3\], got \[\]"),
     (lambda: A[:, [0]].quadratic_form(torch.ones(1)), ValueError, "Only a square matrix has quadratic forms, got"),
     (lambda: Sum(A, A).logdet, NoClosedForm, r"Sum\(3 x 3.*form of `logdet`: .*A.materialize\(\).logdet.*Lanczos"),

@@ -102,36 +102,6 @@ def test_dtypes_and_copies() -> None:
     assert A.structure == PSD
 
 
-class Users:
-    """An operator as somebody else writes it, with what `@` needs."""
-
-    def __init__(self, M: torch.Tensor) -> None:
-        self.M, self.shape = M, M.shape
-
-    def __matmul__(self, X: torch.Tensor) -> torch.Tensor:
-        return self.M @ X
-
-    @property
-    def T(self) -> Users:
-        return Users(self.M.T)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda M: sla.aslinearoperator(M.numpy()), lambda M: scipy.sparse.csr_array(M), Users]
-)
-def test_sums_with_operators_of_others(make: Any) -> None:
-    M, N, X = normal(4, 6), normal(4, 6, seed=1), normal(6, 3)
-    A, B = Dense(M), make(N)
-    for found, expected in ((A + B, M + N), (A - B, M - N), (2 * A + B, 2 * M + N)):
-        close(found @ X, expected @ X)
-        close(found.T @ M[:, :2], expected.T @ M[:, :2])
-    with pytest.raises(ValueError, match=r"Expected operators of equal shapes, got \[4, 6\]"):
-        Dense(normal(6, 6)) + B
-    if not scipy.sparse.issparse(B):  # a matrix of SciPy does not leave the sum to us
-        close((B + A) @ X, (M + N) @ X)
-        close((B - A) @ X, (N - M) @ X)
-
-
 def test_symmetric_operators_need_one_product() -> None:
     op = sla.LinearOperator((3, 3), matvec=lambda x: 2 * x, dtype=np.float64)
     close(normal(3) @ from_scipy(op, structure=SYMMETRIC), 2 * normal(3))
