@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops_plus.distributed import Alone, Processes
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import (
     Batch,
@@ -61,7 +61,6 @@ class Checked:
         in_modules: Whether the model was seen to read its parameters in its modules.
         seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
         batches: How many batches there were.
-        recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
@@ -71,7 +70,6 @@ class Checked:
     in_modules: bool = False
     seen: set[Any] = field(default_factory=set)
     batches: int = 0
-    recorded: bool = False
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
@@ -227,12 +225,6 @@ class EmpiricalRisk(ModelParameters):
         other.losses = self.losses.of_examples()
         return other
 
-    def alone(self) -> EmpiricalRisk:
-        """The same of this process by itself, with its own part of the data."""
-        other = copy(self)
-        other.processes = Alone()
-        return other
-
     # ------------------------------------------------------------------------------------------------- one batch
     def batches(self, desc: str) -> Iterator[Batch]:
         """Read the data of this process once; empty batches are left out.
@@ -274,10 +266,7 @@ class EmpiricalRisk(ModelParameters):
             UnsupportedError: If examples have weights, which come with the targets.
         """
         if self.options.weight is not None:
-            raise UnsupportedError(
-                "weight=: the weights of examples come with the targets, and these are not known yet. Give the whole "
-                "batch, to `update` or `listen` of a CurvatureEstimator."
-            )
+            raise UnsupportedError("weight= comes with the targets. Give whole batches, to `update` or `listen`.")
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:

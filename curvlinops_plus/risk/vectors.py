@@ -394,17 +394,8 @@ class Draws:
         return own
 
     def uniform(self, *shape: int) -> Tensor:
-        """The next numbers in [0, 1), float64 on the CPU; the first axis is the examples'.
-
-        Raises:
-            ValueError: If these are not as many examples as the batch has.
-        """
+        """The next numbers in [0, 1), float64 on the CPU; the first axis is the examples'."""
         examples = range(shape[0]) if self._examples is None else self._examples
-        if shape[0] != len(examples):
-            raise ValueError(
-                f"Random numbers of shape {list(shape)} were asked for in a batch of {len(examples)} examples; the "
-                "first axis is that of the examples."
-            )
         count = math.prod(shape[1:])
         found = uniforms(self._key, examples, self._position, count)
         self._position += count
