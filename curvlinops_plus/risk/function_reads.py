@@ -227,13 +227,11 @@ class _Frame:
 
     Attributes:
         answers: Keys of the parameters that its rule is for.
-        whole: Whether it and its children hold their own parameters, no other tensors in their place.
         rows: Whether it takes and returns rows of examples; the model itself does.
     """
 
     name: str
     answers: set[str]
-    whole: bool
     rows: bool = True
 
 
@@ -242,8 +240,7 @@ class _Read:
     """A function that reads a parameter.
 
     Attributes:
-        frames: The modules that run, outermost first: not the one that answers for the parameter, nor any with other
-            tensors in its own's place.
+        frames: The modules that run, outermost first, without the one that answers for the parameter.
         answered: Whether there is one that answers.
         product: Function, key of the weight and of the bias, if there is a rule for what it does.
     """
@@ -278,14 +275,12 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self._examples, self._stack = batch.num_examples, list[_Frame]()
-        self._held: dict[str, dict[str, Any]] = {}
         self.reads: dict[str, list[_Read]] = {}
         # Frozen ones, too, leave a trace in what is computed from these.
         self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._views = ParameterViews(self._free)
 
         def run(model: nn.Module) -> None:
-            self._held = {name: dict(module._parameters) for name, module in model.named_modules()}
             with ExitStack() as hooks:
                 for name, module in model.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -304,12 +299,7 @@ class DryPass:
         mine = [use for use in self.uses if use.name == name and use.function is None and not use.without_rule]
         held = [use for use in mine if all(m._parameters.get(n) is self._free[k] for m, n, k in use.places(module))]
         answers = {key for use in held for key in use.keys.values()}
-        whole = all(
-            child._parameters.get(local) is p
-            for inside, child in module.named_modules(prefix=name)
-            for local, p in self._held.get(inside, {}).items()
-        )
-        self._stack.append(_Frame(name, answers, whole))
+        self._stack.append(_Frame(name, answers))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
@@ -335,7 +325,7 @@ class DryPass:
                 known |= dict.fromkeys(triple[1:], triple)
         for key in read:
             assert key is not None
-            frames = [*takewhile(lambda f, key=key: key not in f.answers and f.whole, self._stack)]
+            frames = [*takewhile(lambda f, key=key: key not in f.answers, self._stack)]
             product = known.get(key)
             answered = any(key in frame.answers for frame in self._stack)
             answered |= product is not None and product[0] in (LINEAR, BIAS) and key in self._of_attention

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import unchanged
-from torch import Tensor, nn
+from torch import nn
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk
 
@@ -16,32 +16,16 @@ X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), t
 pytestmark = pytest.mark.filterwarnings("ignore:.*are batch norm in training mode")
 
 
-class Normed(nn.Module):
-    """Two linear layers with batch norm, and something before or behind it."""
-
-    def __init__(self, where: str, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(6, 3), nn.BatchNorm1d(6, **options)
-        self.double().train()
-        self.norm.requires_grad_(False)
-        self.where = where
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h = self.strange(h) if self.where == "before" else h
-        h = torch.relu_(self.norm(h))
-        h = self.strange(h) if self.where == "behind" else h
-        return self.b(h)
-
-    def strange(self, h: Tensor) -> Tensor:
-        return h
+def normed(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(6, **options).requires_grad_(False)
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(inplace=True), nn.Linear(6, 3)).double()
 
 
-def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = (X, Y), **options: Any) -> None:
+def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = (X, Y)) -> None:
     """Two steps of a training loop."""
     params = [p for p in model.parameters() if p.requires_grad]
-    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), (), params, **options), approximation)
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), (), params), approximation)
     for _ in range(2):
         if not listening:
             with unchanged(model):
@@ -52,12 +36,12 @@ def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = 
         loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
 @pytest.mark.parametrize("listening", [False, True])
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
 def test_no_false_alarm(options: dict[str, Any], approximation: Any, listening: bool, dtype: torch.dtype) -> None:
-    estimate(Normed("", **options).to(dtype), approximation, listening, (X.to(dtype), Y))
+    estimate(normed(**options).to(dtype), approximation, listening, (X.to(dtype), Y))
 
 
 @pytest.mark.parametrize("listening", [False, True])
@@ -65,13 +49,13 @@ def test_no_false_alarm_with_images(listening: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(inplace=True), nn.Dropout2d(), nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4, affine=False), nn.GELU(), nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3, affine=False),
+        nn.GELU(), nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3, affine=False),
     )  # fmt: skip
     estimate(model, EKFAC, listening, (torch.randn(7, 2, 6, 6), Y))
 
 
 def test_statistics_stay_those_of_the_pass_of_the_user() -> None:
-    model, twin = Normed(""), Normed("")
+    model, twin = normed(), normed()
     estimate(model, KFAC, True)
     for _ in range(2):
         twin(X)

@@ -79,21 +79,6 @@ def test_gradients_that_overflow(vectors: Vectors) -> None:
         blocks(model.half(), KFAC, vectors, loss=nn.MSELoss(), y=torch.ones(32, 3))
 
 
-def test_tokens_and_exact_vectors_that_are_sent_together() -> None:
-    model = net(1e-3, 1e-3)
-    require_like_twin(model, KFAC, Exact(signs=True), 5e-3, X=X.view(8, 4, 6), y=torch.rand(8, 4, 3), loss=nn.MSELoss())
-
-
-def test_a_layer_without_gradients_counts_as_zero() -> None:
-    model = net(1.0, 1.0)
-    with torch.no_grad():
-        model[2].weight.zero_()  # type: ignore[index,union-attr]
-    found = blocks(model, KFAC, Exact())
-    assert not found["0"].any()
-    require = blocks(copy.deepcopy(model).double(), KFAC, Exact())
-    torch.testing.assert_close(found["4"].double(), require["4"], rtol=5e-3, atol=1e-5)
-
-
 def test_autocast_to_float16() -> None:
     """The gradients of layers are float16, and parameters, statistics and outputs are not."""
 
