@@ -16,7 +16,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.losses import Losses, LossWeights, OutputLoss, Terms, Totals, loss_weights
+from curvlinops_plus.risk.losses import Losses, LossWeights, Terms, Totals, loss_weights
 from curvlinops_plus.risk.preserve import eager
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -203,48 +203,36 @@ def vector_groups(
         outputs: What the losses read, attached to the graph.
         terms: The same in canonical form, and targets.
         class_axes: Of the outputs.
+
+    Raises:
+        ValueError: When one sends more vectors than its `count` says.
     """
+    factors = losses.vector_factors(weights, vectors.of_loss)
+
+    def restored(k: int, number: int) -> Iterator[tuple[Tensor]]:
+        """The vectors of one loss times their factor, of the output's shape."""
+        one, f, F, factor = losses[k], outputs[k], terms.outputs[k], factors[k]
+        for sent, v in enumerate(vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k)), 1):
+            if sent > number:  # the graph is freed with the last one
+                name = type(vectors).__name__
+                raise ValueError(f"{name} sends more vectors than its `count` says, {number}.")
+            v = v if factor == 1 else v * factor
+            if terms.weight is not None:  # of the examples: squares of vectors are weighted
+                v = v * terms.weight.sqrt().to(v)[:, None, None]
+            v = one.likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
+            yield (v.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
+
     groups, numbers = list[VectorGroup](), set[int]()
-    for k, (one, f, F, factor) in enumerate(
-        zip(losses, outputs, terms.outputs, losses.vector_factors(weights, vectors.of_loss), strict=True)
-    ):
+    for k, (one, f, F) in enumerate(zip(losses, outputs, terms.outputs, strict=True)):
         number = vectors.count(one.likelihood, F)
         numbers.add(number)
         if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
-            sent = vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k) if k else draws)
-            restored = _restored(sent, number, type(vectors).__name__, one, f, F, class_axes[k], factor, terms.weight)
             where = "" if one.key is None else f" for output {one.key!r}"
-            groups.append(VectorGroup([f], number, restored, F.shape[1], where))
+            groups.append(VectorGroup([f], number, restored(k, number), F.shape[1], where))
     if len(groups) > 1 and vectors.together and len(numbers) == 1:
         together = (tuple(part for (part,) in parts) for parts in zip(*[g.vectors for g in groups], strict=True))
         return [VectorGroup([g.outputs[0] for g in groups], groups[0].number, together)]
     return groups
-
-
-def _restored(
-    sent: Iterator[Tensor],
-    number: int,
-    name: str,
-    loss: OutputLoss,
-    f: Tensor,
-    F: Tensor,
-    class_axis: int | None,
-    factor: float,
-    weight: Tensor | None,
-) -> Iterator[tuple[Tensor]]:
-    """The vectors of one loss times their factor, of the output's shape.
-
-    Raises:
-        ValueError: If there are more than `count` says: the graph is freed with the last one.
-    """
-    for k, v in enumerate(sent, 1):
-        if k > number:
-            raise ValueError(f"{name} sends more vectors than its `count` says, {number}.")
-        v = v if factor == 1 else v * factor
-        if weight is not None:  # of the examples: squares of vectors are weighted
-            v = v * weight.sqrt().to(v)[:, None, None]
-        restored = loss.likelihood.restore(v, f.shape, F.shape[0], class_axis)
-        yield (restored.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
 
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:
