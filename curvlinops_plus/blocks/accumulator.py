@@ -84,8 +84,6 @@ class Accumulator(ABC):
     changes_basis: ClassVar[bool] = False
     #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
     finishes_side_by_side: ClassVar[bool] = False
-    #: Whether `finish` needs nothing but `decomposed`, if processes have shared the decompositions out.
-    finishes_decomposed: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
@@ -232,11 +230,6 @@ class Accumulator(ABC):
     def sweeps(self) -> int:
         """How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some."""
         return 1
-
-    @property
-    def needs_another_sweep(self) -> bool:
-        """Whether `finish` will return an accumulator that reads the data again."""
-        return self.sweeps > 1
 
     @property
     def squares_again(self) -> bool:

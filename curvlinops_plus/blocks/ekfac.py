@@ -9,6 +9,7 @@ Source: George et al. 2018.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,6 @@ class EKFAC(KFAC):
 
     needs_gradients = True
     finishes_side_by_side = True
-    finishes_decomposed = True
 
     def __init__(
         self,
@@ -139,12 +139,19 @@ class Correction(Accumulator):
             total = self.sums.get(group.name)
             self.sums[group.name] = batch.restrict(group).squared_grads(self.QG, QA, total)
 
-    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        if not self.sums:  # no term has counted
-            like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
-            self.sums = {group.name: torch.zeros(group.layout.matrix_shape, **like) for group in self.layer.groups}
-        values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
-        return ekfac_blocks(self.layer, self.QG, self.QA, values)
+    def finish(self) -> Mapping[str, LinearOperator]:
+        blocks: dict[str, LinearOperator] = {}
+        for group in self.layer.groups:
+            *batch, rows, columns = group.layout.matrix_shape
+            if not self.has(group.name):  # no term has counted
+                like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
+                self.sums[group.name] = torch.zeros(group.layout.matrix_shape, **like)
+            values = self.value(group.name).contiguous().reshape(-1)
+            basis: Any = _eigenvectors(self.QG, rows, batch, values)
+            if self.layer.weight in group.keys:
+                basis = Kronecker(basis, _eigenvectors(self.QA, columns, batch, values))
+            blocks[group.name] = Eigendecomposed(basis, values)
+        return blocks
 
     def change_basis(self, before: Accumulator) -> None:
         """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
@@ -159,26 +166,10 @@ class Correction(Accumulator):
         self.counts, self.totals = dict(before.counts), before.totals
 
 
-def ekfac_blocks(
-    layer: Layer, QG: Tensor | None, QA: Tensor | None, values: Mapping[str, Tensor]
-) -> dict[str, LinearOperator]:
-    """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
-    blocks: dict[str, LinearOperator] = {}
-    axes = len(layer.groups[0].layout.matrix_shape)
-    for group in layer.groups:
-        flat = values[group.name].reshape(-1)
-        *batch, rows, columns = group.layout.matrix_shape
-        left = _identity(rows, batch, flat) if QG is None else as_factor(QG, Structure.GENERAL, axes)
-        if layer.weight in group.keys:
-            right = _identity(columns, batch, flat) if QA is None else as_factor(QA, Structure.GENERAL, axes)
-            blocks[group.name] = Eigendecomposed(Kronecker(left, right), flat)
-        else:
-            blocks[group.name] = Eigendecomposed(left, flat)
-    return blocks
-
-
-def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
-    """The identity as a factor, once for each matrix of a batch."""
+def _eigenvectors(Q: Tensor | None, size: int, batch: Sequence[int], like: Tensor) -> Factor:
+    """A basis as a factor; without one the identity, once for each matrix of a batch."""
+    if Q is not None:
+        return as_factor(Q, Structure.GENERAL, 2 + len(batch))
     if batch:
         return Diagonal(like.new_ones(1, 1).expand(*batch, size))
     return IdentityLinearOperator([(size,)], like.device, like.dtype)

@@ -152,7 +152,13 @@ class KFAC(Accumulator):
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()
-        return kfac_blocks(self.layer, A, G)
+        axes = len(self.layer.groups[0].layout.matrix_shape)
+        factor = as_factor(G, Structure.PSD, axes)  # one object for weight and bias: it is decomposed once
+        blocks: dict[str, LinearOperator] = {group.name: factor for group in self.layer.groups}
+        if self.weight_group is not None:
+            assert A is not None
+            blocks[self.weight_group.name] = Kronecker(factor, as_factor(A, Structure.PSD, axes))
+        return blocks
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was backpropagated).
@@ -202,18 +208,3 @@ def as_factor(factor: Tensor, structure: Structure, axes: int = 2) -> Factor:
         axes: Of a matrix, with those of a batch: what has fewer is a diagonal.
     """
     return Dense(factor, structure) if factor.ndim == axes else Diagonal(factor)
-
-
-def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
-    """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
-    axes = len(layer.groups[0].layout.matrix_shape)
-    # One object for weight and bias: it is decomposed once.
-    factor = as_factor(G, Structure.PSD, axes)
-    blocks: dict[str, LinearOperator] = {}
-    for group in layer.groups:
-        if layer.weight in group.keys:
-            assert A is not None
-            blocks[group.name] = Kronecker(factor, as_factor(A, Structure.PSD, axes))
-        else:
-            blocks[group.name] = factor
-    return blocks

@@ -127,7 +127,7 @@ class Sums:
             return {
                 name: a.finish()
                 for name, a in pending.pop(layer)[-1].items()
-                if owners is None or a.needs_another_sweep or owners[name] == processes.rank
+                if owners is None or a.sweeps > 1 or owners[name] == processes.rank
             }
 
         blocks: dict[str, LinearOperator] = {}
@@ -179,7 +179,7 @@ class Sums:
         return set(late)
 
     def _waits(self, layer: Layer) -> bool:
-        return any(a.needs_another_sweep for a in self.stages[layer][-1].values())
+        return any(a.sweeps > 1 for a in self.stages[layer][-1].values())
 
     def _following(self, layer: Layer, number: int = 0) -> Stage:
         """The stage of a layer that follows from that of this number, without sums.
@@ -293,7 +293,7 @@ class Sums:
             for name, accumulator in self._of(layer, -1).items():
                 result = accumulator.finish()
                 if isinstance(result, Accumulator):
-                    if not (result.changes_basis and accumulator.needs_another_sweep):
+                    if not (result.changes_basis and accumulator.sweeps > 1):
                         raise result.streaming_error()
                     result = result.finish()  # no term has counted yet, and with "sum" that is a matrix, too
                 assert not isinstance(result, Accumulator)

@@ -128,7 +128,7 @@ class Sweeps:
                     sums.consume(_copied(batch))
             return
         stages = {layer: sums.stages[layer][-1].values() for layer in sums.pending}
-        again = {layer for layer, own in stages.items() if any(a.needs_another_sweep for a in own)}
+        again = {layer for layer, own in stages.items() if any(a.sweeps > 1 for a in own)}
         squares = {layer for layer in again if all(a.squares_again for a in stages[layer])}
         keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
         self._kept = kept = Kept(self._max_bytes, again, squares) if keeps else None
