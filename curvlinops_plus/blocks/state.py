@@ -244,7 +244,7 @@ def arguments_of(
                 f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
                 "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
             ) from error
-    risk = EmpiricalRisk(model, loss, NoData() if data is None else data, params, **state["options"], **risk_options)
+    risk = EmpiricalRisk(model, loss, () if data is None else data, params, **state["options"], **risk_options)
     risk.reads = rebuild_reads(risk, plan["reads"])
     separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
     names = {layer.name for layer in layers_of(risk, separate)}  # what differs is told when the state is taken
@@ -264,19 +264,6 @@ def arguments_of(
 def _vectors(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
     kind, options = from_data(data, [*VECTORS, *own], f"vectors={data['kind']}(...)")
     return kind(**options)
-
-
-class NoData(Sequence[Any]):
-    """The data of an operator that was loaded without any."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ValueError(
-            "This operator was loaded without data (data=None): it has the blocks of its state, and can't compute, "
-            "verify or differentiate anything anew. Pass the data to from_state_dict."
-        )
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -139,7 +139,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: trained(Laplace), ValueError, OLD),
     (lambda: trained(lambda la: la.predict(X), Laplace), ValueError, OLD),
     (of_some_data, ValueError, "computed from 5 examples, and the data of its risk now have 12"),
-    (without_data, ValueError, "loaded without data"),
+    (without_data, ValueError, "has no examples"),
     (lambda: Laplace(kfac(), 0.0), ValueError, "expected one positive finite number"),
     (lambda: Laplace(kfac(), {"0": 1.0}), ValueError, "expected the blocks"),
     (
