@@ -187,8 +187,10 @@ def copied_buffers(model: nn.Module) -> AbstractContextManager[None]:
     def copied(b: Tensor | None) -> Tensor | None:
         return None if b is None else copies.setdefault(id(b), b.detach().clone())
 
-    held = [(m, {name: copied(b) for name, b in m._buffers.items()}) for m in model.modules() if m._buffers]
-    return _replaced("_buffers", held)
+    own = [
+        m for m in model.modules() if type(m._buffers) in (dict, Replaced) and m._buffers
+    ]  # scripted ones hold others
+    return _replaced("_buffers", [(m, {name: copied(b) for name, b in m._buffers.items()}) for m in own])
 
 
 @contextmanager

@@ -213,14 +213,6 @@ def custom_kwargs() -> Any:
     return {"gate": torch.randn(B, 7, 1), "table": torch.randn(9, 4)}
 
 
-def orthogonal(kind: str) -> nn.Module:
-    module = parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map=kind, use_trivialization=False)
-    with torch.no_grad():  # away from where it starts
-        for p in differentiable_parameters(module).values():
-            p.add_(0.3 * torch.randn_like(p))
-    return module
-
-
 SEVERAL = ["tuple", "dict", "type", "one", "scalars"]
 CASES = [
     Case("LayerNorm", lambda: nn.LayerNorm((5, 4)), randn(2, 5, 4)),
@@ -252,8 +244,6 @@ CASES = [
     Case("parametrized-bias", lambda: parametrizations.weight_norm(nn.Linear(4, 3), "bias"), randn(4)),
     Case("parametrized-spectral", lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), randn(4)),
     Case("parametrized-exp", lambda: parametrizations.orthogonal(nn.Linear(4, 4)), randn(4)),
-    Case("parametrized-cayley", lambda: orthogonal("cayley"), randn(4)),
-    Case("parametrized-householder", lambda: orthogonal("householder"), randn(4)),
     Case("parametrized-own", lambda: parametrized(nn.Linear, 4, 3), randn(2, 4)),
     Case("parametrized-embedding", lambda: parametrized(nn.Embedding, 3, 4), lambda: (torch.randint(3, (B, 5)),)),
     Case("parametrized-twice", twice_parametrized, randn(4)),

@@ -352,6 +352,9 @@ def test_parameters_without_derivatives() -> None:
     risk = EmpiricalRisk(model, CE, batches(), list(model[1].parameters()))  # its parameters are constants
     inputs = [(scripted(X).detach(), y) for X, y in batches()]
     close(GGN(risk).to_dense(), GGN(EmpiricalRisk(model[1], CE, inputs)).to_dense())
+    normed = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval())  # it holds buffers
+    model = nn.Sequential(normed, nn.Linear(3, 3).double())
+    assert curvature(EmpiricalRisk(model, CE, batches(), list(model[1].parameters())), KFAC).trace > 0
 
 
 def test_layers_and_outputs_of_width_zero() -> None:
