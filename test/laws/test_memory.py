@@ -1,10 +1,8 @@
-"""Memory doesn't grow with the number of batches, and with that of classes as the outputs do.
+"""Memory doesn't grow with the number of batches.
 
-Resident memory is measured, in a process of its own, over 8 and 72 batches, and for 32 and 320 classes. What is small
-and stays alive counts, too: it keeps the allocator from giving back what is large and was freed.
-
-Run as a script with "batches" or "classes", this file prints the largest growth in bytes of everything in `CASES` or
-`OF_CLASSES`, for both numbers.
+Resident memory is measured, in a process of its own, over 8 and 72 batches. What is small and stays alive counts, too:
+it keeps the allocator from giving back what is large and was freed. Run as a script, this file prints the largest
+growth in bytes of everything in `CASES`, for both numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +23,8 @@ from torch import Tensor, nn
 from curvlinops_plus import (
     EKFAC,
     GGN,
-    KFAC,
     CurvatureEstimator,
-    DiagonalBlock,
     EmpiricalRisk,
-    Exact,
     Hessian,
     IdentityLinearOperator,
     LinearOperator,
@@ -44,7 +39,6 @@ from cases import APPROXIMATIONS
 
 FEW, MANY = 8, 72  # what is kept of each batch, its inputs at least, are 6.5 MB more
 WIDTH = 200  # a batch has 102 400 bytes, a factor 160 000
-FEW_CLASSES, MANY_CLASSES = 32, 320
 
 
 class Batches:
@@ -86,23 +80,9 @@ def of_updates(approximation: object, width: int, number: int) -> object:
     return running.operator
 
 
-def of_classes(what: Callable[[EmpiricalRisk], object], classes: int) -> object:
-    return what(EmpiricalRisk(network(64, classes), nn.CrossEntropyLoss(), Batches(2, 64, classes, examples=64)))
-
-
 def block(approximation: object, vectors: Vectors | None = None) -> Callable[[EmpiricalRisk], object]:
     # Kept batches have a bound of their own.
     return lambda risk: curvature(risk, approximation, vectors=vectors or MonteCarlo(seed=0), max_kept_bytes=0)
-
-
-def one_update(approximation: object) -> Callable[[EmpiricalRisk], object]:
-    def update(risk: EmpiricalRisk) -> object:
-        running = CurvatureEstimator(risk, approximation, vectors=Exact())
-        for batch in risk.data:
-            running.update(batch)
-        return running.operator
-
-    return update
 
 
 def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[EmpiricalRisk], object]:
@@ -128,21 +108,6 @@ CASES: dict[str, Callable[[int], object]] = {
     ),
 }
 
-#: Exact vectors are as many as classes.
-OF_CLASSES: dict[str, Callable[[int], object]] = {
-    **{f"{kind.__name__}, exact": partial(of_classes, block(kind, Exact())) for kind in (KFAC, EKFAC, DiagonalBlock)},
-    "running EKFAC, exact": partial(of_classes, one_update(EKFAC)),
-    "GGN, exact": partial(of_classes, product(GGN)),
-    "Hessian, exact": partial(of_classes, product(Hessian)),
-}
-
-#: Tasks, the number that they begin with, the two numbers that are compared, and how much may be taken for the larger
-#: one, given what is for the smaller one.
-TASKS: dict[str, tuple[dict[str, Callable[[int], object]], int, tuple[int, int], Callable[[int, int], bool]]] = {
-    "batches": (CASES, 4, (FEW, MANY), lambda few, many: many <= 1.1 * few + 2**22),
-    "classes": (OF_CLASSES, FEW_CLASSES, (FEW_CLASSES, MANY_CLASSES), lambda few, many: many <= few + 2**23),
-}
-
 
 def resident(name: str) -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -157,40 +122,38 @@ def growth(task: Callable[[int], object], number: int) -> int:
     return resident("VmHWM") - before
 
 
-def taken(kind: str) -> dict[str, tuple[int, int]]:
-    """What each task takes for the smaller and for the larger number, in bytes; measured in a process of its own."""
+def taken() -> dict[str, tuple[int, int]]:
+    """What each task takes for few and for many batches, in bytes; measured in a process of its own."""
     # What is freed goes back to the system at once, so that nothing is hidden by what was there before.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, kind]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    return json.loads(printed.splitlines()[-1])
+    printed = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True, env=environment)
+    return json.loads(printed.stdout.splitlines()[-1])
+
+
+def bound(few: int, many: int) -> bool:
+    return many <= 1.1 * few + 2**22
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
-@pytest.mark.parametrize("kind", TASKS)
-def test_memory_does_not_grow_with_batches_and_with_classes_as_outputs_do(kind: str) -> None:
-    """And factors between classes: ten times the classes take 0.4 MB more for those, and 0.1 MB for outputs. All
-    vectors of 64 examples at once would take 26 MB.
-    """
-    found, (cases, *_, bound) = taken(kind), TASKS[kind]
-    assert set(found) == set(cases)
+def test_memory_does_not_grow_with_batches() -> None:
+    found = taken()
+    assert set(found) == set(CASES)
     assert {name: both for name, both in found.items() if not bound(*both)} == {}
 
 
-def main(kind: str) -> None:
+def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, list[int]] = {}
-    cases, first, numbers, bound = TASKS[kind]
-    for name, task in cases.items():
-        task(first)  # what is loaded at first use
-        few, many = (growth(task, number) for number in numbers)
+    for name, task in CASES.items():
+        task(4)  # what is loaded at first use
+        few, many = (growth(task, number) for number in (FEW, MANY))
         if not bound(few, many):  # what the allocator takes by chance is there once; what grows, each time
-            many = min(many, growth(task, numbers[1]))
+            many = min(many, growth(task, MANY))
         found[name] = [few, many]
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
