@@ -21,7 +21,6 @@ from curvlinops_plus import (
     ForwardOnly,
     FullBlock,
     GGNLinearOperator,
-    KFACLinearOperator,
     UnsupportedError,
     curvature,
 )
@@ -339,18 +338,3 @@ def test_positions_without_an_axis_of_examples(N: int, T: int, axis: bool) -> No
     with pytest.raises(ValueError, match=rf"needs class indices of shape \[{N}, {T}\]") as raised:
         curvature(risk_of(model, [(x, torch.zeros(N, 2).long())]), DiagonalBlock)
     assert not isinstance(raised.value, UnsupportedError)
-
-
-# ------------------------------------------------------------------------------------------------------------- hooks
-def test_hooks_of_a_loss_run() -> None:
-    model, loss = Around(), nn.CrossEntropyLoss()
-    loss.register_forward_hook(lambda module, args, out: out * 2)  # type: ignore[operator]
-    risk = EmpiricalRisk(model, loss, [(X, Y)])
-    plain = nn.CrossEntropyLoss()(model(X), Y)
-    close(risk.loss(), 2 * plain)
-    close(
-        GGNLinearOperator(model, loss, list(model.parameters()), [(X, Y)]).to_dense(),
-        2 * GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense(),
-    )
-    with pytest.raises(UnsupportedError, match=r"no likelihood is registered.*has hooks, which may change its value"):
-        KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])

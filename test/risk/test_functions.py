@@ -537,31 +537,12 @@ def test_states_say_what_functions_read(name: str) -> None:
     same(other.to_dense(), expected)
 
 
-@pytest.mark.parametrize("name", ["rows of a module's weight", "norm's weight outside", "attention by the function"])
-def test_layers_at_other_values(name: str) -> None:
-    risk = risk_of(name)
-    elsewhere = copy.deepcopy(risk.model)
-    with torch.no_grad():
-        for p in elsewhere.parameters():
-            p.mul_(3)
-    values = {key: p.detach().clone() for key, p in risk.model.named_parameters()}
-    with unchanged(elsewhere):
-        other = EmpiricalRisk(elsewhere, nn.MSELoss(), risk.data, values)
-        for approximation in (KFAC, EKFAC, FullBlock):
-            K = curvature(other, approximation)
-            close(K.to_dense(), curvature(risk, approximation).to_dense())
-            K.verify()
-        close(other.loss(), risk.loss())
-        for key, g in risk.gradient().items():
-            close(other.gradient()[key], g)
-
-
 def test_listening_needs_the_model_s_own_values() -> None:
     model = linear(3, 2)
     values = {key: 2 * p.detach() for key, p in model.named_parameters()}
     estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), (), values))
     batch = (ROWS.float(), ROWS[:, :2].float())
-    words = r"`listen` watches the model.*other values of \['weight', 'bias'\]"
+    words = r"`listen` is about the model.s own.*other values of \['weight', 'bias'\]"
     with pytest.raises(ValueError, match=words), estimator.listen(batch):
         pass
 
