@@ -168,8 +168,7 @@ class Kronecker(LinearOperator):
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         damping = resolve(damping, self)
-        splits = not exact and 1 not in (self.G.size, self.A.size) and not is_zero(damping)
-        if not splits or not bool((self.G.traces() * self.A.traces() > 0).all()):
+        if exact or 1 in (self.G.size, self.A.size) or not bool((self.G.traces() * self.A.traces() > 0).all()):
             return super().power(p, damping)
         pair = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
         return self._of_factors(lambda factor, d: factor._power(p, d), pair)

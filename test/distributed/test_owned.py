@@ -52,9 +52,9 @@ MADE_OF: dict[str, Callable[[Any], Any]] = {
 
 
 def bytes_of(blocks: Mapping[str, Any]) -> int:
-    """Bytes of all tensors of blocks, each counted once."""
-    tensors = tree_leaves([pack(block, lambda t: t) for block in blocks.values()])
-    return sum({t.data_ptr(): t.nbytes for t in tensors if isinstance(t, Tensor)}.values())
+    """Bytes of all tensors of blocks."""
+    tensors = tree_leaves([pack(block) for block in blocks.values()])
+    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
 
 
 def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
