@@ -76,6 +76,19 @@ def plain_gradients(model: nn.Module, X: Tensor, y: Tensor, loss: Any = None) ->
     return torch.stack(rows)
 
 
+def test_matrix_on_parameters_in_another_order() -> None:
+    """Names say which parameter is meant."""
+    model, X, y = small_net()
+    own = dict(model.named_parameters())
+    turned = dict(reversed(own.items()))
+    risk, other = (EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)], params) for params in (own, turned))
+    G = plain_gradients(model, X, y)
+    A = normal(len(G.T), len(G.T))
+    named = Dense(A, in_space=risk.space, out_space=risk.space)
+    close(attribution_scores(named, other, other), G @ A @ G.T)
+    close(self_influence(named, other), (G @ A @ G.T).diagonal())
+
+
 def test_losses_are_not_reduced() -> None:
     """Class weights and ignored targets count, divisors and the number of examples don't."""
     model, X, y = small_net()
