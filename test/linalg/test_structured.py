@@ -92,6 +92,7 @@ def test_decompositions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "eigh", lambda X: calls.append(1) or eigh(X))
     for _ in range(3):
         _ = A.logdet, A.eigenvalues(), A.shift(0.1).logdet, A.power(-0.5), A.sample()
+    close((2 * A).eigenvalues(), 2 * A.eigenvalues())
     assert len(calls) == 1
     M.add_(torch.eye(4, dtype=F64))
     A.eigenvalues()
