@@ -131,17 +131,6 @@ def test_moving_average(approximation: str, reduction: str) -> None:
             close(block.to_dense(), average(lambda K, n=name: K.blocks[n].to_dense()))
 
 
-def test_a_mean_of_first_steps() -> None:
-    """With `decay=1` for the first b updates, the next one mixes at 1 / (ρ b + 1)."""
-    model, data = network(), batches(4, 4, 4)
-    running = estimator(model, DiagonalBlock, decay=0.9)
-    for batch, decay in zip(data, (1, 1, None), strict=True):
-        running.update(batch, decay=decay)
-    x = [whole(model, DiagonalBlock, [batch]).diagonal() for batch in data]
-    close(running.operator.diagonal(), (0.9 * (x[0] + x[1]) + x[2]) / (2 * 0.9 + 1))
-    assert running.weight == pytest.approx(2.8)
-
-
 @pytest.mark.parametrize("vectors", [*VECTORS.values(), ForwardOnly()], ids=[*VECTORS, "forward"])
 def test_listening_is_updating(vectors: Any) -> None:
     model, data, loss = network(), batches(5, 3), nn.CrossEntropyLoss()
