@@ -6,7 +6,7 @@ from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, KroneckerSum
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
@@ -45,7 +45,6 @@ __all__ = [
     "Identity",
     "IdentityLinearOperator",
     "Kronecker",
-    "KroneckerSum",
     "LSMRInverseLinearOperator",
     "Layout",
     "LinearOperator",

@@ -181,16 +181,6 @@ class Space:
             for name, (start, size) in self.extents.items()
         }
 
-    def part(self, v: Tensor, name: str) -> Tensor:  # [dim, *K] -> [*shape, *K]
-        """One tensor of `[dim, *K]`, as a view.
-
-        Example:
-            >>> Space.from_shapes({"a": (2, 2), "b": (1,)}).part(torch.arange(5), "b")
-            tensor([4])
-        """
-        start, size = self.extents[name]
-        return v.narrow(0, start, size).view((*self.shapes[name], *v.shape[1:]))
-
     def flatten_rows(self, tree: Tree) -> Tensor:  # {name: [*K, *shape]} -> [*K, dim]
         """Join tensors with leading axes `K`, as Jacobians and stacked gradients have them, into one `[*K, dim]`.
 

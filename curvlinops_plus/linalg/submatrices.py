@@ -71,7 +71,7 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     if isinstance(names, Sequence) and len(names) and all(isinstance(name, str) for name in names):
         if len(set(names)) != len(names) or not set(names) <= set(space.names):
             raise ValueError(f"Expected different names of {axis}s out of {space.names}, got {list(names)}.")
-        picked = torch.cat([space.part(every, name).flatten() for name in names])
+        picked = torch.cat([space.unflatten(every)[name].flatten() for name in names])
         return Selection(Space({name: space.shapes[name] for name in names}), picked, n)
     if isinstance(which, slice):
         picked = every[list(range(n)[which])]
