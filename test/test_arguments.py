@@ -45,19 +45,6 @@ def risk(model: nn.Module | None = None, data: Any = DATA, params: Any = None, *
 # ----------------------------------------------------------------------------------------------------- what works
 
 
-def test_other_inputs_than_listen_was_given() -> None:
-    model = net()
-    estimator = CurvatureEstimator(risk(model))
-    for other in (X + 1, X[:3]):
-        words = r"The model was called on other tensors.*`listen` or `begin` was given.*after augmentation"
-        with pytest.raises(ValueError, match=words), estimator.listen((X, Y)):
-            model(other)
-    assert not estimator.updates
-    with estimator.listen((X, Y)):
-        model(X.clone())
-    torch.testing.assert_close(estimator.operator.to_dense(), curvature(risk(model)).to_dense())
-
-
 # ------------------------------------------------------------------------------------------------------------- files
 def test_saving_and_loading(tmp_path: Path) -> None:
     r = risk()
@@ -85,8 +72,6 @@ def test_conversion_of_operators() -> None:
             torch.testing.assert_close(there.to_dense(), K.to_dense().float(), rtol=1e-4, atol=1e-5)
     for A in (GGN(r), Hessian(r), Jacobian(r)):
         assert A.to("cpu") is A.to(torch.float64) is A.to() is A
-        words = rf"{type(A).__name__} owns no tensors .* to torch.float32: .*model.to\(...\)"
+        words = rf"{type(A).__name__} owns no tensors that could be moved: .*model.to\(...\)"
         with pytest.raises(NotImplementedError, match=words):
             A.to(torch.float32)
-        with pytest.raises(NotImplementedError, match=r"to meta and torch.float32: "):
-            A.to("meta", torch.float32)

@@ -169,13 +169,6 @@ class Affine(Accumulator):
         return self.value("nothing")
 
 
-class Whole(Affine):
-    per_group = False
-
-    def update(self, batch: Any) -> None:
-        _ = batch.per_example_grads
-
-
 K, E, G = (kind(MODEL, CE, P.params, P.data) for kind in (*KFACS, GGNLinearOperator))
 NORM = EmpiricalRisk(GENERIC.model, GENERIC.loss, GENERIC.data, [GENERIC.model[1].weight, GENERIC.model[1].bias])
 UNFINISHED = "Expected a LinearOperator, a tensor, .*, got EmpiricalRisk"
@@ -232,8 +225,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), {MODEL[2]: KFAC}), ValueError, r"No layer matches Linear\(.*A key is a name, a glob or"),
     (lambda: curvature(risk(), "kfac"), ValueError, "'kfac' is no approximation. Expected an Accumulator class such"),
     (lambda: curvature(risk(), KFACLinearOperator), ValueError, "^KFACLinearOperator is no approximation"),
-    (lambda: KFAC(), TypeError, r"KFAC\(\) are the statistics of one layer, .* the class itself, KFAC\.$"),
-    (lambda: KFAC(kfac_approx="reduce"), TypeError, r"Pass KFAC.using\(kfac_approx='reduce'\)\.$"),
     (lambda: curvature(GENERIC.risk(), {"1": EKFAC}, default=DiagonalBlock), UnsupportedError,
      r"layer '1' \(LayerNorm\) can't have EKFAC.*DiagonalBlock or FullBlock"),
     (lambda: curvature(risk(one_bias()), {"2": KFAC}, default=DiagonalBlock), UnsupportedError,
@@ -246,7 +237,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(problem("tied").risk(), Affine, vectors=MonteCarlo()), UnsupportedError,
      "layer 'embedding': its parameter is multiplied with in 2 roles by"),
     (lambda: curvature(risk(), Affine), KeyError, "layer '0': nothing was added to 'nothing' yet"),
-    (lambda: curvature(NORM, Whole, separate_weight_and_bias=True), ValueError, "layer '1' has 2 blocks: restrict"),
     (lambda: MonteCarlo(0), ValueError, "at least one sample, got samples=0"),
     # inverses and other operations
     (lambda: K.inverse(damping=-1.0), ValueError, "negative|at least 0"),
@@ -254,8 +244,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: K.shift(HeuristicDamping), TypeError, r"The damping is the class HeuristicDamping; .* Call it: Heu"),
     (lambda: xtrace(risk(), 4), TypeError, UNFINISHED),
     (lambda: K @ [p.grad for p in MODEL.parameters()], TypeError, AFTER),
-    (lambda: K.input_covariances.pop("0"), TypeError, "replaced, not removed"),
-    (lambda: K.input_covariances.update({"0": torch.ones(3, 3).double()}), ValueError, "block \"0|layer '0'|square"),
     (lambda: compute_eigenvalue_correction_linear_weight_sharing(g, g[0], g, g[0], _force_strategy="fast"), ValueError,
      "Invalid _force_strategy: 'fast'. Supported"),
 ]  # fmt: skip

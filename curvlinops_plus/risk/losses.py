@@ -433,14 +433,14 @@ class Losses(tuple[OutputLoss, ...]):
         Raises:
             ValueError: If no loss term counts.
         """
-        given = 1.0 if num_data is None else totals.examples / num_data
+        given = 1.0 if num_data is None else totals.examples / float(num_data)
         if num_per_example_loss_terms is not None:
-            given *= totals.terms / totals.examples / num_per_example_loss_terms
+            given *= totals.terms / totals.examples / float(num_per_example_loss_terms)
         return self._divided(self[self.reference], given, totals.loss_count)
 
     def scales(self, totals: Totals, num_data: int | None = None) -> tuple[Number, ...]:
         """`c_h` of each loss over a whole data set; arguments as for `scale`."""
-        given = 1.0 if num_data is None else totals.examples / num_data
+        given = 1.0 if num_data is None else totals.examples / float(num_data)
         return tuple(self._divided(one, given, count) for one, count in zip(self, totals.counts, strict=True))
 
     def _divided(self, one: OutputLoss, given: float, count: Number) -> Number:

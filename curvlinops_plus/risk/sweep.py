@@ -208,11 +208,12 @@ def vector_groups(
         ValueError: When one sends more vectors than its `count` says.
     """
     factors = losses.vector_factors(weights, vectors.of_loss)
+    streams = [draws.of_loss(k) for k in range(len(losses))]  # before any of them draws
 
     def restored(k: int, number: int) -> Iterator[tuple[Tensor]]:
         """The vectors of one loss times their factor, of the output's shape."""
         one, f, F, factor = losses[k], outputs[k], terms.outputs[k], factors[k]
-        for sent, v in enumerate(vectors.send(one.likelihood, F, terms.targets[k], draws.of_loss(k)), 1):
+        for sent, v in enumerate(vectors.send(one.likelihood, F, terms.targets[k], streams[k]), 1):
             if sent > number:  # the graph is freed with the last one
                 name = type(vectors).__name__
                 raise ValueError(f"{name} sends more vectors than its `count` says, {number}.")

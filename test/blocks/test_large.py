@@ -64,11 +64,11 @@ def words(**options: Any) -> EmpiricalRisk:
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
 
-#: Without those that form whole blocks, or that are not zero for tokens that never occur.
+#: Without those that form whole blocks or factors, or that are not zero for tokens that never occur.
 APPROACHES = {
     name: kind
     for name, kind in APPROXIMATIONS.items()
-    if name not in ("FullBlock", "NearestKronecker", "ScaledIdentity")
+    if name not in ("FullBlock", "TNT", "ScaledIdentity") and not name.startswith("NearestKronecker")
 }
 
 

@@ -95,7 +95,7 @@ REFUSED: dict[str, Case] = {
     "no samples": (
         lambda: classic(FisherMCLinearOperator, mc_samples=0),
         ValueError,
-        "mc_samples=0 must be an integer of at least 1",
+        "at least one sample, got samples=0",
     ),
     "a number of blocks": (lambda: Hessian(risk(), block_sizes=2), TypeError, "block_sizes=2 must be a list"),  # type: ignore[arg-type]
     "too few blocks": (lambda: Hessian(risk(), block_sizes=[1]), ValueError, "must be positive and add up to 4"),

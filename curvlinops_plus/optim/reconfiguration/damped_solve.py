@@ -21,6 +21,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
 from curvlinops_plus.linalg.numerics import damped_cholesky
+from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.linalg.solvers import cg
 from curvlinops_plus.optim.reconfiguration.amplitude import (
     Amplitude,
@@ -108,8 +109,11 @@ class CenteredFisherLinearOperator(LinearOperator):
         super().__init__(scores.in_space, scores.dtype, scores.device, Structure.PSD)
         self.scores = scores
 
-    def _matmat(self, X: Tensor) -> Tensor:
+    def _product(self, X: Tensor) -> Tensor:
         return self.scores._rmatmat(self.scores._matmat(X))
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._product, self._product)
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also lists and dicts of complex tensors."""
