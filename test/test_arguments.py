@@ -18,7 +18,6 @@ from curvlinops_plus import (
     EKFAC,
     GGN,
     BlockwiseLinearOperator,
-    CurvatureEstimator,
     EmpiricalRisk,
     Hessian,
     Jacobian,
