@@ -150,7 +150,7 @@ class DataRows(RiskOperator):
             raise changed
 
     def _forward(self, batch: Batch, block: OutputRows | LossRoots, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
-        return torch.cat([u.flatten(1) for u in block.transpose_product(self._passes.forward(batch, V))], 1)
+        return torch.cat([u.flatten(1).to(V.dtype) for u in block.transpose_product(self._passes.forward(batch, V))], 1)
 
     def _back(self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor) -> Tensor:  # [K, rows] -> [K, P]
         parts = rows.split([shape.numel() for shape in block.shapes], 1)
