@@ -177,7 +177,7 @@ class JacobianLinearOperator(Jacobian):
         data: Iterable of batches `(X, y)`; targets are not used.
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare two products first.
-        num_data: Number of examples. Default: they are counted once.
+        num_data: Unused: examples are counted once.
         batch_size_fn: Number of examples of an input that is no tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         risk_options: Keyword options of `EmpiricalRisk`, as `output`, which picks the tensor out of what the model

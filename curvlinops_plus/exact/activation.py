@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.base import SymmetricRiskOperator, require_own_data
+from curvlinops_plus.exact.base import RiskOperator, require_own_data
 from curvlinops_plus.exact.loss_terms import hessian_product
 from curvlinops_plus.exact.passes import Passes, differentiable
 from curvlinops_plus.linalg import Space, Structure
@@ -23,7 +23,7 @@ from curvlinops_plus.risk.preserve import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
 
 
-class ActivationHessian(SymmetricRiskOperator):
+class ActivationHessian(RiskOperator):
     """The Hessian of the loss with respect to an activation: the input or output of a module inside the model.
 
     The activation of one batch is one tensor `[N, *features]`, and the Hessian is `[numbers, numbers]`. Several batches
@@ -74,7 +74,7 @@ class ActivationHessian(SymmetricRiskOperator):
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
-            self._check_products()
+            self._check_products(self._sweep, self.in_space.dim)
 
     @cached_property
     @untraced

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,20 +21,34 @@ from curvlinops_plus.risk.preserve import preserve_state, training_modules, untr
 from curvlinops_plus.risk.replicas import sums_of
 from curvlinops_plus.risk.risk import takes_risk
 
+#: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what one pass over the data
+#: adds up, and the totals of the data.
+Sweep: TypeAlias = Callable[[Any, LossWeights], tuple[Tensor, Totals]]
+
 
 class RiskOperator(LinearOperator):
-    """A matrix of an empirical risk, known by its products.
+    """A matrix of an empirical risk, known by its products: a sum over batches, times the factor of the reduction.
 
     Args:
         risk: Model, loss, data and parameters.
         check_deterministic: False: two evaluations of the model on a few examples need not agree.
     """
 
+    _totals: Totals | None = None  # of the last pass over the data, which tell the relative weights of several losses
+
     @takes_risk
     def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
         self.risk, self._compares_few = risk, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
         self._narrow = any(p.dtype == torch.float16 for p in risk.params.values())
+
+    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+        """The product with `X` before it is reduced, see `Sweep`."""
+        raise NotImplementedError
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        product = partial(self._over_data, self._sweep)
+        return linear_in(X, product, product)
 
     def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
@@ -53,55 +66,84 @@ class RiskOperator(LinearOperator):
                 draws.of_examples(self.risk.processes.numbers(batch.first, batch.num_examples))
             yield batch
 
-
-class SymmetricRiskOperator(RiskOperator):
-    """A symmetric matrix that is a sum over batches, times the factor of the loss's reduction."""
-
-    _totals: Totals | None = None  # of the last pass over the data, which tell the relative weights of several losses
-
-    @abstractmethod
-    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # X [n, K]
-        """Un-reduced product with `X`, and the totals of the data; losses have these relative weights."""
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._whole_product, self._whole_product)
-
-    def _whole_product(self, X: Tensor) -> Tensor:
-        return in_range(X, self._narrow, lambda V: self._scaled(partial(self._sweep, V.T.contiguous().T), V))
-
     @untraced
-    def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
-        """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
+    def _over_data(self, sweep: Sweep, X: Tensor | None = None) -> Tensor:
+        """What a sweep adds up, times the factor of the reduction; the state of model and data is as before.
+
+        In float16 each column is sent times a power of two that brings its largest number to about 1.
+
+        Raises:
+            NumericsError: If what comes out has left the range of float16.
+        """
+        power = None
+        if self._narrow and X is not None:
+            power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
+            X = X / power
         with differentiable(self.risk):
             total, self._totals = self._summed(sweep, X)
-        return total.mul_(self.risk.scale(self._totals))
+        total *= self._factor(self._totals)
+        if X is None or power is None:
+            return total
+        total *= power
+        if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
+            raise NumericsError(
+                "A product has NaN or infinite entries: something on its way through the model leaves the range of "
+                "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
+                "model.float() or model.bfloat16(), or with a loss that is divided by more."
+            )
+        return total
 
-    def _summed(
-        self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None
-    ) -> tuple[Tensor, Totals]:
+    def _summed(self, sweep: Sweep, X: Tensor | None) -> tuple[Tensor, Totals]:
         """The sum of what sweeps over the data of all processes return, which multiply the same `X`. Collective."""
-        risk = self.risk
-
-        def same() -> dict[str, Any]:
-            vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
-            return sums_of(vectors)
+        processes = self.risk.processes
 
         def own() -> tuple[Tensor, Totals]:
-            weights = loss_weights(risk, self._totals)
-            total, totals = sweep(weights)
-            risk.processes.sum_([total])
-            totals = totals.over(risk.processes)
+            weights = self._loss_weights()
+            total, totals = sweep(X, weights)
+            processes.sum_([total])
+            totals = totals.over(processes)
             weights.require(totals)
             return total, totals
 
-        return risk.together(own, same=same)
+        vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
+        return self.risk.together(own, same=partial(sums_of, vectors))
 
-    def _check_products(self, cause: str | None = None) -> None:
-        """Compare two products; `cause` says what differs if they do, if it is known."""
-        require_same_products(self, self.in_space.dim, lambda v: self._summed(partial(self._sweep, v), v)[0], cause)
+    def _loss_weights(self) -> LossWeights:
+        return loss_weights(self.risk, self._totals)
+
+    def _factor(self, totals: Totals) -> float | Tensor:
+        return self.risk.scale(totals)
+
+    @untraced
+    def _check_products(self, sweep: Sweep, n: int) -> None:
+        """Compare two products with the same vector [n].
+
+        Raises:
+            NumericsError: If the product is not finite.
+            RuntimeError: If they differ.
+        """
+        risk, name = self.risk, type(self).__name__
+        v = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), dtype=risk.dtype).to(risk.device)
+        with differentiable(risk):  # random states go on: a loader that shuffles draws again
+            (one, _), (two, _) = self._summed(sweep, v), self._summed(sweep, v)
+        if not bool(one.isfinite().all()):
+            raise NumericsError(f"A product with {name} has NaN or infinite entries: does the model's output?")
+        tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
+        if one.shape == two.shape and bool((one - two).norm() <= tolerance * one.norm() + 1e-30):
+            return
+        cause = (
+            "Do the data come in another order each time (shuffle=True?), do they change from pass to pass (random "
+            "augmentation), or does the model?"
+        )
+        if random := training_modules(risk.model):
+            cause = f"These modules are in training mode: {random}; call model.eval()."
+        raise RuntimeError(
+            f"Two products of {name} with the same vector differ. {cause} The data must come in the same order each "
+            "time (shuffle=False). check_deterministic=False turns this check off."
+        )
 
 
-class ParameterCurvature(SymmetricRiskOperator):
+class ParameterCurvature(RiskOperator):
     """A symmetric matrix over the parameters of a risk."""
 
     @takes_risk
@@ -137,72 +179,3 @@ def require_own_data(risk: EmpiricalRisk, name: str) -> None:
             f"{name} can't be computed by several processes together: its rows belong to the data, of which each has "
             "a part. Make it of a risk without `processes=`, for the rows of this part."
         )
-
-
-@untraced
-def require_same_products(
-    operator: RiskOperator, n: int, product: Callable[[Tensor], Tensor], cause: str | None = None
-) -> None:
-    """Compare two products with the same vector.
-
-    Args:
-        operator: The operator.
-        n: Size of the vector.
-        product: The product with `[n, 1]`, which leaves random states as they are after it: a loader that shuffles
-            draws again for the second one.
-        cause: What differs, if it is known.
-
-    Raises:
-        NumericsError: If the product is not finite.
-        RuntimeError: If they differ; says whether it is the order.
-    """
-    risk, name = operator.risk, type(operator).__name__
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(n, 1, generator=generator, dtype=risk.dtype).to(risk.device)
-    with differentiable(risk):
-        one, two = product(v), product(v)
-    if not bool(one.isfinite().all()):
-        raise NumericsError(f"A product with {name} has NaN or infinite entries: does the model's output?")
-    if _close(one, two, coarsest_dtype(risk)):
-        return
-    off = "check_deterministic=False turns this check off."
-    if _close(one.sort(0)[0], two.sort(0)[0], coarsest_dtype(risk)):
-        raise RuntimeError(
-            f"Two products of {name} with the same vector have the same entries in another order: the data come in "
-            "another order each time (shuffle=True?), and the rows follow that order. Use a loader that does not "
-            f"shuffle. {off}"
-        )
-    if random := training_modules(risk.model):
-        cause = f"These modules are in training mode: {random}; call model.eval()."
-    raise RuntimeError(
-        f"Two products of {name} with the same vector differ. "
-        f"{cause or 'Do the data change from pass to pass (shuffle=True, random augmentation), or the model?'} "
-        f"The data must come in the same order each time (shuffle=False). {off}"
-    )
-
-
-def in_range(X: Tensor, narrow: bool, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A linear function of columns [n, K], each times a power of two that brings its largest number to about 1.
-
-    Args:
-        narrow: Whether they go through float16; else they are left as they are.
-
-    Raises:
-        NumericsError: If what comes out has left the range of float16.
-    """
-    if not narrow:
-        return product(X)
-    power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
-    found = product(X / power) * power
-    if not bool(found.isfinite().all()) and bool(X.isfinite().all()):
-        raise NumericsError(
-            "A product has NaN or infinite entries: something on its way through the model leaves the range of "
-            "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
-            "model.float() or model.bfloat16(), or with a loss that is divided by more."
-        )
-    return found
-
-
-def _close(a: Any, b: Any, dtype: torch.dtype) -> bool:
-    tolerance = 1e-8 if dtype == torch.float64 else 1e-3
-    return a.shape == b.shape and bool((a - b).norm() <= tolerance * a.norm() + 1e-30)

@@ -6,41 +6,39 @@ Letters: `P` parameters, `N` examples, `R` loss terms per example, `K` columns o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import RiskOperator, in_range, require_own_data, require_same_products
-from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
+from curvlinops_plus.exact.base import RiskOperator, require_own_data
+from curvlinops_plus.exact.loss_terms import LossRoots, LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.exact.passes import Outputs, Passes, Read, differentiable
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
 
 
-class RowBlock(Protocol):
-    """The block of `L` that belongs to a batch; rows may be several tensors."""
+class OutputRows:
+    """The block of `L` of a batch whose rows are the outputs themselves."""
 
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        """Shapes of the rows' tensors, the first axis along the data."""
-        ...
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self.shapes = shapes
 
     def product(self, U: Sequence[Tensor]) -> Sequence[Tensor]:
         """`Lᵀ u`: [K, *shape] for each of `shapes` -> [K, *output] for each output."""
-        ...
+        return U
 
     def transpose_product(self, V: Sequence[Tensor]) -> Sequence[Tensor]:
         """`L v`: [K, *output] for each output -> [K, *shape] for each of `shapes`."""
-        ...
+        return V
 
 
 class DataRows(RiskOperator):
@@ -62,61 +60,33 @@ class DataRows(RiskOperator):
     ) -> None:
         super().__init__(risk, check_deterministic)
         require_own_data(risk, type(self).__name__)
-        self._seed, self._passes, self._linear = seed, Passes(risk, read, chunk_size), False
-        self._forward = False  # whether `J v` is known to be right
+        self._seed, self._passes = seed, Passes(risk, read, chunk_size)
         if check_deterministic:
-            require_same_products(self, risk.space.dim, lambda v: self._reduced(partial(self._rows_sweep, v)))
-
-    # ---------------------------------------------------------------------------------------- what a subclass says
-    @abstractmethod
-    def _row_block(self, F: Outputs, extra: Any, draws: Draws, totals: Totals, weights: LossWeights) -> RowBlock:
-        """The block of a batch, from what `read` returned; what it counts is added to the totals."""
+            self._check_products(self._rows_sweep, risk.space.dim)
 
     @abstractmethod
-    def _count_rows(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of all rows; random states and modes of PyTorch are set."""
+    def _block(
+        self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals
+    ) -> OutputRows | LossRoots:
+        """The block of `L` of a batch, from what `read` returned; what it counts is added to the totals."""
 
-    def _reduced(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
-        """The result of a sweep, times the factor of all rows."""
-        return sweep(LossWeights.plain(self.risk.losses))[0]
-
-    # ----------------------------------------------------------------------------------------------------- products
     @cached_property
     @untraced
     def _row_space(self) -> Space:
+        """One tensor for each output, stacked along the first axis; flat if batches differ in another one."""
+        draws, plain = Draws(self._seed), LossWeights.plain(self.risk.losses)
         with differentiable(self.risk):
-            return Space.from_shapes(self._count_rows())
-
-    @untraced
-    def _over_data(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
-        with differentiable(self.risk):
-            return self._reduced(sweep)
-
-    def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
-        return in_range(X, self._narrow, lambda V: self._over_data(partial(self._rows_sweep, V)))
-
-    def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
-        return in_range(X, self._narrow, lambda V: self._over_data(partial(self._transpose_sweep, V)))
-
-    def _rows_dense(self) -> Tensor:  # [m, P]
-        """The matrix; each batch by backward passes for its rows, or by tangents of all parameters if these are
-        fewer.
-        """
-        return self._over_data(self._dense_sweep)
-
-    def _blocks(
-        self, weights: LossWeights, totals: Totals, forward: bool
-    ) -> Iterator[tuple[Batch, RowBlock, list[slice], _Placement, torch.dtype]]:
-        """Each batch with its block, where its rows are, and the dtype of the outputs."""
-        place, draws = _Placement(self), Draws(self._seed)
-        for batch in self._batches(draws=draws):
-            if (forward and not self._forward) or not self._linear:
-                self._passes.require_linear(batch, forward)
-                self._linear, self._forward = True, forward
-            F, extra = self._outputs(batch)
-            block = self._row_block(F, extra, draws, totals, weights)
-            yield batch, block, place.take(block.shapes), place, F[0].dtype
-        place.check_complete()
+            found = [
+                self._block(*self._outputs(batch), draws, plain, Totals()).shapes
+                for batch in self._batches(", sizes", draws)
+            ]
+        rows = [
+            (sum(own[0] for own in shapes), *shapes[0][1:])
+            if len({own[1:] for own in shapes}) == 1
+            else (sum(own.numel() for own in shapes),)
+            for shapes in zip(*found, strict=True)
+        ]
+        return Space.from_shapes(dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.keys), rows)))
 
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
@@ -126,107 +96,92 @@ class DataRows(RiskOperator):
         state.restore()
         return found
 
+    # ----------------------------------------------------------------------------------------------------- products
+    def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
+        return self._over_data(self._rows_sweep, X)
+
+    def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
+        return self._over_data(self._transpose_sweep, X)
+
     def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
-        for batch, block, _, place, _ in self._blocks(weights, totals, forward=True):
-            place.write(result, _rows_of(block, self._passes.forward(batch, X.T)).T)
+        for batch, block, at, _ in self._blocks(weights, totals):
+            result[at] = self._forward(batch, block, X.T).T
         return result, totals
 
     def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
-        for batch, block, parts, _, dtype in self._blocks(weights, totals, forward=False):
-            rows = [X[part].T.to(dtype).reshape(-1, *shape) for part, shape in zip(parts, block.shapes, strict=True)]
-            U = block.product(rows)
-            result += self._passes.graph(batch, lambda F, extra, free, U=U: self._passes.back(F, free, U))
+        for batch, block, at, dtype in self._blocks(weights, totals):
+            result += self._back(batch, block, X[at].T.to(dtype))
         return result.T, totals
 
-    def _dense_sweep(self, weights: LossWeights) -> tuple[Tensor, Totals]:
+    def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, P]
+        """Each batch by backward passes for its rows, or by tangents of all parameters if these are fewer."""
         totals, n = Totals(), self.risk.space.dim
         result = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
-        for batch, block, _, place, dtype in self._blocks(weights, totals, forward=False):
-            sizes = [shape.numel() for shape in block.shapes]
-            m = sum(sizes)
-            if m > n:
-                eye = torch.eye(n, dtype=self.dtype, device=self.device)
-                place.write(result, _rows_of(block, self._passes.forward(batch, eye)).T)
-                continue
-            parts = torch.eye(m, dtype=dtype, device=self.device).split(sizes, 1)
-            U = block.product([part.reshape(m, *shape) for part, shape in zip(parts, block.shapes, strict=True)])
-            place.write(result, self._passes.graph(batch, lambda F, extra, free, U=U: self._passes.back(F, free, U)))
+        for batch, block, at, dtype in self._blocks(weights, totals):
+            if len(at) > n:
+                result[at] = self._forward(batch, block, torch.eye(n, dtype=self.dtype, device=self.device)).T
+            else:
+                result[at] = self._back(batch, block, torch.eye(len(at), dtype=dtype, device=self.device))
         return result, totals
 
-
-def _rows_of(block: RowBlock, JV: list[Tensor]) -> Tensor:  # -> [K, rows]
-    return torch.cat([u.flatten(1) for u in block.transpose_product(JV)], 1)
-
-
-class _Placement:
-    """Where the rows of the next batch are, and whether all batches together have as many as expected."""
-
-    def __init__(self, operator: DataRows) -> None:
-        self.space, self.name = operator._row_space, type(operator).__name__
-        self.starts = [0] * len(self.space.shapes)
-        self.current: list[slice] = []
-
-    def take(self, shapes: Sequence[torch.Size]) -> list[slice]:
-        """The rows of the next batch, whose tensors have these shapes."""
-        self.current, offset = [], 0
-        for index, (own, whole) in enumerate(zip(shapes, self.space.shapes.values(), strict=True)):
-            if whole[1:] and own[1:] != whole[1:]:
-                raise ValueError(
-                    f"The output has shape {list(own)} in one batch and [*, {', '.join(map(str, whole[1:]))}] in "
-                    f"others. {self.name} stacks outputs along their first axis: make them agree in all others, for "
-                    "instance `output=lambda f: f.flatten(0, 1)`, which makes every position a row."
-                )
-            start = self.starts[index]
-            self.starts[index] = start + own.numel()
-            if self.starts[index] > whole.numel():
-                self._raise("more", whole)
-            self.current.append(slice(offset + start, offset + self.starts[index]))
-            offset += whole.numel()
-        return self.current
-
-    def write(self, result: Tensor, rows: Tensor) -> None:  # result [m, K], rows of the last batch [*, K]
-        """Write the rows of the last batch into the result."""
-        for part, own in zip(self.current, rows.split([part.stop - part.start for part in self.current])):
-            result[part] = own
-
-    def check_complete(self) -> None:
-        """Refuse data with fewer rows than expected."""
-        for start, whole in zip(self.starts, self.space.shapes.values()):
-            if start != whole.numel():
-                self._raise("fewer", whole)
-
-    def _raise(self, what: str, shape: torch.Size) -> None:
-        raise ValueError(
-            f"The data have {what} examples than {self.name}, with rows {list(shape)}, was told by `num_data` or "
-            "saw in an earlier pass. Each pass must give the same examples in the same order."
+    def _blocks(
+        self, weights: LossWeights, totals: Totals
+    ) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor, torch.dtype]]:
+        """Each batch with its block of `L`, the numbers of its rows, and the dtype of the outputs."""
+        sizes, draws = self._row_space.sizes, Draws(self._seed)
+        starts, ends = torch.tensor([0, *sizes]).cumsum(0).tolist()[:-1], torch.tensor(sizes).cumsum(0).tolist()
+        changed = ValueError(
+            f"The data have more or fewer examples than {type(self).__name__} saw in an earlier pass. Each pass must "
+            "give the same examples in the same order."
         )
+        for batch in self._batches(draws=draws):
+            self._passes.require_linear(batch)
+            F, extra = self._outputs(batch)
+            block = self._block(F, extra, draws, weights, totals)
+            stops = [start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)]
+            if any(stop > end for stop, end in zip(stops, ends, strict=True)):
+                raise changed
+            at = [torch.arange(start, stop, device=self.device) for start, stop in zip(starts, stops, strict=True)]
+            yield batch, block, torch.cat(at), F[0].dtype
+            starts = stops
+        if starts != ends:
+            raise changed
+
+    def _forward(self, batch: Batch, block: OutputRows | LossRoots, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
+        return torch.cat([u.flatten(1).to(V.dtype) for u in block.transpose_product(self._passes.forward(batch, V))], 1)
+
+    def _back(self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor) -> Tensor:  # [K, rows] -> [K, P]
+        parts = rows.split([shape.numel() for shape in block.shapes], 1)
+        U = block.product([part.reshape(-1, *shape) for part, shape in zip(parts, block.shapes, strict=True)])
+        return self._passes.graph(batch, lambda F, extra, free: self._passes.back(F, free, U))
 
 
 class Jacobian(DataRows):
     """The Jacobian of the model's output with respect to the parameters: all outputs of all data, `[N·C, P]`.
 
     The result is one tensor `[N, *output]`: the outputs of all batches stacked along their first axis, in the order of
-    the data, which must be the same in every pass. For a risk with several losses it is one such tensor for each output
-    that they read, under the key of the loss. Nothing is scaled, and losses and targets are not used.
+    the data, which must be the same in every pass; a flat one if batches differ in another axis. For a risk with
+    several losses it is one such tensor for each output that they read, under the key of the loss. Nothing is scaled,
+    and losses and targets are not used.
     `.T` is the transposed Jacobian.
 
     Args:
-        risk: Model, data and parameters; `output=` there picks the tensor out of what the model returns. Its `num_data`
-            is the number of examples. Default: they are counted once.
+        risk: Model, data and parameters; `output=` there picks the tensor out of what the model returns.
         check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
             once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.
 
     Raises:
-        ValueError: If the data are an iterator, or outputs of different batches can't be stacked.
+        ValueError: If the data are an iterator, or have more or fewer examples than in an earlier pass.
         RuntimeError: If two products differ, as with a loader that shuffles.
         UnsupportedError: If the model uses an operation with neither forward mode nor a second derivative.
 
     Cost: `J @ v` is one forward pass that carries tangents, without a graph (two backward passes for models that have
-    no forward mode); the transposed product is one forward and one backward pass. `to_dense()` takes as many backward
-    passes as a batch has outputs, or tangents of all parameters if these are fewer.
+    no forward mode); the transposed product is one forward and one backward pass. One forward pass over the data comes
+    first, for their number. `to_dense()` takes as many backward passes as a batch has outputs, or tangents of all
+    parameters if these are fewer.
 
     Example:
         >>> import torch
@@ -246,33 +201,23 @@ class Jacobian(DataRows):
         self, risk: EmpiricalRisk, *, check_deterministic: bool | None = None, chunk_size: int | None = None
     ) -> None:
         self.in_space = risk.space
-        super().__init__(risk, partial(_run_outputs, risk), 0, check_deterministic, chunk_size)
+        super().__init__(risk, self._read, 0, check_deterministic, chunk_size)
+
+    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, None]:
+        return self.risk.run(batch, model)[0], None
 
     @property
     def out_space(self) -> Space:  # type: ignore[override]
         return self._row_space
 
-    def _row_block(self, F: Outputs, extra: Any, draws: Draws, totals: Totals, weights: LossWeights) -> RowBlock:
-        return _Identity([f.shape for f in F])
+    def _block(self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals) -> OutputRows:
+        return OutputRows([f.shape for f in F])
 
-    def _count_rows(self) -> dict[str, tuple[int, ...]]:
-        """A forward pass for one batch, and for all if rows are positions, whose number may differ between batches."""
-        risk = self.risk
-        shapes: list[torch.Size] = []
-        counts: list[int] = []
-        positions = False  # [N·R, C], and R may differ from batch to batch
-        for batch in self._batches(", sizes"):
-            N = batch.num_examples
-            own = [f.shape for f in self._outputs(batch)[0]] if not shapes or positions else None
-            if not shapes and own is not None:
-                shapes, counts = own, [0] * len(own)
-                positions = any(shape[0] != N for shape in own)
-                if risk.options.num_data is not None:
-                    counts = [risk.options.num_data * shape[0] // N for shape in own]
-                    break
-            counts = [count + (N if own is None else own[k][0]) for k, count in enumerate(counts)]
-        keys = ["0" if key is None else str(key) for key in risk.losses.keys]
-        return {key: (count, *shape[1:]) for key, count, shape in zip(keys, counts, shapes, strict=True)}
+    def _loss_weights(self) -> LossWeights:
+        return LossWeights.plain(self.risk.losses)
+
+    def _factor(self, totals: Totals) -> float:
+        return 1.0
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._rows_product, self._transpose_product)
@@ -281,25 +226,7 @@ class Jacobian(DataRows):
         return linear_in(X, self._transpose_product, self._rows_product)
 
     def _to_dense(self) -> Tensor:
-        return self._rows_dense()
-
-
-def _run_outputs(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Sequence[Tensor], None]:
-    """Run the model: the outputs that the losses read."""
-    return risk.run(batch, model)[0], None
-
-
-class _Identity:
-    """Rows that are the outputs themselves."""
-
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        self.shapes = shapes
-
-    def product(self, U: Sequence[Tensor]) -> Sequence[Tensor]:
-        return U
-
-    def transpose_product(self, V: Sequence[Tensor]) -> Sequence[Tensor]:
-        return V
+        return self._over_data(self._dense_sweep)
 
 
 class GGNFactor(DataRows):
@@ -367,38 +294,20 @@ class GGNFactor(DataRows):
         read = partial(run_losses, risk)
         super().__init__(risk, read, self.vectors.seed or 0, check_deterministic, chunk_size)
 
-    _totals: Totals | None = None  # of the last pass over the data
-
     @property
     def in_space(self) -> Space:  # type: ignore[override]
         return self._row_space
 
-    def _row_block(
-        self, F: Outputs, extra: tuple[list[LossTerms], Totals], draws: Draws, totals: Totals, weights: LossWeights
-    ) -> RowBlock:
+    def _block(
+        self, F: Outputs, extra: tuple[list[LossTerms], Totals], draws: Draws, weights: LossWeights, totals: Totals
+    ) -> LossRoots:
         terms, batch_totals = extra
         totals.add(batch_totals)
         factors = self.risk.losses.vector_factors(weights.of(batch_totals), self.vectors.of_loss)
         return loss_roots(self.risk, self.vectors, terms, factors, draws)
 
-    def _reduced(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
-        weights = loss_weights(self.risk, self._totals)
-        result, self._totals = sweep(weights)
-        weights.require(self._totals)
-        return result * float(self.risk.scale(self._totals)) ** 0.5
-
-    def _count_rows(self) -> dict[str, tuple[int, ...]]:
-        draws, found = Draws(self._seed), []
-        for batch in self._batches(", sizes", draws):
-            _, (terms, _) = self._outputs(batch)
-            found.append(loss_roots(self.risk, self.vectors, terms, [1.0] * len(terms), draws).shapes)
-        rows = []
-        for shapes in zip(*found, strict=True):
-            if len({shape[1:] for shape in shapes}) == 1:
-                rows.append((sum(shape[0] for shape in shapes), *shapes[0][1:]))
-            else:  # a different number of terms in each batch
-                rows.append((sum(shape.numel() for shape in shapes),))
-        return dict(zip(["0"] if len(rows) == 1 else [str(key) for key in self.risk.losses.keys], rows, strict=True))
+    def _factor(self, totals: Totals) -> float:
+        return float(self.risk.scale(totals)) ** 0.5
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._transpose_product, self._rows_product)
@@ -407,4 +316,4 @@ class GGNFactor(DataRows):
         return linear_in(X, self._rows_product, self._transpose_product)
 
     def _to_dense(self) -> Tensor:
-        return self._rows_dense().T
+        return self._over_data(self._dense_sweep).T

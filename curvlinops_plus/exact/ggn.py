@@ -90,10 +90,7 @@ class GGN(ParameterCurvature):
         if check_deterministic:
             self._check_loss()
             if self.vectors.random:
-                self._check_products(
-                    "The total loss does not differ, so the data come in another order each time (shuffle=True?), and "
-                    "random vectors follow that order."
-                )
+                self._check_products(self._sweep, self.in_space.dim)
 
     def _output_product(
         self, totals: Totals, weights: LossWeights, draws: Draws
@@ -117,29 +114,28 @@ class GGN(ParameterCurvature):
         return product
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        rows, state = X.T, RandomState.now(self.device)
+        rows, state = X.T.contiguous(), RandomState.now(self.device)
         for _ in range(2):
             totals, draws = Totals(), Draws(self.vectors.seed or 0)
             total, energy = torch.zeros_like(rows), torch.zeros(len(rows), dtype=self.dtype, device=self.device)
             for batch in self._batches(draws=draws):
                 energy += self._passes.ggn(batch, rows, self._output_product(totals, weights, draws), total)
                 if self._passes.twice:  # a vector of ones may not tell what a random one does
-                    self._passes.require_linear(batch, forward=True)
+                    self._passes.require_linear(batch)
             if self._passes.agree(rows, total, energy):
                 return total.T, totals
             state.restore()
         raise not_a_derivative()
 
     def _to_dense(self) -> Tensor:
-        return self._scaled(self._dense_sweep)
+        return self._over_data(self._dense_sweep)
 
-    def _dense_sweep(self, weights: LossWeights) -> tuple[Tensor, Totals]:
+    def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:
         """From the rows of `J` of each batch if these are fewer than parameters, else column by column."""
         totals, draws, n = Totals(), Draws(self.vectors.seed or 0), self.in_space.dim
         total = torch.zeros(n, n, dtype=self.dtype, device=self.device)
-        for number, batch in enumerate(self._batches(draws=draws)):
-            if not number:
-                self._passes.require_linear(batch, forward=False)
+        for batch in self._batches(draws=draws):
+            self._passes.require_linear(batch)
             output_product = self._output_product(totals, weights, draws)
 
             def rows(F: Outputs, extra: Any, free: list[Tensor], product: Any = output_product) -> Tensor | None:

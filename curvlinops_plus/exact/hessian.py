@@ -85,7 +85,7 @@ class Hessian(ParameterCurvature):
                 refuse_outside_reads("loss", [loss], risk.params)
                 self._looked_at = True
             gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
-            rows, size = X.T, self._passes.sent_together(X.shape[1], ())
+            rows, size = X.T.contiguous(), self._passes.sent_together(X.shape[1], ())
             for start in range(0, len(rows), size):
                 V, own = split_rows(rows[start : start + size], free), total[start : start + size]
                 found: list[Tensor | None] = []

@@ -161,7 +161,8 @@ class Passes:
         fitting = _CHUNK_BYTES // max(1, 8 * risk.space.dim)
         self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, fitting))
         self._fixed = chunk_size is not None
-        self.twice = self._known = False  # and whether that is known to be right
+        self.twice = False
+        self._right: bool | None = None  # the value of `twice` that is known to be right
         self._met: set[str] = set()  # see `Replaced`, which watches a first run, and all others if it is needed
         self._ran = False
         self._itemsize: int | None = None  # of the coarsest numbers in the model
@@ -282,16 +283,15 @@ class Passes:
             self.twice = True
             return run()
 
-    def require_linear(self, batch: Batch, forward: bool) -> None:
+    def require_linear(self, batch: Batch) -> None:
         """Find out, by a product `Jᵀ J v`, how `J v` is right, for operators whose products don't tell.
 
-        Args:
-            forward: Whether `J v` is needed: else a model of which there is none passes.
+        A model of which there is none passes: its products `Jᵀ u` are right.
 
         Raises:
-            UnsupportedError: If it is right in no way.
+            UnsupportedError: If backward passes are not the derivative of the forward pass.
         """
-        if self._known:
+        if self._right == self.twice:
             return
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(self.risk.space.dim, generator=generator).to(self.risk.device, self.risk.dtype)
@@ -301,13 +301,12 @@ class Passes:
                 found = torch.zeros_like(v)[None]
                 energy = self.ggn(batch, v[None], lambda F, extra: lambda V: V, found)
             except MissingDerivative:
-                if forward:
-                    raise
+                self._right = self.twice
                 return
             finally:
                 state.restore()
             if self.agree(v[None], found, energy):
-                self._known = self.twice
+                self._right = self.twice
                 return
         raise not_a_derivative()
 

@@ -231,7 +231,7 @@ def test_random_vectors_follow_the_order_of_the_data() -> None:
     X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
     shuffled = DataLoader(TensorDataset(X, y), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
     for vectors in (MonteCarlo(), CurvaturePropagation()):
-        with pytest.raises(RuntimeError, match="total loss does not differ, so the data come in another order"):
+        with pytest.raises(RuntimeError, match="another order each time"):
             GGN(p.risk(shuffled), vectors, check_deterministic=True)
     GGN(p.risk(shuffled), check_deterministic=True)
     GGN(p.risk(shuffled), Empirical(), check_deterministic=True)

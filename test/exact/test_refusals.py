@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import problem, unchanged
+from cases import unchanged
 from helpers import F64, normal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -140,13 +140,6 @@ REFUSED: dict[str, Case] = {
         lambda: classic(ROWS[0], [(torch.full((2, 3), torch.nan, dtype=F64), torch.zeros(2, 2))]),
         NumericsError,
         r"NaN or infinite entries",
-    ),
-    "rows that cannot be stacked": (
-        lambda: JacobianLinearOperator(
-            (p := problem("uneven sequences")).model, p.params, p.data, **p.net.options
-        ),
-        ValueError,
-        "stacks outputs along their first axis",
     ),
     "an activation of an iterator": (lambda: activation(HEAD, iter(data())), ValueError, "is an iterator"),
     "an activation of shuffled data": (
