@@ -459,7 +459,7 @@ class BlockwiseLinearOperator(Deferred):
         cls,
         state_dict: Mapping[str, Any],
         model: nn.Module,
-        data: Iterable[Any] | None,
+        data: Iterable[Any] | None = None,
         params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
         *,
         loss: Any = None,
