@@ -168,8 +168,5 @@ def test_operators_of_curvlinops(processes: Processes) -> None:
         for options in ({}, {"owned": True, "offload": "cpu"}):
             K = kind(p.model, p.loss, params, mine, processes=processes, **options)
             close(K @ v, one @ v, f"{kind.__name__} {options}")
-        K = kind(p.model, p.loss, params, mine, processes=processes)
-        K.compute_kronecker_factors()
-        close(K @ v, one @ v, "at first use")
     apart = EKFACLinearOperator(p.model, p.loss, params, mine, processes=processes, owned=True)
     assert "eigenvectors of all layers are needed at once" in said(apart.compute_eigenvalue_correction)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,11 @@ def same(one: CurvatureEstimator, several: CurvatureEstimator, when: str = "") -
     ("approximation", "vectors", "decay"),
     [("KFAC", "mc", 0.9), ("EKFAC", "mc", 0.9), ("EKFAC", "exact", 1.0), ("FullBlock", "mc", 0.5)],
 )
-def test_estimator(processes: Processes, approximation: str, vectors: str, decay: float) -> None:
-    """Parts of each batch, in other numbers of micro-batches; of eight processes some have no examples."""
+def test_estimator(processes: Processes, approximation: str, vectors: str, decay: float, tmp_path: Path) -> None:
+    """Parts of each batch, in other numbers of micro-batches; of eight processes some have no examples.
+
+    Their state, also in a checkpoint, goes on in one process and in several.
+    """
     p, options = problem("mlp"), {"vectors": VECTORS[vectors], "decay": decay, "damping": 0.1}
     X, y = (torch.cat(t) for t in zip(*p.data, strict=True))
     one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
@@ -67,9 +69,16 @@ def test_estimator(processes: Processes, approximation: str, vectors: str, decay
     same(one, several, "at the end")
     state = several.state_dict()
     assert state["examples"] == one.state_dict()["examples"]
-    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+    dcp.save({"curvature": Checkpoint(several)}, checkpoint_id=tmp_path, process_group=processes.group)
+    one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
+    one.load_state_dict(state)
+    several, stored = (
+        CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options) for _ in range(2)
+    )
     several.load_state_dict(state)
     same(one, several, "after loading")
+    dcp.load({"curvature": Checkpoint(stored)}, checkpoint_id=tmp_path, process_group=processes.group)
+    same(one, stored, "from a checkpoint")
     feed(6)
     refresh("going on")
 
@@ -143,31 +152,6 @@ def test_processes_that_call_other_layers(processes: Processes) -> None:
                 first = 1.0
         several.update(parts[processes.rank])
         close(several.operator.to_dense(), one.operator.to_dense())
-
-
-@two_processes
-def test_training_of_processes_that_call_other_layers(processes: Processes) -> None:
-    model, loss = Routed().double(), nn.MSELoss()
-    alone = copy.deepcopy(model)
-    options: dict[str, Any] = {"lr": 0.1, "inverse_every": 3, "vectors": VECTORS["exact"]}
-    ddp = DistributedDataParallel(model, process_group=processes.group, find_unused_parameters=True)
-    one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
-    for heads in ([0, 1], [0, 0], [2, 1], [1, 0], [1, 1], [1, 2], [0, 0]):
-        parts, count = routed([*heads]), 5
-        one.zero_grad()
-        for X, y in parts:
-            (loss(alone(X), y) * len(X) / count).backward()
-        one.step()
-        several.zero_grad()
-        X, y = parts[processes.rank]
-        (loss(ddp(X), y) * len(X) / count * 2).backward()
-        for k, head in enumerate(model.heads):  # parameters that are used nowhere have no gradient, as with one process
-            if k not in heads:
-                head.zero_grad()
-        several.step()
-    close(flat(model), flat(alone))
-    operators = [each.curvature.operator.to_dense() for each in (several, one)]
-    close(*operators)
 
 
 PLAIN = {"lr": 0.1, "inverse_every": 3}
@@ -250,37 +234,6 @@ def test_gradients_are_untouched(processes: Processes) -> None:
             close(p.grad, g)
         close(estimator.operator.to_dense(), one.operator.to_dense())
         assert sorted(estimator.operator.mapping) == ["0", "2"]
-
-
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_states_go_on_elsewhere(processes: Processes, approximation: str, tmp_path: Path) -> None:
-    """A state of several processes, also in a checkpoint, in one process and in several."""
-    p, kind, batches = problem("mlp"), APPROXIMATIONS[approximation], shifted(problem("mlp").data)[:1] * 2
-
-    def made(group: Processes | None) -> CurvatureEstimator:
-        return CurvatureEstimator(p.risk((), processes=group), kind, vectors="mc", decay=0.9)
-
-    first, buffer = made(processes), io.BytesIO()
-    for batch in batches:
-        first.update(processes.share([batch])[0])
-    first.refresh(0.1)
-    dcp.save({"curvature": Checkpoint(first)}, checkpoint_id=tmp_path, process_group=processes.group)
-    torch.save(first.state_dict(), buffer)
-    stored = everywhere(processes, buffer.getvalue())
-    assert all(each == stored[0] for each in stored)
-    one = made(None)
-    one.load_state_dict(torch.load(io.BytesIO(stored[0]), weights_only=True))
-    for batch in batches:
-        one.update(batch)
-    for way in ("state", "checkpoint"):
-        several = made(processes)
-        if way == "state":
-            several.load_state_dict(torch.load(io.BytesIO(stored[0]), weights_only=True))
-        else:
-            dcp.load({"curvature": Checkpoint(several)}, checkpoint_id=tmp_path, process_group=processes.group)
-        for batch in batches:
-            several.update(processes.share([batch])[0])
-        same(one, several, way)
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])

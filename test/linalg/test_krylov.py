@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg as sla
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import (
     CGInverseLinearOperator,
     Dense,
     Diagonal,
-    IdentityLinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NeumannInverseLinearOperator,
@@ -342,26 +340,3 @@ def test_the_keywords_of_curvlinops() -> None:
     inverse = CGInverseLinearOperator(A @ A, tolerance=1e-12, max_iter=200)
     assert inverse.T is inverse
     close(b.T @ inverse, b.T @ torch.linalg.inv(M @ M))
-
-
-def test_ekfac_preconditions_the_ggn() -> None:
-    """An ill-conditioned Gauss-Newton matrix: the tolerance is met or a warning says what was reached."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 5)).double()
-    X = torch.randn(100, 20, dtype=F64) * torch.logspace(1, -2, 20, dtype=F64)
-    data, params = [(X, torch.randint(0, 5, (100,)))], list(model.parameters())
-    G = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data)
-    K = EKFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, fisher_type=FisherType.TYPE2)
-    gradient, _ = G.gradient_and_loss()
-    A = G + 1e-4 * IdentityLinearOperator(G.in_shapes, dtype=F64)
-    plain, fast = CGInverseLinearOperator(A), CGInverseLinearOperator(A, preconditioner=K.inverse(1e-4))
-    for inverse in (plain, fast):
-        flat, b = (G.in_space.flatten(x)[:, None] for x in (inverse @ gradient, gradient))
-        assert residual(A.to_dense(), flat, b).max() <= 1.01e-5
-    assert plain.info is not None
-    assert fast.info is not None
-    assert fast.info.iterations < plain.info.iterations / 1.5
-    with pytest.warns(
-        CurvatureWarning, match=r"CG missed tol=1e-05, atol=0 for 1 of 1 columns; the largest relative residual"
-    ):
-        _ = CGInverseLinearOperator(G, max_iter=30) @ torch.randn(G.shape[0], dtype=F64)

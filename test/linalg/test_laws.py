@@ -46,6 +46,7 @@ def test_products(case: Case, dtype: torch.dtype) -> None:
     close(A @ X, M @ X)
     close(A.T @ Y, M.T @ Y)
     close(A.adjoint().adjoint() @ X, M @ X)
+    close(A @ X.T.contiguous().T, M @ X)  # columns one after another in memory
     close(torch.stack([A @ x for x in X.T], dim=1), M @ X)
     close((A @ X * Y).sum(), (X * (A.T @ Y)).sum())
     close(A @ (2 * X[:, 0] - X[:, 1]), 2 * (A @ X[:, 0]) - A @ X[:, 1])
@@ -197,12 +198,14 @@ def test_quadratic_form(case: Case, dtype: torch.dtype) -> None:
     A, M = case.make(dtype)
     if A.shape[0] != A.shape[1]:
         return
-    for lead in ((2,), (3, 2), (2, 1, 2)):
+    for lead in ((), (0,), (2,), (3, 2), (2, 1, 2)):
         J = normal(*lead, A.shape[0]).to(dtype)
-        close(A.quadratic_form(J), J @ M @ J.mT)
-        tree = A.in_space.unflatten_rows(J)
-        close(A.quadratic_form(tree), J @ M @ J.mT)
-        close(A.quadratic_form(list(tree.values())), J @ M @ J.mT)
+        expected, tree = J @ M @ (J.mT if lead else J), A.in_space.unflatten_rows(J)
+        for given in (J, tree, list(tree.values()), tuple(tree.values())):
+            close(A.quadratic_form(given), expected)
+        close(torch.as_tensor(A.quadratic_form(J.numpy())), expected)
+    v = normal(A.shape[0]).to(dtype).requires_grad_()
+    close(torch.autograd.grad(A.quadratic_form(v), v)[0], (M + M.T) @ v.detach())
 
 
 @each_case

@@ -60,9 +60,7 @@ def test_nested_arithmetic() -> None:
     M, N = normal(3, 3), normal(3, 3, seed=1)
     A, B = Dense(M), Dense(N)
     close((2 * A - B.T @ A / 4).to_dense(), 2 * M - N.T @ M / 4)
-    close((A @ B).T.to_dense(), (M @ N).T)
     close((-(A + B)).T.to_dense(), -(M + N).T)
-    close((3 * (2 * A)).to_dense(), 6 * M)
     for n in (2, 3):
         close((-Dense(normal(n, n))).det, (-1) ** n * torch.linalg.det(normal(n, n)))
     close(sum([A, B, A]).to_dense(), 2 * M + N)
@@ -94,19 +92,6 @@ def test_narrower_vectors_are_widened(narrow: torch.dtype, wide: torch.dtype) ->
         np.float32,
     )
     assert (Dense(torch.eye(3)) @ np.arange(6)[::-2]).tolist() == [5.0, 3.0, 1.0]  # integers, negative strides
-
-
-def test_a_quadratic_form_of_one_vector_is_a_number() -> None:
-    space = Space.from_shapes({"a": (2, 2), "b": (2,)})
-    M, v = psd(6, 6), normal(6).requires_grad_()
-    A, tree = OnlyProducts(M, space), space.unflatten(v)
-    for J in (v, tree, list(tree.values()), tuple(tree.values())):
-        close(A.quadratic_form(J), v @ M @ v)
-    close(torch.autograd.grad(A.quadratic_form(v), v)[0], 2 * M @ v)
-    rows = A.quadratic_form(normal(5, 3, 6).numpy())
-    assert isinstance(rows, np.ndarray)
-    close(torch.tensor(rows), normal(5, 3, 6) @ M @ normal(5, 3, 6).mT)
-    assert A.quadratic_form(torch.zeros(0, 6, dtype=F64)).shape == (0, 0)
 
 
 class Triangle(LinearOperator):
@@ -186,14 +171,12 @@ def read(space: Space, X: Any) -> Any:
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: A + Dense(torch.eye(2)), ValueError, r"The spaces of Dense\(\[\[3\]\] x \[\[3\]\]\) \+ Dense\(\[\[2"),
-    (lambda: A @ Dense(torch.eye(2)), ValueError, r"The spaces of Dense.* @ Dense.* don't fit"),
     (lambda: A + Dense(torch.eye(3, dtype=F64)), TypeError, "on one device, got torch.float32 on cpu and torch.float6"),
     (lambda: torch.ones(3) * A, TypeError, r"the factor of a Dense to be one number.*got a tensor of shape \[3\]"),
     (lambda: A * A, TypeError, r"got Dense\(3 x 3.*\); the product of two matrices is A @ B"),
     (lambda: A / "2", TypeError, "the divisor of a Dense to be one number"),
     (lambda: A / torch.tensor(0.0), ZeroDivisionError, r"Dense\(3 x 3, .*\) can't be divided by 0"),
     (lambda: A + 1, TypeError, r"int can't be added to Dense.* Add c times the identity by A.shift\(c\), a matrix "),
-    (lambda: 1 - A, TypeError, "int can't be added to Dense"),
     (lambda: torch.ones(3, 3) + A, TypeError, r"Tensor can't be added to Dense.*by A \+ Dense\(M\)"),
     (lambda: A + "A", TypeError, r"unsupported operand type\(s\)"),
     (lambda: np.asarray(A), TypeError, r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy"),
@@ -209,22 +192,17 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: Triangle().T @ torch.ones(3, dtype=F64), NotImplementedError, r"has no adjoint: .*define `_rmatmat\(self"),
     (lambda: Triangle().to(torch.float32), NotImplementedError, "Triangle owns no tensors that could be moved"),
     (lambda: RECTANGLE @ torch.zeros(2), ValueError, r"Dense\(2 x 3, GENERAL, .*\) @ X: Expected shape \[3\]"),
-    (lambda: torch.zeros(4, 3) @ RECTANGLE, ValueError, r"Dense\(3 x 2.* @ X: Expected shape \[2\] or \[2, K\], got"),
     (lambda: [torch.zeros(4, 2)] @ RECTANGLE, ValueError, r'"0": expected shape \[2\], or \[2, K\], .* got \[4, 2'),
     (lambda: read(T22, torch.zeros(4, 1, 1)), ValueError, r"Expected shape \[4\] or \[4, K\], got \[4, 1, 1\]"),
-    (lambda: read(T22, np.zeros(4, dtype=complex)), TypeError, "real numbers, got dtype complex128"),
     (lambda: read(T22, "vector"), TypeError, "Expected a tensor or NumPy array .* got str"),
     (lambda: read(T22, [1.0, 2.0]), ValueError, r"Expected 1 tensors of shapes \[\[2, 2\]\], got 2"),
     (lambda: read(T22, [4.0]), TypeError, r'Entry "0": expected a tensor of shape \[2, 2\], got float'),
     (lambda: read(T22, [torch.zeros(4)]), ValueError, r'"0": expected shape \[2, 2\], or \[2, 2, K\], .* got \[4\]'),
     (lambda: read(T22, {"w": torch.zeros(2, 2)}), ValueError, r"named \['0'\]; missing \['0'\], unexpected \['w'\]"),
     (lambda: read(TWO, [torch.zeros(2, 3), torch.zeros(1)]), ValueError, "equally many in every tensor"),
-    (lambda: read(T22, torch.zeros(4, dtype=F64)), TypeError, r"in torch.float32.* got torch.float64; convert it, X"),
     (lambda: read(T22, [torch.zeros(2, 2, dtype=F64)]), TypeError, 'Expected tensor "0" in torch.float32'),
     (lambda: read(T22, torch.zeros(4, device="meta")), TypeError, "on cpu, where the operator is, got meta"),
-    (lambda: Space.from_shapes("vector"), TypeError, r"a sequence or mapping of shapes such as .*, got"),
     (lambda: TWO.flatten([torch.zeros(2), torch.zeros(3)]), ValueError, r'"1": expected shape \[1\], or \[1, K\]'),
-    (lambda: TWO.flatten_rows([torch.zeros(3), torch.zeros(1)]), ValueError, r'"0": expected shape \[..., 2\], with'),
     (lambda: TWO.flatten_rows([torch.zeros(5, 2), torch.zeros(4, 1)]), ValueError, "leading axes in every tensor"),
 ]  # fmt: skip
 
