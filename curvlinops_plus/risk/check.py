@@ -249,9 +249,12 @@ class Look:
         layers, norms, zero = [], [_joined(self.vectors).norm().double()], set[str]()
         for layer in self.recorder.layers:
             if self.theirs.keys() >= layer.params.keys():
-                mine, theirs = _flat(self.ours, layer), _flat(self.theirs, layer)
+                mine, theirs = _gradients(self.ours, layer), _gradients(self.theirs, layer)
                 layers.append(layer)
-                norms += [t.norm().double() for t in (mine - theirs, mine, theirs)]
+                apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+                for parts in (apart, mine, theirs):
+                    sizes = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
+                    norms.append(torch.stack(sizes).double().norm())
         scale, *found = torch.stack(norms).tolist()
         largest = max([size for size in found[2::3] if math.isfinite(size)], default=0.0)
         coarsest = min([dtype.itemsize for dtype in self.recorder.dtypes], default=8)
@@ -290,14 +293,14 @@ def _joined(ts: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten() for t in ts])
 
 
-def _flat(found: Mapping[str, Tensor | None], layer: Layer) -> Tensor:
-    """A gradient in all parameters of a layer, one vector; zero where there is none."""
+def _gradients(found: Mapping[str, Tensor | None], layer: Layer) -> list[Tensor]:
+    """A gradient in each parameter of a layer, zero where there is none."""
     parts = []
     for key, p in layer.params.items():
         g = found.get(key)
         g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-        parts.append(g.detach().to(layer.accumulation_dtype).flatten())
-    return torch.cat(parts)
+        parts.append(g.detach().to(layer.accumulation_dtype).view(p.shape))
+    return parts
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

@@ -63,7 +63,7 @@ def common_processes(model: nn.Module, processes: Any) -> Alone:
 
 # ------------------------------------------------------------------------------------------------------------- the same
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """For each tensor `Σ x` and its norm in double precision, of what is finite: they tell whether it has changed.
+    """For each tensor `Σ x` and its norm in double precision: they tell whether it has changed.
 
     Cost: one pass over their memory.
 
@@ -77,8 +77,10 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
             t = t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[operator]
             t = t.to_dense() if t.layout != torch.strided else t
             t = torch.view_as_real(t) if t.is_complex() else t
-            x = torch.nan_to_num((t.cpu() if t.device.type == "mps" else t).double(), 0.57, 2.71, -3.14)
-            found.append(torch.stack((x.sum(), torch.linalg.vector_norm(x))))
+            t = t.cpu() if t.device.type == "mps" else t
+            x = t if t.is_floating_point() else t.double()
+            sums = x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
+            found.append(torch.stack(sums).nan_to_num())  # NaN equals NaN
     together = [sums.to(found[0].device) for sums in found]  # every answer of a GPU is waited for
     return dict(zip(tensors, torch.stack(together).tolist() if found else [], strict=True))
 
