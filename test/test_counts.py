@@ -18,14 +18,9 @@ from curvlinops_plus import (
     KFACLinearOperator,
     MonteCarlo,
     curvature,
-    hutchinson_diag,
-    hutchinson_squared_fro,
     hutchinson_trace,
-    hutchpp_trace,
     random_vector,
     top_eigenpairs,
-    xdiag,
-    xtrace,
 )
 from curvlinops_plus.estimate import logdet
 from curvlinops_plus.linalg import Dense, Structure
@@ -37,11 +32,6 @@ PARAMS = list(MODEL.parameters())
 
 COUNTS: dict[str, Any] = {
     "hutchinson_trace": lambda k: hutchinson_trace(A, k, generator=seeded()),
-    "hutchpp_trace": lambda k: hutchpp_trace(A, k, generator=seeded()),
-    "xtrace": lambda k: xtrace(A, k, generator=seeded()),
-    "hutchinson_diag": lambda k: hutchinson_diag(A, k, generator=seeded()),
-    "xdiag": lambda k: xdiag(A, k, generator=seeded()),
-    "hutchinson_squared_fro": lambda k: hutchinson_squared_fro(A, k, generator=seeded()),
     "random_vector": lambda k: random_vector(k, generator=seeded()),
     "logdet": lambda k: logdet(A, num_probes=k, num_steps=k, generator=seeded()),
     "top_eigenpairs": lambda k: top_eigenpairs(A, k)[0],

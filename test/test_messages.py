@@ -31,7 +31,6 @@ from curvlinops_plus import (
     Exact,
     FisherMCLinearOperator,
     ForwardOnly,
-    FromDistribution,
     FullBlock,
     GGNFactor,
     GGNLinearOperator,
@@ -46,7 +45,6 @@ from curvlinops_plus import (
     VerificationError,
     compute_eigenvalue_correction_linear_weight_sharing,
     curvature,
-    register_likelihood,
     register_rule,
     xtrace,
 )
@@ -428,22 +426,12 @@ class OddRule(LayerRule):
         return {"weight": "i o -> o i"}
 
 
-class Scaled(nn.Module):
-    reduction = "mean"
-
-    def forward(self, f: Tensor, y: Tensor) -> Tensor:
-        return 3 * functional.mse_loss(f, y)
-
-
-register_likelihood(Scaled)(lambda loss: FromDistribution(lambda f: torch.distributions.Normal(f, 1.0)))
 MIXED = Written(lambda m, x: m.last(m.first(x) - m.first(x).mean(0)), first=lin(4, 5), last=lin(5))
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: curvature(risk(nn.Sequential(Kernel()), check=False)).verify(), VerificationError,
      r"check \(a\) gradients: layer '0' .*by autograd"),
     (lambda: BlockwiseLinearOperator(risk(MIXED), KFAC, compute=False).verify(), UnsupportedError,
      "examples of a batch depend on each other"),
-    (lambda: curvature(risk(data=problem("mlp, mse").data, loss=Scaled())).verify(), VerificationError,
-     r"check \(c\) loss Hessian"),
     (lambda: curvature(risk(nn.Sequential(Odd())), DiagonalBlock), ValueError,
      r"OddRule.patterns names \['weight'\], but Odd has the parameters \['kernel'\]"),
 ]  # fmt: skip

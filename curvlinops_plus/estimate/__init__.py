@@ -4,7 +4,6 @@ Every function takes an operator of this package, a tensor, a NumPy array, or a 
 returns tensors in its dtype and on its device.
 """
 
-from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.eigen import (
     approximate_boundaries,
     approximate_boundaries_abs,
@@ -21,7 +20,14 @@ from curvlinops_plus.estimate.spectrum import (
     lanczos_approximate_spectrum,
     plot_spectrum,
 )
-from curvlinops_plus.estimate.trace import hutchinson_squared_fro, hutchinson_trace, hutchpp_trace, xtrace
+from curvlinops_plus.estimate.trace import (
+    hutchinson_diag,
+    hutchinson_squared_fro,
+    hutchinson_trace,
+    hutchpp_trace,
+    xdiag,
+    xtrace,
+)
 
 __all__ = [
     "LanczosApproximateLogSpectrumCached",

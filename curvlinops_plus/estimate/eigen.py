@@ -169,8 +169,7 @@ def condition_number(
             steps = min(2 * steps, max_iter)
         if not done:
             warnings.warn(
-                f"The condition number did not converge in {steps} steps; it is at least what is returned. Take a "
-                "larger max_iter or tolerance, or damp the matrix.",
+                f"The condition number did not converge in {steps} steps; it is at least what is returned.",
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
@@ -212,10 +211,11 @@ def approximate_boundaries(
     with multiplying(A) as M:
         if low is None or high is None:
             M.require_symmetric()
-        if low is None:
-            low = extreme_eigenpairs(M, M.matmat, 1, "smallest", tol, 1000, generator).eigenvalues.item()
-        if high is None:
-            high = extreme_eigenpairs(M, M.matmat, 1, "largest", tol, 1000, generator).eigenvalues.item()
+
+        def end(which: Which) -> float:
+            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator).eigenvalues.item()
+
+        low, high = end("smallest") if low is None else low, end("largest") if high is None else high
     return float(low), float(high)
 
 
@@ -241,8 +241,7 @@ def approximate_boundaries_abs(
         if low is None or high is None:
             M.require_symmetric()
         if high is None:
-            found = extreme_eigenpairs(M, M.matmat, 1, "largest magnitude", tol, 1000, generator)
-            high = found.eigenvalues.abs().item()
+            high = extreme_eigenpairs(M, M.matmat, 1, "largest magnitude", tol, 1000, generator)[0].abs().item()
         if low is None:
             start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
             low = min(_stretched(M.matmat, start, 100)[1][0], high)
@@ -319,10 +318,7 @@ def extreme_eigenpairs(
                 maxiter=max(1, max_iter // (ncv - k)),
             )
         except scipy.sparse.linalg.ArpackNoConvergence as error:
-            raise NumericsError(
-                f"The {k} {which} eigenvalues did not converge to {limit:.1e} in about {max_iter} products. Take a "
-                "larger max_iter or tolerance."
-            ) from error
+            raise NumericsError(f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}.") from error
         X = torch.from_numpy(X.copy()).to(M.zero)
     Y = product(X)
     values = (X * Y).sum(0)

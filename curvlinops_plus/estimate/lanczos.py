@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.estimate.matrix import (
     Matrix,
     MatrixLike,
@@ -149,17 +149,16 @@ def logdet(
             rough.append(squares * _mean_log(*T.quadrature(steps if steps == n else max(1, steps - steps // 4)), M))
         values, rough = torch.cat(values), torch.cat(rough)
         estimate, error = values.mean(), values.std() / sqrt(num_probes) if num_probes > 1 else values.new_zeros(())
+        words = ""
         if torch.isinf(estimate):
-            _warn(
-                "A has an eigenvalue that counts as zero (below rounding of the largest), so that its log-determinant "
-                "is -inf. Add a multiple of the identity for a finite one: A.shift(delta)."
-            )
+            words = "A has an eigenvalue that counts as zero; its log-determinant is -inf. Take A.shift(delta)."
         elif (change := float((estimate - rough.mean()).abs())) > max(float(error), n * M.eps**0.5):
-            _warn(
+            words = (
                 f"The quadrature of the log-determinant has not converged: the last of {steps} steps changed it by "
-                f"{change:.1e}, to {float(estimate):.6g} with standard error {float(error):.1e}. Take more num_steps; "
-                "if the change stays, the matrix is singular or nearly so: add a multiple of the identity to it."
+                f"{change:.1e}. Take more num_steps; if the change stays, A is singular or nearly so: A.shift(delta)."
             )
+        if words:
+            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
     estimate, error = estimate.to(M.zero), error.to(M.zero)
     return (estimate, error) if return_error else estimate
 
@@ -170,11 +169,7 @@ def _mean_log(nodes: Tensor, weights: Tensor, A: Matrix) -> Tensor:  # [K, steps
     if bool((nodes < -rounding).any()):
         raise ValueError(
             f"A has a negative eigenvalue, at most {float(nodes.min()):.1e}; expected a positive definite matrix. "
-            " Add a multiple of the identity, or take a positive semi-definite curvature matrix such as the GGN."
+            "Add a multiple of the identity, or take a positive semi-definite curvature matrix such as the GGN."
         )
     logs = torch.where(nodes > rounding, nodes, torch.zeros_like(nodes)).log()
     return (weights.clamp(min=1e-300) * logs).sum(1)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CurvatureWarning, stacklevel=3)

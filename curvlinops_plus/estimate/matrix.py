@@ -176,8 +176,6 @@ def random_vectors(num: int, dim: int, distribution: str, generator: Generator |
     """Columns drawn one after another as by `random_vector`, `[dim, num]`: two draws of one are one draw of two."""
     if distribution not in ("rademacher", "normal", "sphere"):
         raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
-    if generator is not None and not isinstance(generator, Generator):
-        raise TypeError(f"Expected a torch.Generator, got {generator!r}; take torch.Generator().manual_seed(seed).")
     signs = distribution == "rademacher"
     columns = like.new_empty(num, dim)
     for column in columns:  # each by a call of its own: what one call gives first depends on how much it gives

@@ -44,7 +44,9 @@ def test_two_parts_merged_are_the_whole(kind: Any, name: str) -> None:
             total.zero_()
     for first in (one, loaded):
         first.merge(two)
+        first.merge(CurvatureEstimator(p.risk(()), kind, vectors="type-2"))  # which has seen nothing
         close(first.operator.to_dense(), whole.operator.to_dense())
+        assert (first.updates, first.examples, first.weight) == (whole.updates, whole.examples, whole.weight)
     same(two.operator.to_dense(), alone)
 
 

@@ -76,20 +76,6 @@ def test_a_number_or_a_pair_is_added_to_the_factors(name: str, separate: bool) -
 
 
 @separate_or_joint
-@pytest.mark.parametrize("name", NETS)
-def test_exact_damping(name: str, separate: bool) -> None:
-    for kind in (KFACLinearOperator, EKFACLinearOperator):
-        K = operator(kind, name, separate)
-        dense = K.to_dense()
-        expected = torch.linalg.inv(dense + 0.3 * torch.eye(len(dense), dtype=dense.dtype))
-        close(
-            KFACInverseLinearOperator(K, damping=0.3, use_exact_damping=True).to_dense(), expected, what=kind.__name__
-        )
-        close(K.inverse(damping=0.3).to_dense(), expected, what=kind.__name__)
-        close(K.inverse(damping=torch.tensor(0.3, dtype=torch.float64)).to_dense(), expected, what=kind.__name__)
-
-
-@separate_or_joint
 @pytest.mark.parametrize(
     ("name", "smallest"), [("mlp", 0.4), ("strided cnn", 1e-8), ("weights only", 1e-8), ("mlp", 0.0)]
 )

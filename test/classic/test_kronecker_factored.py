@@ -269,7 +269,9 @@ def test_eigenvalues_are_alive(separate: bool) -> None:
     close(K.trace, 2 * trace + 43 + total)
     v = torch.ones(43, dtype=torch.float64)
     close(K @ v, K.to_dense() @ v)
-    close(K.inverse(damping=1.0).to_dense(), torch.linalg.inv(K.to_dense() + torch.eye(43, dtype=torch.float64)))
+    expected = torch.linalg.inv(K.to_dense() + torch.eye(43, dtype=torch.float64))
+    close(K.inverse(damping=1.0).to_dense(), expected)
+    close(KFACInverseLinearOperator(K, damping=1.0, use_exact_damping=True).to_dense(), expected)
 
 
 # ---------------------------------------------------------------------------------------------- eigenvalue correction

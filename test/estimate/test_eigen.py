@@ -117,7 +117,7 @@ def test_a_loose_tolerance() -> None:
 
 def test_what_is_not_reached_is_said() -> None:
     A = with_eigenvalues(torch.linspace(1, 1.001, 400))
-    with pytest.raises(NumericsError, match=r"The 2 largest eigenvalues did not converge .* in about 1 products"):
+    with pytest.raises(NumericsError, match=r"The 2 largest eigenvalues did not converge"):
         top_eigenpairs(A, 2, tol=1e-12, max_iter=1, generator=seeded())
     spread = with_eigenvalues(torch.logspace(-8, 0, 200))
     with pytest.warns(CurvatureWarning, match=r"did not converge in 30 steps; it is at least what is returned"):

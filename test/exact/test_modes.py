@@ -151,28 +151,6 @@ def test_columns_of_several_losses() -> None:
     assert list(GGNFactor(risk, "empirical").in_shapes) == [torch.Size((7, 1, 1))]
 
 
-def test_the_hessian_of_several_losses_is_the_sum_of_theirs() -> None:
-    risk, total = two_losses(), torch.zeros(16, 16, dtype=F64)
-    for key, loss, weight in (("a", nn.CrossEntropyLoss(), 1.0), ("b", nn.MSELoss(), 0.3)):
-        data = [(X, y[key]) for X, y in risk.data]
-        total += weight * Hessian(EmpiricalRisk(risk.model, loss, data, output=itemgetter(key))).to_dense()
-    close(Hessian(risk).to_dense(), total)
-
-
-@pytest.mark.parametrize("vectors", ["Hessian", Exact(), Empirical(), Empirical(per_term=True)], ids=repr)
-def test_a_weight_of_two_is_two_examples(vectors: Any) -> None:
-    torch.manual_seed(0)
-    model, X, y, w = nn.Linear(3, 2).double(), normal(5, 3), torch.arange(5) % 2, torch.tensor([2, 0, 1, 3, 1])
-    data = [(X[at], y[at], w[at].double()) for at in (slice(0, 3), slice(3, 5))]
-    risks = [
-        EmpiricalRisk(model, nn.CrossEntropyLoss(), data, weight=lambda X, y, w: w),
-        EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.repeat_interleave(w, 0), y.repeat_interleave(w))]),
-    ]
-    one, other = (Hessian(risk) if vectors == "Hessian" else GGN(risk, vectors) for risk in risks)
-    close(one.to_dense(), other.to_dense())
-    close(one @ normal(8), other @ normal(8))
-
-
 class OfUser(nn.Module):
     """Half of the squared error, without a likelihood."""
 

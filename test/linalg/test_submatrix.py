@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from curvlinops_plus import GGNFactorLinearOperator, GGNLinearOperator, KFACLinearOperator
@@ -72,17 +70,6 @@ def test_ways_to_pick(which: Any, at: list[int]) -> None:
         close(S @ X, expected @ X)
         close(normal(2, expected.shape[0]) @ S, normal(2, expected.shape[0]) @ expected)
         assert S.structure == (PSD if rows is cols else GENERAL)
-
-
-@settings(max_examples=40, deadline=None)
-@given(m=st.integers(1, 7), n=st.integers(1, 7), data=st.data())
-def test_any_rows_and_columns(m: int, n: int, data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.integers(0, m - 1), unique=True))
-    cols = data.draw(st.lists(st.integers(0, n - 1), unique=True))
-    M = normal(m, n)
-    for S in (SubmatrixLinearOperator(Dense(M), rows, cols), Dense(M)[rows, cols]):
-        close(S.to_dense(), M[rows][:, cols])
-        close(S.T.to_dense(), M[rows][:, cols].T)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

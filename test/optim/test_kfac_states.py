@@ -109,21 +109,6 @@ def test_a_state_between_micro_batches(listens: bool) -> None:
     assert torch.equal(*dense)
 
 
-REFUSED: list[tuple[Callable[[], KFACOptimizer], Callable[[dict[str, Any]], Any], str]] = [
-    (lambda: KFACOptimizer(nn.Linear(4, 3).double(), CE), lambda state: state, "parameter"),
-    (
-        lambda: KFACOptimizer(net().float(), CE, **EXACT),
-        lambda state: state,
-        "mismatch in dtype: the state has 'float64'",
-    ),
-    (
-        lambda: KFACOptimizer(net(), CE),
-        lambda state: state["param_groups"][0]["params"].append(9) or state,
-        "The state is of groups with the parameters",
-    ),
-]
-
-
 def test_the_state_shows_the_velocity_of_now() -> None:
     """Also while the learning rate changes; and without it there is none."""
     model, before = net(), flat(net())
@@ -151,17 +136,21 @@ def test_the_order_of_parameters_does_not_matter() -> None:
     torch.testing.assert_close(flat(one), flat(two), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(("make", "change", "words"), REFUSED)
-def test_states_that_do_not_fit(
-    make: Callable[[], KFACOptimizer], change: Callable[[dict[str, Any]], Any], words: str
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Linear(4, 3).double(), "The state is of groups with the parameters"),
+        (lambda: net().float(), "mismatch in dtype: the state has 'float64'"),
+    ],
+)
+def test_states_that_do_not_fit(make: Callable[[], nn.Module], words: str) -> None:
     """Nothing has changed then."""
     model = net()
-    optimizer, other = KFACOptimizer(model, CE, **EXACT), make()
+    optimizer, other = KFACOptimizer(model, CE, **EXACT), KFACOptimizer(make(), CE, **EXACT)
     plain(optimizer, model, CE, *batch())
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match=words):
-        other.load_state_dict(change(copy.deepcopy(optimizer.state_dict())))
+        other.load_state_dict(optimizer.state_dict())
     assert not other.state
     assert (other.steps, other.curvature.updates) == (0, 0)
     assert other.state_dict()["param_groups"] == before["param_groups"]

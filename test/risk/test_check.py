@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem, unchanged
+from cases import close, unchanged
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -251,14 +251,6 @@ def test_it_costs_three_examples_once() -> None:
     assert sizes == [7, 1, 1, 1, 7, 1, 7]
     _ = curvature(risk_of(model, check=False), KFAC).trace
     assert sizes[7:] == [7]
-
-
-def test_nothing_of_the_user_changes() -> None:
-    p = problem("mlp")
-    state = torch.get_rng_state()
-    with unchanged(p.model):
-        _ = curvature(p.risk(), KFAC).trace
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_buffers_that_a_training_pass_wrote_stay() -> None:
