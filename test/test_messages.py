@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NETS, Problem, close, problem, unchanged
+from cases import close, problem, unchanged
 from helpers import F64, Written, normal
 from torch import Tensor, nn
 from torch.nn import functional
@@ -292,11 +292,6 @@ def test_what_layers_did(approximation: Any, vectors: Any, frozen: bool) -> None
 
 
 # ------------------------------------------------------------------------------------------------- right, not refused
-def of_model(model: nn.Module, data: Any) -> Problem:
-    """A problem whose twin is of another model."""
-    made = Problem(NETS["mlp"](), CE, data)
-    made.net.model = model
-    return made
 
 
 TOKENS = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
@@ -327,29 +322,6 @@ def test_embeddings_that_scale_gradients() -> None:
     torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*dense)
     assert not torch.allclose(*grads)
-
-
-LAYERS: dict[str, Any] = {
-    "embedding": lambda: (nn.Embedding(5, 4), torch.arange(5)[None]),
-    "linear": lambda: (nn.Linear(2, 4), torch.ones(1, 5, 2)),
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("use", [lambda r: r, lambda r: r.squeeze(0), lambda r: r[0], lambda r: r.sum()])
-def test_one_row_for_all_examples_is_right_or_refused(layer: str, use: Callable[[Tensor], Tensor]) -> None:
-    made, code = LAYERS[layer]()
-    model = Written(
-        lambda m, x: m.head(torch.tanh(x + use(m.layer(m.code)))).mean(1), layer=made, head=lin(), code=nn.Buffer(code)
-    )
-    p = of_model(model.double(), [(normal(6, 5, 4), Y)])
-    try:
-        dense = curvature(risk(model, p.data), FullBlock).to_dense()
-    except UnsupportedError as error:
-        if "'layer'" not in str(error):
-            raise
-    else:
-        close(dense, p.exact.only_blocks(p.exact.ggn(), False))
 
 
 # ------------------------------------------------------------------------------------------------------------- warnings

@@ -308,7 +308,6 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, 'norm to be "euclidean" or "fisher", got \'max\'', optimizer(norm="max")),
     (ValueError, "lr to be a finite number of at least 0, got -1", optimizer(lr=-1)),
     (ValueError, "norm_constraint to be a finite number of at least 0, got -1", optimizer(norm_constraint=-1)),
-    (ValueError, "momentum to be at least 0 and below 1", optimizer(momentum=1.5)),
     (ValueError, "one parameter group", lambda: optimizer()().add_param_group({"params": [nn.Parameter(ONES)]})),
     (ValueError, r"damping to be .* at least 0, got -1\.0", lambda: optimizer(damping=lambda step: -1.0)().step(X, E)),
 ]
