@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from math import sqrt
 from typing import Any, Generic, Literal, ParamSpec, Protocol, cast, overload
 
-import numpy as np
-import scipy  # its modules are imported where they are first used
 import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg import Structure, from_scipy
+from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.numerics import standard_normal, whole
 
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once
@@ -21,11 +19,7 @@ P = ParamSpec("P")
 
 
 class MatrixLike(Protocol):
-    """An operator of this package, a 2-d tensor or NumPy array, a SciPy operator or sparse matrix.
-
-    Operators of other libraries do as well if their `dtype` and `device` are PyTorch's and `A @ X` and `A.T @ X`
-    multiply tensors `[n, K]` (`A.adjoint()` if there is no `A.T`).
-    """
+    """An operator of this package, a 2-d tensor or NumPy array, a SciPy operator or sparse matrix."""
 
     @property
     def shape(self) -> Any: ...
@@ -49,25 +43,20 @@ def estimator(function: Callable[P, Tensor | tuple[Tensor, Tensor]]) -> Estimato
 
 
 class Matrix:
-    """Products of a matrix `[m, n]` with tensors `[n, K]`, in blocks of columns.
+    """An operator `[m, n]` and products with tensors `[n, K]`, in blocks of columns.
 
     `dtype` is what estimators compute in: float32 if the matrix itself is in half precision. `eps` is the relative
     rounding error of products.
     """
 
     def __init__(self, A: Any) -> None:
-        if isinstance(A, np.ndarray):
-            A = from_scipy(np.ascontiguousarray(A))
-        elif scipy.sparse.issparse(A) or isinstance(A, scipy.sparse.linalg.LinearOperator):
+        if not isinstance(A, (LinearOperator, Tensor)):
             A = from_scipy(A)
-        elif not isinstance(getattr(A, "dtype", None), torch.dtype) or not hasattr(A, "__matmul__"):
-            raise TypeError(
-                "Expected a LinearOperator, a tensor, a NumPy array, or a SciPy operator or sparse matrix, got "
-                f"{type(A).__name__}."
-            )
+        self.shape, self.device = tuple(A.shape), A.device
         if not A.dtype.is_floating_point:
             raise TypeError(f"Expected a matrix of real floating-point numbers, got {A.dtype}.")
-        self.shape, self.device = tuple(A.shape), torch.device(A.device)
+        if len(self.shape) != 2 or 0 in self.shape:
+            raise ValueError(f"A must be a matrix with entries. Got shape {self.shape}.")
         self.dtype, self.eps = torch.promote_types(A.dtype, torch.float32), torch.finfo(A.dtype).eps
         #: A 0-d tensor of the dtype and device in which to compute.
         self.zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -88,7 +77,7 @@ class Matrix:
 
     def rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
         """`Aᵀ @ X`."""
-        return self._in_blocks(self._A.T if hasattr(self._A, "T") else self._A.adjoint(), X, self.shape[1])
+        return self._in_blocks(self._A.T, X, self.shape[1])
 
     def gram(self, X: Tensor) -> Tensor:
         """`AᵀA X`, or `AAᵀ X` if that is smaller."""
@@ -98,10 +87,7 @@ class Matrix:
         results = [X.new_zeros((rows, 0))]
         results += [(A @ block.to(A.dtype)).to(self.dtype) for block in X.split(list(self.blocks(X.shape[1])), dim=1)]
         if not all(bool(torch.isfinite(result).all()) for result in results):
-            raise NumericsError(
-                "A product with A has NaN or infinite entries; look for them in the matrix, or in the model and the "
-                "data that it comes from."
-            )
+            raise NumericsError("A product with A has NaN or infinite entries; look for them in the model and data.")
         return torch.cat(results, dim=1)
 
     def asymmetry(self) -> float:
@@ -119,8 +105,8 @@ class Matrix:
         """Refuse a matrix whose products are not those of a symmetric one."""
         if (difference := self.asymmetry()) > self.eps**0.5:
             raise ValueError(
-                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Expected a "
-                "symmetric matrix; take `A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
+                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Take "
+                "`A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
             )
 
 
@@ -134,13 +120,8 @@ def multiplying(A: Any, square: bool = True) -> Iterator[Matrix]:
         ValueError: If it has not two axes, no entries, or, where that is needed, not as many rows as columns.
     """
     matrix = Matrix(A)
-    if len(matrix.shape) != 2 or 0 in matrix.shape:
-        raise ValueError(f"A must be a matrix with entries. Got shape {matrix.shape}.")
     if square and matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(
-            f"Operator must be square. Got shape {matrix.shape}. Of a rectangular matrix there are "
-            "`hutchinson_squared_fro`, `spectral_norm` and `condition_number`."
-        )
+        raise ValueError(f"Operator must be square. Got shape {matrix.shape}.")
     with torch.autocast(matrix.device.type, enabled=False):
         yield matrix
 
@@ -251,10 +232,7 @@ def number_of_draws(num_matvecs: int, M: Matrix, return_error: bool, divisor: in
     """
     check_at_least(1, num_matvecs=num_matvecs)
     if num_matvecs >= min(M.shape):
-        raise ValueError(
-            f"num_matvecs ({num_matvecs}) must be less than A's size {M.shape}: with that many products you have the "
-            "whole matrix, as `A.to_dense()` or `A @ identity`, and the exact answer."
-        )
+        raise ValueError(f"num_matvecs ({num_matvecs}) must be less than A's size {M.shape}: take the whole matrix.")
     if num_matvecs % divisor != 0:
         raise ValueError(f"num_matvecs ({num_matvecs}) must be divisible by {divisor}.")
     draws = num_matvecs // divisor

@@ -278,9 +278,6 @@ def plot_spectrum(spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any
     ax.plot(grid, density, **line)
     if log:
         ax.set_xscale("log")
-    ax.set_yscale("log")
     top = max(drawn.get_ydata().max() for drawn in ax.lines)
-    ax.set_ylim(1e-8 * top, 2 * top)
-    ax.set_xlabel("eigenvalue")
-    ax.set_ylabel("density")
+    ax.set(yscale="log", ylim=(1e-8 * top, 2 * top), xlabel="eigenvalue", ylabel="density")
     return ax

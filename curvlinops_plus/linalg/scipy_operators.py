@@ -129,7 +129,7 @@ def from_scipy(
     dtype = dtype or (torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64)
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
-        return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
+        return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=where), structure)
     wrapped = scipy.sparse.linalg.aslinearoperator(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")

@@ -21,7 +21,7 @@ from curvlinops_plus.estimate import (
     spectral_norm,
     top_eigenpairs,
 )
-from curvlinops_plus.linalg import Dense, Structure
+from curvlinops_plus.linalg import Dense, LinearOperator, Space, Structure
 
 SPECTRA = {
     "flat": torch.linspace(1, 2, 100, dtype=F64),
@@ -34,16 +34,14 @@ SPECTRA = {
 }
 
 
-class Counted:
+class Counted(LinearOperator):
     """A matrix that counts its products; with `noise`, they are random."""
 
-    device = torch.device("cpu")
-
     def __init__(self, matrix: Tensor, noise: float = 0.0) -> None:
+        super().__init__(Space.flat(len(matrix)), matrix.dtype, matrix.device)
         self.matrix, self.noise, self.products, self.generator = matrix, noise, 0, seeded()
-        self.shape, self.dtype = matrix.shape, matrix.dtype
 
-    def __matmul__(self, X: Tensor) -> Tensor:
+    def _matmat(self, X: Tensor) -> Tensor:
         self.products += X.shape[1]
         return self.matrix @ X + self.noise * torch.randn(X.shape, dtype=X.dtype, generator=self.generator)
 

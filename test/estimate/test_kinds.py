@@ -31,7 +31,7 @@ from curvlinops_plus.estimate import (
     xdiag,
     xtrace,
 )
-from curvlinops_plus.linalg import Dense, Kronecker, Structure
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Space, Structure
 
 
 def psd(n: int, seed: int = 0) -> Tensor:
@@ -43,26 +43,27 @@ G, A = psd(3), psd(4, seed=1)
 MATRIX = torch.kron(G, A)
 
 
-class Foreign:
-    """An operator of another library: PyTorch's dtype and device, products, a transpose. Counts columns."""
+class Counted(LinearOperator):
+    """Nothing but products and a transpose; counts columns."""
 
     def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.shape, self.dtype, self.device = matrix, matrix.shape, matrix.dtype, matrix.device
-        self.seen: list[int] = []
+        m, n = matrix.shape
+        super().__init__(Space.flat(n), matrix.dtype, matrix.device, out_space=Space.flat(m))
+        self.matrix, self.seen = matrix, []
 
-    def __matmul__(self, X: Tensor) -> Tensor:
+    def _matmat(self, X: Tensor) -> Tensor:
         self.seen.append(X.shape[1])
         return self.matrix @ X
 
-    def adjoint(self) -> Foreign:
-        return Foreign(self.matrix.T)
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.matrix.T @ X
 
 
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "ours": lambda M: Dense(M, Structure.SYMMETRIC),
     "general": lambda M: Dense(M, Structure.GENERAL),
     "kronecker": lambda M: Kronecker(G.to(M), A.to(M)),
-    "foreign": Foreign,
+    "counted": Counted,
     "sparse tensor": lambda M: M.to_sparse(),
     "numpy, odd strides": lambda M: M.flip(0, 1).numpy()[::-1, ::-1],
     "scipy": lambda M: aslinearoperator(M.numpy()),
@@ -102,7 +103,7 @@ def test_every_kind_gives_the_same(call: str) -> None:
     half = MATRIX.bfloat16()
     assert {t.dtype for t in CALLS[call](half)} == {torch.float32}
     torch.testing.assert_close(CALLS[call](half)[0].double(), CALLS[call](half.double())[0], rtol=2e-3, atol=1e-4)
-    found = CALLS[call](Foreign(half))  # whose products are rounded
+    found = CALLS[call](Counted(half))  # whose products are rounded
     torch.testing.assert_close(found[0].double(), expected[0], rtol=0.3, atol=0.1)
 
 
@@ -139,7 +140,7 @@ def test_other_matrices() -> None:
     found = hutchinson_trace(scipy.sparse.csr_array(np.diag([1, 2, 3])), 2)
     torch.testing.assert_close(found, torch.tensor(6.0, dtype=F64))
     wide = torch.randn(4, 9, dtype=F64, generator=seeded())
-    for make in (Foreign, Dense, lambda M: M.numpy(), KINDS["scipy"], KINDS["scipy sparse array"]):
+    for make in (Counted, Dense, lambda M: M.numpy(), KINDS["scipy"], KINDS["scipy sparse array"]):
         for M in (wide, wide.T.contiguous()):
             expected = hutchinson_squared_fro(M, 3, generator=seeded())
             torch.testing.assert_close(hutchinson_squared_fro(make(M), 3, generator=seeded()), expected)
@@ -153,12 +154,12 @@ def test_products_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (100, 2):
         monkeypatch.setattr(matrix, "BLOCK_BYTES", columns * MATRIX[0].nbytes)
         for estimate, num, most in estimates:
-            estimate(M := Foreign(MATRIX), num)
+            estimate(M := Counted(MATRIX), num)
             assert (sum(M.seen), max(M.seen)) == (num, min(most, columns))
     monkeypatch.setattr(matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes)  # each vector with those of its steps
-    logdet(M := Foreign(MATRIX), num_probes=5, num_steps=12)
+    logdet(M := Counted(MATRIX), num_probes=5, num_steps=12)
     assert M.seen == [2] + [3] * 12 + [2] * 12  # two look for symmetry
-    lanczos_approximate_spectrum(M := Foreign(MATRIX), 6, num_repeats=10, boundaries=(0, 20))
+    lanczos_approximate_spectrum(M := Counted(MATRIX), 6, num_repeats=10, boundaries=(0, 20))
     assert M.seen == [2] + [9] * 6 + [1] * 6
 
 
@@ -172,7 +173,7 @@ WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
     (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"must be a matrix .* Got shape \(2, 3, 3\)"),
     (lambda: logdet(torch.zeros(0, 0)), ValueError, r"must be a matrix with entries. Got shape \(0, 0\)"),
-    (lambda: xtrace([[1.0]], 2), TypeError, "Expected a LinearOperator, a tensor, a NumPy array, or a SciPy.*got list"),
+    (lambda: xtrace([[1.0]], 2), TypeError, "type not understood"),
     (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64"),
     (lambda: xtrace(aslinearoperator(1j * np.eye(5)), 2), TypeError, "real numbers, got dtype complex128"),
     (lambda: xtrace(I12, 6.0), TypeError, r"num_matvecs \(6.0\) must be an integer"),
@@ -207,7 +208,7 @@ def test_numbers_of_products(estimate: Callable, least: int) -> None:
         with pytest.raises(ValueError, match=rf"num_matvecs \({num}\) {words}"):
             estimate(I12, num)
     if estimate is not hutchinson_squared_fro:
-        with pytest.raises(ValueError, match=r"Operator must be square. Got shape \(5, 4\).*hutchinson_squared_fro"):
+        with pytest.raises(ValueError, match=r"Operator must be square. Got shape \(5, 4\)"):
             estimate(Dense(torch.zeros(5, 4)), 6)
     parameters = inspect.signature(estimate).parameters.values()
     named = [p.name for p in parameters if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -21,7 +21,7 @@ from curvlinops_plus.estimate import (
     plot_spectrum,
 )
 from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.linalg import Dense, Structure
+from curvlinops_plus.linalg import Dense, LinearOperator, Space, Structure
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()
 INDEFINITE = torch.cat([torch.linspace(-1, 1, 150), torch.tensor([-2.0, 4.0])]).double()
@@ -91,11 +91,11 @@ def test_small_and_singular_matrices() -> None:
     assert abs(mass(grid[grid < 1e-2], density[grid < 1e-2]) - 0.75) < 0.1
 
 
-class Counted:
-    shape, dtype, device = (153, 153), F64, torch.device("cpu")
+class Counted(LinearOperator):
+    in_space, dtype, device = Space.flat(153), F64, torch.device("cpu")
     matrix, products = with_eigenvalues(BULK_AND_PEAKS), 0
 
-    def __matmul__(self, X: Tensor) -> Tensor:
+    def _matmat(self, X: Tensor) -> Tensor:
         self.products += X.shape[1]
         return self.matrix @ X
 
