@@ -231,7 +231,7 @@ OPTIONS = {
     "padding_idx": 2,
     "max_norm": 100.0,
     "norm_type": 1.0,
-    "scale_grad_by_freq": False,  # True: test_gradients_are_not_scaled_by_frequency
+    "scale_grad_by_freq": False,
     "sparse": True,
     "_weight": torch.randn(VOCABULARY, D, dtype=torch.float64),
     "device": "cpu",
