@@ -50,6 +50,9 @@ class Matrix:
     """
 
     def __init__(self, A: Any) -> None:
+        if not hasattr(A, "shape"):  # a risk, say, instead of a matrix of it
+            what = "a LinearOperator, a tensor, an array or a SciPy operator"
+            raise TypeError(f"Expected {what}, got {type(A).__name__}.")
         if not isinstance(A, (LinearOperator, Tensor)):
             A = from_scipy(A)
         self.shape, self.device = tuple(A.shape), A.device
