@@ -173,7 +173,7 @@ WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
     (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"must be a matrix .* Got shape \(2, 3, 3\)"),
     (lambda: logdet(torch.zeros(0, 0)), ValueError, r"must be a matrix with entries. Got shape \(0, 0\)"),
-    (lambda: xtrace([[1.0]], 2), TypeError, "type not understood"),
+    (lambda: xtrace([[1.0]], 2), TypeError, "Expected a LinearOperator, a tensor"),
     (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64"),
     (lambda: xtrace(aslinearoperator(1j * np.eye(5)), 2), TypeError, "real numbers, got dtype complex128"),
     (lambda: xtrace(I12, 6.0), TypeError, r"num_matvecs \(6.0\) must be an integer"),
