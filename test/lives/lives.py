@@ -22,6 +22,7 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
+from curvlinops_plus.linalg import Eigendecomposed
 
 KINDS: dict[str, Any] = {"KFAC": KFAC, "EKFAC": EKFAC}
 
@@ -96,6 +97,18 @@ class Training:
             getattr(self, name).load_state_dict(state[name])
 
 
+def determined(K: BlockwiseLinearOperator) -> Tensor:
+    """The entries of its blocks; of EKFAC's whose factors have repeated eigenvalues the trace alone.
+
+    Where stride and kernel of a transposed convolution are equal, its input factor is the same matrix for each tap.
+    Eigenvectors of repeated eigenvalues depend on rounding, and so do EKFAC's corrected eigenvalues, but not their sum.
+    """
+    modules = dict(K.risk.model.named_modules())
+    repeated = {name for name, module in modules.items() if isinstance(module, nn.ConvTranspose2d)}
+    repeated = {name for name in repeated & K.blocks.keys() if isinstance(K.blocks[name], Eigendecomposed)}
+    return torch.cat([(b.trace if n in repeated else b.to_dense()).flatten() for n, b in K.blocks.items()])
+
+
 def in_parts(ordinary: Ordinary, processes: Any = None) -> dict[str, Tensor]:
     """Operators, estimates and the parameters after training, by processes that have each its part of all batches."""
     model, batches = ordinary.make(), [ordinary.examples(10, seed) for seed in range(3)]
@@ -103,11 +116,11 @@ def in_parts(ordinary: Ordinary, processes: Any = None) -> dict[str, Tensor]:
         batches = [batch[processes.rank :: processes.world] for batch in batches]
     data, found = [ordinary.batch(batch) for batch in batches], {}
     for kind, approximation in KINDS.items():
-        found[kind] = curvature(risk_of(ordinary, model, data, processes=processes), approximation).to_dense()
+        found[kind] = determined(curvature(risk_of(ordinary, model, data, processes=processes), approximation))
         estimator = estimator_of(ordinary, model, kind, processes=processes)
         for batch in data:
             estimator.update(batch)
-        found[f"estimated {kind}"] = estimator.operator.to_dense()
+        found[f"estimated {kind}"] = determined(estimator.operator)
     training = Training(ordinary) if processes is None else Training(ordinary, DistributedDataParallel)
     for batch in batches:
         training.step([batch])

@@ -13,6 +13,7 @@ from cases import close, same
 from lives import (
     KINDS,
     Training,
+    determined,
     estimator_of,
     in_parts,
     loss_of,
@@ -104,31 +105,20 @@ def test_resumed_optimizer(ordinary: Ordinary) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a batch
-def tolerance(ordinary: Ordinary, kind: str, usual: float) -> float:
-    """What parts of a batch may differ by.
-
-    Where stride and kernel of a transposed convolution are equal, its input factor is the same matrix for each tap.
-    Eigenvectors of repeated eigenvalues depend on rounding, and so do EKFAC's single corrected ones; not its trace.
-    """
-    repeated = any(isinstance(module, nn.ConvTranspose2d) for module in ordinary.make().modules())
-    return 1e-2 if "EKFAC" in kind and repeated else usual
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_are_one_batch(ordinary: Ordinary, kind: str) -> None:
     model, examples = ordinary.make(), ordinary.examples(6, 1)
     whole = ordinary.batch(examples)
     parts = [ordinary.batch(part) for part in (examples[:2], examples[2:3], examples[3:])]
     one, several = (curvature(risk_of(ordinary, model, data), KINDS[kind]) for data in ([whole], parts))
-    close(several.to_dense(), one.to_dense(), tolerance(ordinary, kind, 1e-12))
-    close(several.trace, one.trace, 1e-12)
+    close(determined(several), determined(one), 1e-12)
     first = ordinary.batch(ordinary.examples(3, 0))  # EKFAC has its bases from it
     by_whole, by_parts = (estimator_of(ordinary, model, kind) for _ in range(2))
     for estimator, batches in ((by_whole, [whole]), (by_parts, parts)):
         estimator.update(first)
         for number, batch in enumerate(batches):
             estimator.update(batch, decay=1.0 if number else None)
-    close(by_parts.operator.to_dense(), by_whole.operator.to_dense(), 1e-12)
+    close(determined(by_parts.operator), determined(by_whole.operator), 1e-12)
 
 
 def test_two_processes_are_one(name: str, ordinary: Ordinary, elsewhere: list[dict[str, Any]]) -> None:
@@ -137,7 +127,7 @@ def test_two_processes_are_one(name: str, ordinary: Ordinary, elsewhere: list[di
         found = process["in parts"][name]
         assert isinstance(found, dict), found
         for what, value in expected.items():
-            close(found[what], value, tolerance(ordinary, what, 1e-10), what)
+            close(found[what], value, 1e-10, what)
 
 
 # ------------------------------------------------------------------------------------------------ by autograd alone
