@@ -166,8 +166,9 @@ def test_power(case: Case, dtype: torch.dtype) -> None:
         D = M + damping * eye_like(M)
         root = A.power(0.5, damping)
         close((root @ root).to_dense(), D)
-        largest = M.abs().max().clamp(min=1) ** 3  # entries that are small beside it are differences of large ones
-        close(A.power(3, damping).to_dense() / largest, D @ D @ D / largest)
+        # In float32 small entries are what the rounding of large ones leaves: these are up to 5e5.
+        unit = M.abs().max().clamp(min=1) ** 3 if dtype == torch.float32 else 1.0
+        close(A.power(3, damping).to_dense() / unit, D @ D @ D / unit)
         if "inverse" not in case.without:
             close(A.power(-0.5, damping).to_dense() @ root.to_dense(), eye_like(M))
     close(A._root_matmat(eye_like(M)) @ A._root_matmat(eye_like(M)).T, M)
