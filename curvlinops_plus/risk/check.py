@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from warnings import warn
 
@@ -24,7 +24,6 @@ from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.preserve import TOLERANCE, copied_buffers, eager, relative_difference, training_modules
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -246,19 +245,19 @@ class Look:
             OutsideReads: If a layer's rule disagrees; names layer and parameter.
         """
         self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
-        layers, norms, zero = [], [_joined(self.vectors).norm().double()], set[str]()
-        for layer in self.recorder.layers:
-            if self.theirs.keys() >= layer.params.keys():
-                mine, theirs = _gradients(self.ours, layer), _gradients(self.theirs, layer)
-                layers.append(layer)
-                apart = torch._foreach_sub(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
-                for parts in (apart, mine, theirs):
-                    sizes = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
-                    norms.append(torch.stack(sizes).double().norm())
+        layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
+        widest = max([layer.accumulation_dtype for layer in layers], key=lambda t: t.itemsize, default=torch.float32)
+        parts, zero = [_joined(self.vectors).to(widest)], set[str]()
+        for key, p in chain.from_iterable(layer.params.items() for layer in layers):
+            mine, theirs = (_in_parameter(found.get(key), p, widest) for found in (self.ours, self.theirs))
+            parts += mine - theirs, mine, theirs
+        norms = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
         scale, *found = torch.stack(norms).tolist()
-        largest = max([size for size in found[2::3] if math.isfinite(size)], default=0.0)
+        triples = zip(found[::3], found[1::3], found[2::3], strict=True)
+        sizes = [[math.hypot(*n) for n in zip(*islice(triples, len(layer.params)))] for layer in layers]
+        largest = max([size for *_, size in sizes if math.isfinite(size)], default=0.0)
         coarsest = min([dtype.itemsize for dtype in self.recorder.dtypes], default=8)
-        for layer, away, own, size in zip(layers, found[::3], found[1::3], found[2::3], strict=True):
+        for layer, (away, own, size) in zip(layers, sizes, strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others, or with the vectors: with
             # one class, say, that is all. What is not finite is refused with the statistic that it makes.
@@ -293,14 +292,10 @@ def _joined(ts: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten() for t in ts])
 
 
-def _gradients(found: Mapping[str, Tensor | None], layer: Layer) -> list[Tensor]:
-    """A gradient in each parameter of a layer, zero where there is none."""
-    parts = []
-    for key, p in layer.params.items():
-        g = found.get(key)
-        g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-        parts.append(g.detach().to(layer.accumulation_dtype).view(p.shape))
-    return parts
+def _in_parameter(found: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient of the parameter's shape, zero where there is none."""
+    g = torch.zeros_like(p) if found is None else found.to_dense() if found.is_sparse else found
+    return g.detach().to(dtype).view(p.shape)
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

@@ -303,16 +303,18 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
         ValueError: If a glob matches no module.
     """
     axes: dict[str, int] = {}
-    names = [name for name, _ in model.named_modules()]
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         layer = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
         if getattr(module.self_attn if layer else module, "batch_first", None) is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
     if given is not None and not (isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())):
         raise TypeError(f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}.")
     for glob, axis in (given or {}).items():
-        matching = [name for name in names if fnmatchcase(name, glob)]
+        matching = [name for name in modules if fnmatchcase(name, glob)]
         if not matching:
-            raise ValueError(f"example_axis={{{glob!r}: {axis}}} matches no module of the model; they are {names[1:]}.")
+            raise ValueError(
+                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; they are {[*modules][1:]}."
+            )
         axes |= dict.fromkeys(matching, axis)
     return axes

@@ -124,7 +124,8 @@ class WholeParameters:
     def __init__(self, model: nn.Module, owned: Mapping[str, Tensor], processes: Alone) -> None:
         self._model = model
         self._parts: dict[str, Any] = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
-        roots = [name for name, module in model.named_modules() if self._parts and _is_sharded(type(module))]
+        modules = model.named_modules() if self._parts else ()
+        roots = [name for name, module in modules if _is_sharded(type(module))]
         for name, p in self._parts.items():
             inside = any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
             if not inside or sum(not place.is_replicate() for place in p.placements) > 1:
