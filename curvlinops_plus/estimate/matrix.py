@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.numerics import standard_normal, whole
+from curvlinops_plus.linalg.operator import Foreign
 
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once
 P = ParamSpec("P")
@@ -54,7 +55,7 @@ class Matrix:
             what = "a LinearOperator, a tensor, an array or a SciPy operator"
             raise TypeError(f"Expected {what}, got {type(A).__name__}.")
         if not isinstance(A, (LinearOperator, Tensor)):
-            A = from_scipy(A)
+            A = Foreign(A) if isinstance(getattr(A, "dtype", None), torch.dtype) else from_scipy(A)
         self.shape, self.device = tuple(A.shape), A.device
         if not A.dtype.is_floating_point:
             raise TypeError(f"Expected a matrix of real floating-point numbers, got {A.dtype}.")

@@ -278,7 +278,7 @@ class LinearOperator(ABC):
 
         Block-diagonal matrices of equal groups of parameters are added block by block, `Dense` and `Diagonal` ones by
         their entries, multiples of the identity are shifts. Sums of Kronecker products have inverses with damping, by
-        conjugate gradients.
+        conjugate gradients. Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
         """
         if (other := self._addend(other)) is NotImplemented:
             return NotImplemented
@@ -312,7 +312,7 @@ class LinearOperator(ABC):
                 f"{type(other).__name__} can't be added to {self.label}. Add c times the identity by A.shift(c), a "
                 "matrix M of entries by A + Dense(M)."
             )
-        return NotImplemented
+        return Foreign(other, self) if hasattr(other, "shape") and hasattr(other, "__matmul__") else NotImplemented
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         """The sum with closed forms; None where only products are known."""
@@ -513,6 +513,41 @@ class LinearOperator(ABC):
         formed = f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
         advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
         return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
+
+
+class Foreign(LinearOperator):
+    """An operator of another library: curvlinops', SciPy's, or any object with `shape`, `@` and a transpose.
+
+    Args:
+        op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else arrays.
+        like: What has the dtype and device of this one; the operator itself, if nothing else is said.
+    """
+
+    def __init__(self, op: Any, like: Any = None) -> None:
+        m, n = map(int, op.shape)
+        like = op if like is None else like
+        super().__init__(Space.flat(n), like.dtype, torch.device(like.device), Structure.GENERAL, Space.flat(m))
+        self.op = op
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._product, self._adjoint_product)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._adjoint_product, self._product)
+
+    def _product(self, X: Tensor) -> Tensor:
+        return self._of(self.op, X)
+
+    def _adjoint_product(self, X: Tensor) -> Tensor:
+        return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
+
+    def _of(self, op: Any, X: Tensor) -> Tensor:
+        dtype = getattr(self.op, "dtype", self.dtype)
+        if isinstance(dtype, torch.dtype):
+            found = op @ X.detach().to(getattr(self.op, "device", X.device), dtype)
+        else:
+            found = torch.as_tensor(op @ X.detach().cpu().numpy())
+        return found.to(X)
 
 
 class Sum(LinearOperator):

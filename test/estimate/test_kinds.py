@@ -59,11 +59,25 @@ class Counted(LinearOperator):
         return self.matrix.T @ X
 
 
+class Users:
+    """An operator of another library: PyTorch's dtype and device, products, a transpose."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix, self.shape, self.dtype, self.device = matrix, matrix.shape, matrix.dtype, matrix.device
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        return self.matrix @ X
+
+    def adjoint(self) -> Users:
+        return Users(self.matrix.T)
+
+
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "ours": lambda M: Dense(M, Structure.SYMMETRIC),
     "general": lambda M: Dense(M, Structure.GENERAL),
     "kronecker": lambda M: Kronecker(G.to(M), A.to(M)),
     "counted": Counted,
+    "of another library": Users,
     "sparse tensor": lambda M: M.to_sparse(),
     "numpy, odd strides": lambda M: M.flip(0, 1).numpy()[::-1, ::-1],
     "scipy": lambda M: aslinearoperator(M.numpy()),

@@ -107,6 +107,38 @@ def test_symmetric_operators_need_one_product() -> None:
     close(normal(3) @ from_scipy(op, structure=SYMMETRIC), 2 * normal(3))
 
 
+class Users:
+    """An operator as somebody else writes it, with what `@` needs."""
+
+    def __init__(self, M: torch.Tensor) -> None:
+        self.M, self.shape = M, M.shape
+
+    def __matmul__(self, X: torch.Tensor) -> torch.Tensor:
+        return self.M @ X
+
+    @property
+    def T(self) -> Users:
+        return Users(self.M.T)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda M: sla.aslinearoperator(M.numpy()), lambda M: scipy.sparse.csr_array(M), Users]
+)
+def test_sums_with_operators_of_others(make: Any) -> None:
+    M, N, X = normal(4, 6), normal(4, 6, seed=1), normal(6, 3)
+    A, B = Dense(M), make(N)
+    for found, expected in ((A + B, M + N), (A - B, M - N), (2 * A + B, 2 * M + N)):
+        close(found @ X, expected @ X)
+        close(found.T @ M[:, :2], expected.T @ M[:, :2])
+    with pytest.raises(ValueError, match="spaces of .* don.t fit"):
+        Dense(normal(6, 6)) + B
+    x = normal(6, seed=2).requires_grad_()
+    close(torch.autograd.grad(((A + B) @ x).square().sum(), x)[0], 2 * (M + N).T @ ((M + N) @ x))
+    if not scipy.sparse.issparse(B):  # a matrix of SciPy does not leave the sum to us
+        close((B + A) @ X, (M + N) @ X)
+        close((B - A) @ X, (N - M) @ X)
+
+
 EYE = Dense(torch.eye(2))
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
