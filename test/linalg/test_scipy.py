@@ -130,7 +130,7 @@ def test_sums_with_operators_of_others(make: Any) -> None:
     for found, expected in ((A + B, M + N), (A - B, M - N), (2 * A + B, 2 * M + N)):
         close(found @ X, expected @ X)
         close(found.T @ M[:, :2], expected.T @ M[:, :2])
-    with pytest.raises(ValueError, match="spaces of .* don.t fit"):
+    with pytest.raises(ValueError, match=r"spaces of .* don.t fit"):
         Dense(normal(6, 6)) + B
     x = normal(6, seed=2).requires_grad_()
     close(torch.autograd.grad(((A + B) @ x).square().sum(), x)[0], 2 * (M + N).T @ ((M + N) @ x))
