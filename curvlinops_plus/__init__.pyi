@@ -1,6 +1,6 @@
 """Curvature of neural networks as linear operators: Hessian, GGN, Fisher, KFAC, EKFAC.
 
-The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. The composing door:
+With the names of curvlinops: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. To compose:
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 

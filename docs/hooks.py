@@ -1,8 +1,8 @@
 """Hooks of MkDocs: the pages of the site that are made from other files of the repository.
 
 README is the start page, CONTRIBUTING and CHANGELOG are pages, every file of examples/ is a page with its picture, the
-gallery has a card for each example, and the reference has a page for each room of the package. Links are written as
-they are right in the repository, and are translated here.
+gallery has a card for each example, and the reference has a page for each task. Links are written as they are right in
+the repository, and are translated here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ PACKAGE = ROOT / "curvlinops_plus"
 #: File of the repository -> page of the site.
 TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.py"))
-
-#: Classes that are shown with what they inherit; others refer to these.
-WITH_INHERITED = ("LinearOperator", "KFACOptimizer", "KFACPreconditioner")
 
 
 def site_path(path: str) -> str | None:
@@ -64,80 +61,165 @@ def docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
+def titled(text: str) -> tuple[str, str]:
+    """Its first sentence, or what stands before a colon, and the rest."""
+    title, rest = re.split(r"(?<=[.?:])\s+", f"{text} ", maxsplit=1)
+    return title.rstrip(".:"), rest[:1].upper() + rest[1:]
+
+
 def picture(path: str) -> str | None:
-    """The picture in docs/ that an example draws: the first that it names."""
-    names = re.findall(r"\w+\.png", (ROOT / path).read_text(encoding="utf-8"))
-    return next((name for name in names if (ROOT / "docs" / name).is_file()), None)
+    """The picture in docs/ that an example draws: the first that it writes."""
+    found = re.search(r'^write\(\w+, "(\w+)"\)', (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return f"{found[1]}.png" if found else None
 
 
 def example_page(path: str) -> str:
     """What an example says, draws and is."""
-    title, _, text = docstring(ROOT / path).partition("\n")
+    title, text = titled(docstring(ROOT / path))
     image, up = picture(path), "../" * path.count("/")
     shown = f"\n![What {path} draws]({up}{image})\n" if image else ""
     source = (ROOT / path).read_text(encoding="utf-8")
-    return f"# {Path(path).name}\n\n**{title}**\n{text}\n{shown}\n````{{.python title={path}}}\n{source}````\n"
+    return f"# {title}\n\n{text}\n{shown}\n````{{.python title={path}}}\n{source}````\n"
 
 
 def gallery() -> str:
-    """A card for each script of examples/ that says how it is started."""
-    cards = []
+    """A card for each script of examples/ that draws a picture and says how it is started, and a list of the others."""
+    cards, others = [], []
     for path in EXAMPLES:
         text = docstring(ROOT / path)
         if path.count("/") > 1 or path not in text:
             continue
-        page, image, question = site_path(path), picture(path), text.split("\n\n")[0].replace("\n", " ")
-        thumbnail = f"[![What {path} draws]({image}){{loading=lazy}}]({page})\n\n    " if image else ""
-        cards.append(f"-   {thumbnail}**[{Path(path).name}]({page})**\n\n    {question}\n")
-    intro = "Every script runs by itself, prints its figures and draws its picture; a card leads to its source.\n"
-    return f'# Gallery\n\n{intro}\n<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n"
+        title, rest = titled(text.split("\n\n")[0].replace("\n", " "))
+        link, image = f"[{title}]({site_path(path)})", picture(path)
+        said = f"{rest.strip()} `{Path(path).name}`".strip()
+        if image:
+            thumbnail = f"[![What {path} draws]({image}){{loading=lazy}}]({site_path(path)})"
+            cards.append(f"-   {thumbnail}\n\n    **{link}**\n\n    {said}\n")
+        else:
+            others.append(f"* **{link}** {said}")
+    intro = "Every script runs by itself and prints its figures; a card leads to its source.\n"
+    shown = '\n<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n"
+    return f"# Gallery\n\n{intro}{shown}\n## Without a picture\n\n" + "\n".join(others) + "\n"
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
 
+#: Pages of the reference, by task: title, what it is about, names. Without a dot they are imported from the top.
+REFERENCE: dict[str, tuple[str, str, str]] = {
+    "risk": (
+        "Model, loss and data",
+        "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), [modes](../modes.md)",
+        "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly",
+    ),
+    "curvature": (
+        "Block-diagonal curvature",
+        "One call, one block for each layer. [Which approximation, when?](../choosing.md)",
+        "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity BlockwiseLinearOperator "
+        "Memory blocks.Verification save load",
+    ),
+    "exact": (
+        "Exact operators",
+        "Matrix-free: products with the model. [Examples](../exact.md)",
+        "GGN Hessian Jacobian GGNFactor ActivationHessian",
+    ),
+    "linalg": (
+        "Linear algebra",
+        "What all operators can do, dampings and solvers.",
+        "LinearOperator RelativeDamping HeuristicDamping IdentityLinearOperator SubmatrixLinearOperator submatrix "
+        "ProjectedLinearOperator CGInverseLinearOperator MINRESInverseLinearOperator LSMRInverseLinearOperator "
+        "NeumannInverseLinearOperator SolveInfo cg minres lsmr neumann from_scipy",
+    ),
+    "estimate": (
+        "Estimators",
+        "Numbers of a matrix from its products. [Which one](../estimate.md)",
+        "hutchinson_trace hutchpp_trace xtrace hutchinson_diag xdiag hutchinson_squared_fro logdet top_eigenpairs "
+        "spectral_norm condition_number lanczos_approximate_spectrum lanczos_approximate_log_spectrum "
+        "LanczosApproximateSpectrumCached LanczosApproximateLogSpectrumCached approximate_boundaries "
+        "approximate_boundaries_abs plot_spectrum random_vector",
+    ),
+    "applications": (
+        "Applications",
+        "Functions and small classes made of a risk and an operator.",
+        "Laplace applications.Normal attribution_scores self_influence per_example_gradients prune merge "
+        "QuadraticPenalty",
+    ),
+    "training": (
+        "Training",
+        "[K-FAC](../optimizer.md), [curvature in your own loop](../streaming.md), "
+        "[stochastic reconfiguration](../reconfiguration.md).",
+        "KFACOptimizer KFACPreconditioner LevenbergMarquardt NormConstraint WeightDecay StepReport CurvatureEstimator "
+        "StochasticReconfiguration stochastic_reconfiguration fisher_inverse CenteredFisherLinearOperator SolveReport",
+    ),
+    "processes": (
+        "Several processes",
+        "[How to use them](../processes.md)",
+        "Processes Checkpoint",
+    ),
+    "classic": (
+        "Classes of curvlinops",
+        "Names, arguments and defaults of curvlinops 3.0.1. [What differs](../from_curvlinops.md)",
+        "KFACLinearOperator EKFACLinearOperator KFOCLinearOperator KFACInverseLinearOperator GGNLinearOperator "
+        "HessianLinearOperator EFLinearOperator FisherMCLinearOperator GGNDiagonalLinearOperator "
+        "JacobianLinearOperator TransposedJacobianLinearOperator GGNFactorLinearOperator "
+        "ActivationHessianLinearOperator FisherType KFACType compute_eigenvalue_correction_linear_weight_sharing",
+    ),
+    "errors": (
+        "Errors and warnings",
+        "[What messages mean](../troubleshooting.md)",
+        "UnsupportedError NumericsError SingularMatrixError VerificationError NoClosedForm ProcessError "
+        "CurvatureWarning",
+    ),
+    "extending": (
+        "Extension points",
+        "Layers, losses, approximations, vectors and matrices of your own. [Recipes](../extending.md)",
+        "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood FromDistribution Likelihood "
+        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.AffineRows risk.Vectors as_vectors linalg.Dense "
+        "linalg.Diagonal linalg.Identity linalg.Kronecker linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum "
+        "linalg.Product linalg.Scaled linalg.Structure linalg.Space linalg.Layout",
+    ),
+}
+_OPERATOR = (
+    "shape inverse power shift trace logdet det frobenius_norm eigenvalues diagonal sample quadratic_form to to_dense "
+    "to_scipy materialize adjoint T H"
+)
+_OPTIMIZER = "step listen paused warmup state_dict load_state_dict close"
+#: What users call of classes that have more; others show all of their own.
+MEMBERS = {
+    "LinearOperator": _OPERATOR,
+    "BlockwiseLinearOperator": "blocks mapping operator compute inverse memory offload split merge verify state_dict "
+    "load_state_dict from_state_dict",
+    "CurvatureEstimator": "update listen refresh inverse operator uncalled merge reset state_dict load_state_dict",
+    "KFACOptimizer": _OPTIMIZER,
+    "KFACPreconditioner": _OPTIMIZER,
+    "StochasticReconfiguration": "step state_dict load_state_dict",
+    "EmpiricalRisk": "loss gradient gradient_and_loss with_data at assign",
+    "Processes": "rank world share",
+    "Accumulator": "affine sweeps update finish add value using needs changes_basis change_basis",
+    "AffineRule": "patterns inputs grads sizes sparse stacked_inputs input_gram mean_inputs stacked_grads grad_gram "
+    "sum_grads refuses",
+    "LayerRule": "patterns per_example_grads axes refuses",
+    "Likelihood": "nll grad hessian_product hessian_root hessian_root_columns draw",
+    "LayerBatch": "examples per_example_grads squared_grads pieces rows",
+    "AffineRows": "inputs grads input_gram grad_gram",
+    "Vectors": "count send root",
+}
 
-def exported(path: Path) -> list[str]:
-    """What `__all__` of a module lists."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            return list(ast.literal_eval(node.value))
-    return []
+
+def full_names(page: str) -> list[str]:
+    """Full names of a page of the reference."""
+    return [f"curvlinops_plus.{name}" for name in REFERENCE[page][2].split()]
 
 
-def imported_at_the_top() -> set[str]:
-    """The public names: what `curvlinops_plus/__init__.pyi` imports."""
-    body = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8")).body
-    return {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-
-
-def rooms() -> dict[str, list[str]]:
-    """Each room with the full names that it exports, the public ones first and as they are imported from the top."""
-    top, found = imported_at_the_top(), {}
-    files = [*PACKAGE.glob("*/__init__.py"), *(p for p in PACKAGE.glob("*.py") if p.name != "__init__.py")]
-    for path in sorted(files):
-        room = path.parent.name if path.name == "__init__.py" else path.stem
-        names = exported(path)
-        public = [f"curvlinops_plus.{name}" for name in names if name in top]
-        if public or (names and path.parent != PACKAGE):
-            found[room] = public + [f"curvlinops_plus.{room}.{name}" for name in names if name not in top]
-    return found
-
-
-def about(room: str) -> str:
-    """The docstring of a room, without its floor."""
-    path = PACKAGE / room / "__init__.py"
-    text = docstring(path if path.exists() else PACKAGE / f"{room}.py")
-    text = re.sub(r"^Floor \d: ", "", text)
-    return text[0].upper() + text[1:]
-
-
-def reference_page(room: str, names: list[str]) -> str:
-    """Docstrings of all names of a room."""
+def reference_page(page: str) -> str:
+    """Signatures and docstrings of all names of a page."""
+    title, about, _ = REFERENCE[page]
     entries = []
-    for name in names:
-        options = "\n    options:\n      inherited_members: true" if name.split(".")[-1] in WITH_INHERITED else ""
+    for name in full_names(page):
+        members = MEMBERS.get(name.split(".")[-1], "").split()
+        listed = "".join(f"\n        - {member}" for member in members)
+        options = f"\n    options:\n      inherited_members: true\n      members:{listed}" if members else ""
         entries.append(f"::: {name}{options}\n")
-    return f"# {room}\n\n{about(room)}\n\n" + "\n".join(entries)
+    return f"# {title}\n\n{about}\n\n" + "\n".join(entries)
 
 
 def reference_index() -> str:
@@ -145,10 +227,10 @@ def reference_index() -> str:
     import griffe
 
     package = griffe.load("curvlinops_plus", search_paths=[str(ROOT)])
-    lines = ["# All names\n", "Public names are imported from `curvlinops_plus`, the others from their rooms.\n"]
-    for room, names in rooms().items():
-        lines += [f"\n## [{room}]({room}.md)\n", about(room).split("\n\n")[0], "\n| name | |", "| --- | --- |"]
-        for name in names:
+    lines = ["# Reference\n", "Names without a dot are imported from `curvlinops_plus`, others from its subpackages."]
+    for page, (title, _, _) in REFERENCE.items():
+        lines += [f"\n## [{title}]({page}.md)\n\n| name | |", "| --- | --- |"]
+        for name in full_names(page):
             short = name.removeprefix("curvlinops_plus.")
             doc = package[short].docstring
             sentence = re.split(r"(?<=\.)\s|\n\n", doc.value)[0] if doc else ""
@@ -167,7 +249,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, uri in TEXTS.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     made = {"gallery.md": gallery(), "reference/index.md": reference_index()}
-    made |= {f"reference/{room}.md": reference_page(room, names) for room, names in rooms().items()}
+    made |= {f"reference/{page}.md": reference_page(page) for page in REFERENCE}
     made |= {path.removesuffix(".py") + ".md": example_page(path) for path in EXAMPLES}
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))

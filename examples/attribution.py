@@ -13,7 +13,7 @@ import torch
 from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
-from style import COLORS, panels, write
+from style import COLORS, panel, write
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
@@ -109,9 +109,9 @@ print(f"mislabelled or not? AUROC of self-influence {roc_auc_score(is_wrong, inf
 
 means = [float(values.mean()) for values in found.values()]
 errors = [float(1.96 * values.std() / len(values) ** 0.5) for values in found.values()]
-figure, ax = panels()
+ax = panel()
 ax.barh(list(found), means, 0.65, xerr=errors, color=COLORS[4], capsize=4)
 ax.set(xlabel="linear datamodeling score", xlim=(0, 1), title="mean over 100 queries, 95 % interval")
 ax.grid(visible=False, axis="y")
 ax.invert_yaxis()
-write(figure, "attribution")
+write(ax, "attribution")

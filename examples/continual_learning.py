@@ -10,7 +10,7 @@ takes the diagonal of the Fisher matrix for it; K-FAC takes whole layers.
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 
 from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, QuadraticPenalty, curvature
@@ -59,10 +59,10 @@ for name, accuracies in found.items():
 last = {name: accuracies[:, -1].mean() for name, accuracies in found.items()}
 assert last["K-FAC"] > 0.875 > last["diagonal"] > last["no penalty"]
 
-figure, ax = panels()
+ax = panel()
 for name, accuracies in found.items():
     ax.plot(range(1, TASKS + 1), accuracies.mean(0), marker="o", label=name)
     ax.fill_between(range(1, TASKS + 1), accuracies.amin(0), accuracies.amax(0), alpha=0.25, linewidth=0)
 ax.set(xlabel="tasks learnt", ylabel="mean accuracy on all of them", xticks=range(1, TASKS + 1), ylim=(0.3, 1.0))
 legend(ax, 3)
-write(figure, "continual_learning")
+write(ax, "continual_learning")

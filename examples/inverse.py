@@ -3,12 +3,12 @@
 A network learns digits, a fifth of them wrongly labelled, and errs on a test digit. One solve, H⁻¹ ∇ℓ_test, tells to
 first order what leaving out an example does to that digit's loss (Koh & Liang 2017); only the last layer moves here.
 
-    python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes docs/inverse.png
+    python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes two pictures
 """
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 from torch.func import functional_call, grad, jvp
 
@@ -69,17 +69,18 @@ for group in [*order[:100].split(10), *order[-100:].split(10)]:
     pairs.append([influence[group].sum(), (after - before[one]).item()])
 pairs = torch.tensor(pairs).T  # predicted and actual change
 print(f"20 groups of 10 left out: {pairs.prod(0).gt(0).sum()} signs right, correlation {pairs.corrcoef()[0, 1]:.3f}")
-figure, (above, below) = panels(2)
-above.plot(*pairs.numpy(), "o", label="groups of 10 examples")
-above.plot(pairs[0].numpy(), pairs[0].numpy(), label="as predicted")
-above.set(xlabel="predicted change of the test loss (nats)", ylabel="actual change (nats)")
-legend(above)
+changes, digits = panel(), panel(2.4)
+changes.plot(*pairs.numpy(), "o", label="groups of 10 examples")
+changes.plot(pairs[0].numpy(), pairs[0].numpy(), label="as predicted")
+changes.set(xlabel="predicted change of the test loss (nats)", ylabel="actual change (nats)")
+legend(changes)
+write(changes, "inverse")
 rows = torch.stack([order[:5], order.flip(0)[:5]])
 tiles = nn.functional.pad(X[rows].view(2, 5, 8, 8), (1, 1, 2, 2), value=0.0)  # digits don't touch
-below.imshow(tiles.transpose(1, 2).reshape(24, 50).numpy(), cmap="gray_r")
-below.hlines(11.5, -0.5, 49.5, colors="black", linewidth=1)
-below.set(title=f"labels of the most harmful: {y[rows[0]].tolist()}", xticks=[], yticks=[])
-below.set(xlabel=f"labels of the most helpful: {y[rows[1]].tolist()}")
-below.grid(visible=False)
-below.spines[:].set_visible(False)
-write(figure, "inverse")
+digits.imshow(tiles.transpose(1, 2).reshape(24, 50).numpy(), cmap="gray_r")
+digits.hlines(11.5, -0.5, 49.5, colors="black", linewidth=1)
+digits.set(title=f"labels of the most harmful: {y[rows[0]].tolist()}", xticks=[], yticks=[])
+digits.set(xlabel=f"labels of the most helpful: {y[rows[1]].tolist()}")
+digits.grid(visible=False)
+digits.spines[:].set_visible(False)
+write(digits, "inverse_digits")

@@ -1,4 +1,4 @@
-"""K-FAC trains an autoencoder of digits; nothing about the training loop changes but the optimizer's name.
+"""Training with K-FAC: an autoencoder of digits. Nothing about the training loop changes but the optimizer's name.
 
 A bottleneck of eight numbers between layers of tanh is hard for first-order methods: the loss is curved a thousand
 times more along some directions than along others. K-FAC and EKFAC (the same with corrected eigenvalues) divide by the
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 
 from curvlinops_plus import EKFAC, KFACOptimizer
@@ -72,13 +72,12 @@ for name, (curve, _) in runs.items():
     step, seconds, _ = next(point for point in curve if point[2] <= target)
     print(f"{name:32} reaches Adam's last error, {target:.3f}, after {step} steps, {seconds:.1f} s")
 
-figure, axes = panels(2, height=2.9)
+ax = panel()
 for name, (curve, _) in runs.items():
-    *ticks, errors = zip(*curve, strict=True)
-    for ax, at, label in zip(axes, ticks, ("step", "CPU time (s)"), strict=True):
-        ax.semilogy(at, errors, label=name)
-        ax.set(xlabel=label, ylabel="squared error per image", ylim=(0.6, 8))
-        ax.set_yticks(marks := (0.7, 1, 2, 4, 8), map(str, marks), minor=False)
-        ax.minorticks_off()
-legend(axes[0], columnspacing=1.0)
-write(figure, "kfac_training")
+    steps, _, errors = zip(*curve, strict=True)
+    ax.semilogy(steps, errors, label=name)
+ax.set(xlabel="step", ylabel="squared error per image", ylim=(0.6, 8))
+ax.set_yticks(marks := (0.7, 1, 2, 4, 8), map(str, marks), minor=False)
+ax.minorticks_off()
+legend(ax, columnspacing=1.0)
+write(ax, "kfac_training")

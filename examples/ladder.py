@@ -9,7 +9,7 @@ nearest to the block. The distance is the Frobenius norm of the difference, rela
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 
 from curvlinops_plus import EKFAC, KFAC, TNT, DiagonalBlock, EmpiricalRisk, FullBlock, NearestKronecker, curvature
@@ -54,7 +54,7 @@ total = {title: by_layer["all"] for title, by_layer in errors.items()}
 assert total["nearest Kronecker"] <= total["KFAC"], "no Kronecker product is nearer than the nearest"
 assert total["EKFAC"] <= total["KFAC"], "the corrected eigenvalues are the best ones in KFAC's basis"
 
-figure, ax = panels()
+ax = panel()
 width = 0.8 / len(LADDER)
 for k, (title, by_layer) in enumerate(errors.items()):
     places = [j + (k - len(LADDER) / 2 + 0.5) * width for j in range(len(columns))]
@@ -63,4 +63,4 @@ ax.set_xticks(range(len(columns)), columns)
 ax.set(ylabel="relative distance\nto the exact block", ylim=(0, 1))
 ax.grid(visible=False, axis="x")
 legend(ax, 3, columnspacing=1.0, handlelength=1.2)
-write(figure, "ladder")
+write(ax, "ladder")

@@ -17,7 +17,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
-from style import panels, write
+from style import COLORS, legend, panel, write
 from torch import nn
 
 from curvlinops_plus import EKFACLinearOperator, Laplace
@@ -67,29 +67,23 @@ v = torch.ones(K.shape[1], dtype=K.dtype, device=device)
 print(f"norm of K v: {(K @ v).norm():.2f} for a tensor v, {sum((K @ v.cpu().numpy()) ** 2) ** 0.5:.2f} for an array")
 print("largest eigenvalues:", eigsh(K.to_scipy(), k=5, return_eigenvectors=False).round(1))
 
-figure, axes = panels(2, height=2.8)
-
-
-def histograms(ax, method, auroc, surest):
-    """How many of the 500 digits, and of the 500 that are none, have which largest class probability."""
-    for label, values, hatch in zip(("digits", "shuffled pixels"), surest.split(500), ("", "//"), strict=True):
-        ax.hist(values.tolist(), bins=20, range=(0, 1), alpha=0.6, hatch=hatch, edgecolor="white", label=label)
-    ax.set(title=f"{method}, AUROC {auroc:.3f}", xlabel="largest class probability", ylabel="images", ylim=(0, 420))
-
-
 la = Laplace(K, prior_precision=1.0)  # covariance (K + I)⁻¹ of the weights; la.sample(generator) draws from it
 images = torch.cat([X[test], shuffled])
 found = {"point estimate": model(images).softmax(1), "Laplace": la.predict(images)}
-for ax, (method, p) in zip(axes, found.items(), strict=True):
+ax = panel()
+for method, p in found.items():
     surest = p.amax(1).detach().cpu()  # the largest class probability
     auroc = roc_auc_score([True] * 500 + [False] * 500, surest)
     print(f"digit, or shuffled pixels? AUROC {auroc:.3f} ({method})", flush=True)
-    histograms(ax, method, auroc, surest)  # the picture below
+    look = {"alpha": 0.6} if method == "Laplace" else {"histtype": "step", "linestyle": "--", "linewidth": 1.5}
+    for k, (label, values) in enumerate(zip(("digits", "shuffled pixels"), surest.split(500), strict=True)):
+        ax.hist(values.tolist(), bins=20, range=(0, 1), color=COLORS[k], label=f"{label}, {method}", **look)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "curvature.pt"
     torch.save({"model": model.state_dict(), "K": K.state_dict()}, path)
     subprocess.run([sys.executable, __file__, path], check=True)  # the first line once more
 
-axes[0].legend(loc="upper left", frameon=False, fontsize=11)
-write(figure, "laplace_digits")
+ax.set(xlabel="largest class probability", ylabel="images", ylim=(0, 420))
+legend(ax, columnspacing=1.0)
+write(ax, "laplace_digits")

@@ -4,7 +4,7 @@ Three parts: bands around a curve that was learnt from a few points; negative lo
 on diabetes patients, of networks that have learnt their training data by heart; and networks of several sizes for
 handwritten digits, ordered by their marginal likelihood, which training data alone give.
 
-    python examples/laplace_regression.py   # needs scikit-learn and matplotlib; half a minute; writes docs/laplace.png
+    python examples/laplace_regression.py   # needs scikit-learn and matplotlib; half a minute; writes two pictures
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ from math import pi
 import torch
 from scipy.stats import spearmanr
 from sklearn.datasets import load_diabetes, load_digits
-from style import COLORS, legend, panels, write
+from style import COLORS, legend, panel, write
 from torch import nn
 
 from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, Laplace, curvature
@@ -45,14 +45,15 @@ la = Laplace(GGN(risk)).fit_prior()
 grid = torch.linspace(-5, 5, 200)[:, None]
 mean, variance = (values[:, 0].detach() for values in la.predict(grid))
 print(f"curve: noise {la.noise:.3f} (true .1), prior precision {la.prior_precision:.3f}")
-figure, (above, below) = panels(2)
+ax = panel()
 deviation = 1.96 * variance.sqrt()
-above.fill_between(grid[:, 0], mean - deviation, mean + deviation, color=COLORS[4], alpha=0.4, label="95 % of Laplace")
-above.plot(grid, mean, label="network")
-above.plot(grid, grid.sin(), color=COLORS[1], linestyle="--", label="truth")
-above.plot(X, y, ".", color=COLORS[6], label="data")
-above.set(xlabel="input", ylabel="output", ylim=(-4, 4))
-legend(above)
+ax.fill_between(grid[:, 0], mean - deviation, mean + deviation, color=COLORS[4], alpha=0.4, label="95 % of Laplace")
+ax.plot(grid, mean, label="network")
+ax.plot(grid, grid.sin(), color=COLORS[1], linestyle="--", label="truth")
+ax.plot(X, y, ".", color=COLORS[6], label="data")
+ax.set(xlabel="input", ylabel="output", ylim=(-4, 4))
+legend(ax)
+write(ax, "laplace")
 
 
 # 2. Diabetes: 150 patients to learn, 292 to predict; inputs and outputs have variance 1.
@@ -105,6 +106,7 @@ for seed in range(2):
 print(
     f"digits, {len(losses)} networks: rank correlation of evidence and test loss {spearmanr(evidence, losses)[0]:.2f}"
 )
-below.plot(evidence, losses, "o", color=COLORS[0])
-below.set(xlabel="log marginal likelihood per training digit (nats)", ylabel="test loss (nats)")
-write(figure, "laplace")
+ax = panel()
+ax.plot(evidence, losses, "o", color=COLORS[0])
+ax.set(xlabel="log marginal likelihood per training digit (nats)", ylabel="test loss (nats)")
+write(ax, "laplace_evidence")

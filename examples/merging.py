@@ -11,7 +11,7 @@ import copy
 
 import torch
 from sklearn.datasets import load_digits
-from style import COLORS, panels, write
+from style import COLORS, panel, write
 from torch import nn
 
 from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, curvature, merge
@@ -57,10 +57,10 @@ print(f"accuracy on all ten digits: {', '.join(f'{name} {a:.3f}' for name, a in 
 assert found[3] > 0.887
 assert found[3] > max(found[:3])
 
-figure, ax = panels()
+ax = panel()
 ends = (runs.mean(0) - runs.amin(0)).tolist(), (runs.amax(0) - runs.mean(0)).tolist()
 ax.barh(names, found, 0.65, xerr=ends, color=COLORS[4], capsize=4)
 ax.set(xlabel="accuracy on all ten digits", xlim=(0, 1), title="mean and range of five seeds")
 ax.grid(visible=False, axis="y")
 ax.invert_yaxis()
-write(figure, "merging")
+write(ax, "merging")

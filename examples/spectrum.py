@@ -4,12 +4,12 @@ A small network learns handwritten digits. The Hessian and the GGN of its loss a
 random vectors give the densities of their eigenvalues. KFAC and EKFAC know their eigenvalues, so they check the
 estimates; their densities come from the same iterations all the same, so that the four curves are smoothed alike.
 
-    python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes docs/spectrum.png
+    python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
 """
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import Generator, nn
 
 from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
@@ -40,7 +40,7 @@ data = list(zip(X.split(600), y.split(600), strict=True))
 H, G = HessianLinearOperator(model, loss, params, data), GGNLinearOperator(model, loss, params, data)
 K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
 E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2")
-figure, (above, below) = panels(2)
+eigenvalues, densities = panel(), panel()
 FLOOR = 1e-5  # added to |λ| on the logarithmic axis: where the zeros are drawn
 
 print(f"{G.shape[0]} parameters; eigenvalues and traces, from products:")
@@ -51,12 +51,12 @@ for name, A in (("Hessian", H), ("GGN", G), ("KFAC", K), ("EKFAC", E)):
     traces[name], error = xtrace(A, 200, generator=generator, return_error=True)
     print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[9]:.4f}", end="")
     print(f", trace {traces[name]:.3f} ± {error:.3f}", flush=True)
-    above.semilogy(range(1, 31), top_eigenpairs(A, 30, generator=generator).eigenvalues, label=name)
+    eigenvalues.semilogy(range(1, 31), top_eigenpairs(A, 30, generator=generator).eigenvalues, label=name)
     ends = (0.0, float(largest[0]))
     density = lanczos_approximate_log_spectrum(
         A, 100, num_repeats=4, boundaries=ends, epsilon=FLOOR, generator=generator
     )
-    below.loglog(*(values.numpy() for values in density), label=name)
+    densities.loglog(*(values.numpy() for values in density), label=name)
 print("smallest of the Hessian", top_eigenpairs(H, largest=False).eigenvalues.numpy().round(4))
 
 print("the same in closed form:")
@@ -65,7 +65,9 @@ for name, A in (("KFAC", K), ("EKFAC", E)):
     print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[2]:.4f}, trace {A.trace:.3f}", end="")
     print(f", {A.trace / traces['GGN'] - 1:+.2%} beside the GGN")
 
-above.set(xlabel="k", ylabel="kth largest eigenvalue")
-below.set(xlabel=f"|λ| + {FLOOR:g}", ylabel="density of eigenvalues", xlim=(3e-6, 3), ylim=(1e-3, 2e5))
-legend(above, 4, columnspacing=1.0, handlelength=1.6)
-write(figure, "spectrum")
+eigenvalues.set(xlabel="k", ylabel="kth largest eigenvalue")
+densities.set(xlabel=f"|λ| + {FLOOR:g}", ylabel="density of eigenvalues", xlim=(3e-6, 3), ylim=(1e-3, 2e5))
+for ax in eigenvalues, densities:
+    legend(ax, 4, columnspacing=1.0, handlelength=1.6)
+write(eigenvalues, "spectrum")
+write(densities, "spectrum_density")

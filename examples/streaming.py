@@ -1,4 +1,4 @@
-"""An estimator listens to a plain training loop, and its inverse preconditions the gradient.
+"""Curvature in a training loop: an estimator records its forward passes, and its inverse preconditions the gradient.
 
 An autoencoder of handwritten digits with a bottleneck of six numbers is hard for gradient descent: directions differ in
 curvature by orders of magnitude. Here nothing about the loop changes except one `with`: the curvature listens to the
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from style import legend, panels, write
+from style import legend, panel, write
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,7 +82,7 @@ same = train(0.3, True, interrupt=True) == curves["EKFAC, lr 0.3"]
 verdict = "bit for bit the same" if same else "different"
 print(f"saved after {STEPS // 2} steps and read again, the other half is {verdict}")
 
-figure, ax = panels()
+ax = panel()
 for name, losses in curves.items():
     diverged = not losses[-1] < 1
     ax.semilogy(range(10, STEPS + 1, 10), losses, label=f"{name} (diverges)" if diverged else name)
@@ -90,4 +90,4 @@ ax.set(xlabel="step", ylabel="mean squared error", ylim=(0.01, 0.2))
 ax.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2], map(str, ticks), minor=False)
 ax.minorticks_off()
 legend(ax)
-write(figure, "streaming")
+write(ax, "streaming")

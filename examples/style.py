@@ -1,6 +1,6 @@
 """How the examples draw: pictures that can be read when they are 400 pixels wide, with colours for everybody.
 
-from style import COLORS, legend, panels, write   # in an example
+from style import COLORS, legend, panel, write   # in an example
 """
 
 from pathlib import Path
@@ -14,19 +14,17 @@ DASHES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), "-"]
 _FONT, _WIDTH, _HEIGHT = 13, 5.2, 3.4  # points and inches: half of it is still 9 points on a screen
 
 
-def panels(number=1, height=_HEIGHT):
-    """A figure and its axes, one below the other: side by side they would be too small."""
-    figure = Figure(figsize=(_WIDTH, number * height), layout="constrained")
-    axes = figure.subplots(number, 1, squeeze=False)[:, 0]
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25, linewidth=0.6)
-        ax.tick_params(labelsize=_FONT - 2)
-        ax.xaxis.label.set_size(_FONT)
-        ax.yaxis.label.set_size(_FONT)
-        ax.title.set_size(_FONT)
-        ax.set_prop_cycle(color=COLORS, linestyle=DASHES)
-    return figure, axes if number > 1 else axes[0]
+def panel(height=_HEIGHT):
+    """Axes in a figure of their own."""
+    ax = Figure(figsize=(_WIDTH, height), layout="constrained").subplots()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.tick_params(labelsize=_FONT - 2)
+    ax.xaxis.label.set_size(_FONT)
+    ax.yaxis.label.set_size(_FONT)
+    ax.title.set_size(_FONT)
+    ax.set_prop_cycle(color=COLORS, linestyle=DASHES)
+    return ax
 
 
 def legend(ax, columns=2, **options):
@@ -35,6 +33,6 @@ def legend(ax, columns=2, **options):
     ax.legend(ncols=columns, **{**place, **options})
 
 
-def write(figure, name):
+def write(ax, name):
     """Write docs/`name`.png, which pages show."""
-    figure.savefig(Path(__file__).parents[1] / "docs" / f"{name}.png", dpi=160)
+    ax.figure.savefig(Path(__file__).parents[1] / "docs" / f"{name}.png", dpi=160)

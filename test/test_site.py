@@ -32,24 +32,23 @@ def hooks() -> ModuleType:
 
 
 def test_every_public_name_is_in_the_reference(hooks: ModuleType) -> None:
-    shown = {name.rsplit(".", 1)[1] for names in hooks.rooms().values() for name in names}
-    assert set(NAMES) - {"__version__"} - shown == set()
-    pages = "".join(hooks.reference_page(room, names) for room, names in hooks.rooms().items())
-    assert set(re.findall(r"^::: curvlinops_plus\.(\w+)$", pages, flags=re.MULTILINE)) >= set(NAMES) - {"__version__"}
+    shown = [name.removeprefix("curvlinops_plus.") for page in hooks.REFERENCE for name in hooks.full_names(page)]
+    assert len(shown) == len(set(shown))
+    assert {name for name in shown if "." not in name} == set(NAMES) - {"__version__"}
 
 
 def test_every_name_of_the_reference_exists(hooks: ModuleType) -> None:
-    for names in hooks.rooms().values():
-        for name in names:
-            module, _, attribute = name.rpartition(".")
-            assert hasattr(importlib.import_module(module), attribute), name
+    shown = [resolve(name) for page in hooks.REFERENCE for name in hooks.full_names(page)]
+    classes = {thing.__name__: thing for thing in shown if isinstance(thing, type)}
+    for name, members in hooks.MEMBERS.items():
+        assert [member for member in members.split() if not hasattr(classes[name], member)] == [], name
 
 
 def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     """Also checked by a strict build, which needs MkDocs."""
     named = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
     pages = {path.name for path in DOCS.glob("*.md")} | {"gallery.md", "reference/index.md", *hooks.TEXTS.values()}
-    pages |= {f"reference/{room}.md" for room in hooks.rooms()}
+    pages |= {f"reference/{page}.md" for page in hooks.REFERENCE}
     assert named == pages
 
 
@@ -74,28 +73,26 @@ def test_links_lead_to_files(hooks: ModuleType) -> None:
 # ------------------------------------------------------------------------------------------------- names and messages
 
 
-def resolves(name: str) -> bool:
-    """Whether `room.file.Name.method` is there."""
-    parts, thing = name.split("."), None
-    for k in range(len(parts), 0, -1):
+def resolve(name: str) -> object:
+    """What `subpackage.file.Name.method` is, or None."""
+    parts, thing = name.removeprefix("curvlinops_plus.").split("."), None
+    for k in range(len(parts), -1, -1):
         try:
             thing = importlib.import_module(".".join(["curvlinops_plus", *parts[:k]]))
         except ImportError:
             continue
         for part in parts[k:]:
-            if not hasattr(thing, part):
-                return False
-            thing = getattr(thing, part)
-        return True
-    return False
+            thing = getattr(thing, part, None)
+        return thing
+    return None
 
 
 def test_names_of_how_it_works_exist() -> None:
-    rooms = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
-    named = set(re.findall(rf"`((?:{rooms})\.[\w.]+)`", text("how_it_works")))
+    subpackages = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    named = set(re.findall(rf"`((?:{subpackages})\.[\w.]+)`", text("how_it_works")))
     assert len(named) > 30
-    assert sorted(name for name in named if not resolves(name)) == []
-    assert not resolves("risk.sweep.swoop")
+    assert sorted(name for name in named if resolve(name) is None) == []
+    assert resolve("risk.sweep.swoop") is None
 
 
 def templates() -> list[str]:

@@ -158,7 +158,7 @@ class BlockwiseLinearOperator(Deferred):
                 try:
                     sweeps.run(max_sweeps, self.check_deterministic)
                 except OutsideReads as error:
-                    require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
+                    require_rereadable(self.risk.data, "it is read again for functions that read parameters")
                     self.learn_reads(error=error)  # raises the error again if it finds no more than was known
                 else:
                     self.confirm_plan()

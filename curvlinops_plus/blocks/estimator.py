@@ -50,7 +50,7 @@ class CurvatureEstimator:
     belongs to the one before it, like one more micro-batch of the same step: these add up.
 
     Args:
-        risk: Model, loss and options. Its `data` is only looked at for functions that read parameters; `()` is fine.
+        risk: Model, loss and options. Its `data` is only read for functions that read parameters; `()` is fine.
         approximation: As for `curvature`.
         default: As for `curvature`.
         vectors: As for `curvature`; random ones draw new numbers for every batch.

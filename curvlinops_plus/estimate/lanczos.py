@@ -99,9 +99,10 @@ def logdet(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The logarithm of the determinant, 0-d, of a positive definite matrix (Ubaru, Chen, Saad 2017).
+    """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one, `K.shift(δ).logdet`.
 
-    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by Lanczos quadrature.
+    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by Lanczos quadrature
+    (Ubaru, Chen, Saad 2017).
     The random vectors make an error of mean zero, which the standard error tells. The quadrature makes one that falls
     as `((√κ - 1) / (√κ + 1)) ** (2 num_steps)` with the condition number `κ`; it is 0 if `num_steps` reaches `n` or the
     number of distinct eigenvalues.

@@ -148,7 +148,7 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
     Args:
         M: The matrix, or a batch of them.
         what: Its name in messages.
-        semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is then looked at for a
+        semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is then tested for a
             low rank, at 2 % of the cost; at a quarter of full rank it takes a third of the time, and the eigenvalues
             outside of its range are exactly 0.
         rtol: Of a semidefinite matrix what is left of the diagonal below `rtol` times its largest entry counts as zero.

@@ -231,8 +231,8 @@ def minres(
 ) -> tuple[Any, SolveInfo]:
     """Minimal residual method for a symmetric `A`, also an indefinite one such as a Hessian.
 
-    This is `scipy.sparse.linalg.minres`, on the CPU and for one column after the other, with true residuals looked at
-    every 10 iterations.
+    This is `scipy.sparse.linalg.minres`, on the CPU and for one column after the other, with true residuals every
+    10 iterations.
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.

@@ -280,7 +280,7 @@ class Look:
         self.zero = zero if self.zero is None else self.zero & zero
 
     def finish(self) -> None:
-        """All vectors were sent: a kind of batch in which each layer got a gradient need not be looked at again."""
+        """All vectors were sent: a kind of batch in which each layer got a gradient need not be checked again."""
         if not self.recorder.backward:
             with self._undisturbed():
                 self._alone(None)

@@ -143,7 +143,7 @@ class ParameterViews:
 def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
     """The layers of a risk; functions that read parameters of modules without a rule are looked for first.
 
-    Data that can be read only once, and empty ones, are not looked at: such modules keep the generic rule.
+    Data that can be read only once, and empty ones, are not read: such modules keep the generic rule.
 
     Args:
         separate_weight_and_bias: Give every parameter its own block.

@@ -75,7 +75,7 @@ class Recorder:
         disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
 
-    Use: inside the context, the model runs under `recording`; after `begin`, vectors are sent back by `send`. Nothing
+    Use: inside the context, the model runs under `recording`; after `begin`, `send` backpropagates vectors. Nothing
     is left on the modules when the context ends, also after an exception.
     """
 

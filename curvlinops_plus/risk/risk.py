@@ -91,7 +91,7 @@ class EmpiricalRisk(ModelParameters):
         data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
             is called with the rest as keywords). It is read once per sweep. N, the number of examples, is the size of
             the first axis of `X`, or the one that all tensors of a mapping have in common, or what `batch_size_fn`
-            says. When a few examples are looked at, any tensor of `X` and `y` whose first or second axis has size N, or
+            says. When a few examples are run alone, any tensor of `X` and `y` whose first or second axis has size N, or
             whose first axis is a multiple of N, counts as one of rows for examples. What belongs to all of them, such
             as a table or a graph, is better a buffer of the model, or has an axis of size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
@@ -406,7 +406,7 @@ P = ParamSpec("P")
 def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
     """A function, or a constructor, whose first argument is a risk: refuses anything else with what to write.
 
-    The arguments are looked at before Python counts them, because who forgets the risk gives model, loss and data.
+    The arguments are checked before Python counts them, because who forgets the risk gives model, loss and data.
     """
     constructor = function.__name__ == "__init__"
 

@@ -503,7 +503,7 @@ class KFACOptimizer(KFACPreconditioner):
     `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
     group.
 
-    Nothing about a training loop changes: hooks on the model and on the loss module hear the calls, in training mode
+    Nothing about a training loop changes: hooks on the model and on the loss module record the calls, in training mode
     with gradients enabled. They are removed by `close()`, at the end of `with KFACOptimizer(...) as optimizer:`, and
     with the optimizer. For losses that are functions, or outputs that are changed before the loss, see `listen`.
     Several batches before a step are one update. `step(closure)` is PyTorch's.
