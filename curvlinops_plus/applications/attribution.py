@@ -157,7 +157,8 @@ def show(
 
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
     """Refuse what has no gradients of single examples."""
-    risk.losses.require_likelihoods()
+    for one in risk.losses:
+        _ = one.likelihood  # refuses a loss without one
     if risk.processes.world > 1:
         raise UnsupportedError("Gradients of each example stay in its process: make a risk without `processes=` there.")
     if per_term and len(risk.losses) > 1:

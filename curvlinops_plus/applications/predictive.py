@@ -32,7 +32,7 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vector
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
-from curvlinops_plus.risk.preserve import eager, preserve_state, untraced
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
 
 #: What has a predictive distribution here, and by which links from outputs to class probabilities.
@@ -181,14 +181,14 @@ def output_covariance(
         raise ValueError("There are no inputs to predict for.")
     by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
     layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
-    gradients, weights, found = Gradients(risk), LossWeights(risk.losses), []
+    gradients, weights, found = Gradients(risk), LossWeights(risk), []
 
     def outputs(batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
-        with torch.inference_mode(False), torch.no_grad(), eager():
+        with torch.inference_mode(False), torch.no_grad():
             (f,), _, (axis,) = risk.run(batch)
         return risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0], f.shape, axis
 
-    with preserve_state(risk.model, risk.data), torch.autocast(risk.device.type, enabled=False):
+    with preserve_state(risk.model, risk.data):
         start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
         while start < N:
             stop = min(start + step, N)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram, plain_mode
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
@@ -179,7 +178,7 @@ class Accumulator(ABC):
 
     def _add_count(self, name: str, count: Tensor | float) -> None:
         """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
-        count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
+        count = count.double() if isinstance(count, Tensor) else count
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def has(self, name: str) -> bool:
@@ -291,7 +290,7 @@ class Accumulator(ABC):
         device = self.layer.device
         self.sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
         for name, x in state["counts"].items():
-            self.counts[name] = x.to(device, wide_dtype(device)) if isinstance(x, Tensor) else x
+            self.counts[name] = x.to(device, torch.float64) if isinstance(x, Tensor) else x
         for name in self.constants:
             t = state["constants"].get(name)
             setattr(self, name, None if t is None else t.to(device, copy=True))

@@ -115,7 +115,7 @@ class CurvatureEstimator:
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
-        self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
+        self._weights = LossWeights(self.risk)
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
@@ -190,7 +190,7 @@ class CurvatureEstimator:
         """Add a batch by a pass of our own; an error says what is wrong with the layers."""
         if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
-        self.risk.whole.renew()
+        self.risk.renew()
         while True:
             if error is not None or (batch.num_examples and self._looks_first):
                 self._look(batch, error)  # raises it again if it finds no more than was known

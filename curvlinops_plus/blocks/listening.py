@@ -85,7 +85,7 @@ class Hearing:
     def begin(self) -> None:
         """The model is about to be called."""
         if self._passes is not None:
-            self._phase.enter_context(eager())  # hooks of a compiled model that ran before never fire
+            self._phase.enter_context(eager)  # hooks of a compiled model that ran before never fire
             self._phase.enter_context(self._passes.recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
@@ -148,7 +148,7 @@ class Hearing:
 
         kept = [(f, f.grad) for f in outputs[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
-            with exclusive(), own_passes, torch.inference_mode(False), torch.enable_grad():  # whatever the modes
+            with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
                 self._sums(show, decay)
         finally:
             for f, grad in kept:
@@ -173,7 +173,7 @@ def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
         if len(calls) == 1:
             heard.end(output)
 
-    with eager(), ExitStack() as hooks:  # before a compiled model is called
+    with eager, ExitStack() as hooks:  # before a compiled model is called
         for handle in (
             model.register_forward_pre_hook(own_calls(begin)),
             model.register_forward_hook(own_calls(end)),

@@ -35,7 +35,7 @@ from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
-from curvlinops_plus.risk.replicas import parameter_sums
+from curvlinops_plus.risk.parameters import parameter_sums
 
 VERSION = 1
 APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
@@ -49,7 +49,7 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
 
     Writing to `p.data` changes no version of a tensor, so that only values tell.
     """
-    risk.whole.renew()
+    risk.renew()
     return parameter_sums(risk)
 
 

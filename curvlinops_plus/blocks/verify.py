@@ -78,7 +78,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         3
     """
     tolerance = TOLERANCE[min(p.dtype.itemsize for p in risk.params.values())]
-    risk.whole.renew()
+    risk.renew()
     with preserve_state(risk.model, risk.data), torch.inference_mode(False):
         require_rereadable(risk.data, "`verify()` needs a few examples of its own")
         whole = replace(next(iter(risk.batches("verify"))), weight=None)
@@ -86,7 +86,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         single = risk.with_data([])
         single.options = replace(risk.options, mask=None, weight=None, check="every")
         single.checked.shift = risk.checked.shift
-        passes = RecordedPasses(single, layers, MonteCarlo(1, 0), LossWeights.plain(risk.losses))
+        passes = RecordedPasses(single, layers, MonteCarlo(1, 0), LossWeights(risk, plain=True))
         for batch in (few, whole):
             try:
                 with passes.hooked():

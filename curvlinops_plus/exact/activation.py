@@ -129,16 +129,16 @@ class ActivationHessian(RiskOperator):
 
         def of_batch(model: nn.Module, batch: Batch) -> None:
             with self._leaf() as caught:
-                f, y, class_axis = risk.run(batch, model)
+                read = risk.run(batch, model)
             if len(caught) != 1:
                 name, side, _ = self._activation
                 raise ValueError(
                     f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
                     f"respect to its {side} needs exactly one call. Choose another module."
                 )
-            batch_totals = risk.terms(f, y, batch, class_axis).totals
+            batch_totals = risk.losses.terms(read, batch).totals
             visit(caught[0], batch_totals)
-            totals.add(batch_totals.detached())
+            totals.add(batch_totals)
 
         try:
             for batch in self._batches(f", {what}"):

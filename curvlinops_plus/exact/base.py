@@ -17,8 +17,8 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
+from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, training_modules, untraced
-from curvlinops_plus.risk.replicas import sums_of
 from curvlinops_plus.risk.risk import takes_risk
 
 #: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what one pass over the data
@@ -58,7 +58,7 @@ class RiskOperator(LinearOperator):
             draws: Random numbers, which go on with the examples of each batch.
         """
         if self.risk.processes.world == 1:  # several have done it together
-            self.risk.whole.renew()
+            self.risk.renew()
         for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)

@@ -74,7 +74,7 @@ class DataRows(RiskOperator):
     @untraced
     def _row_space(self) -> Space:
         """One tensor for each output, stacked along the first axis; flat if batches differ in another one."""
-        draws, plain = Draws(self._seed), LossWeights.plain(self.risk.losses)
+        draws, plain = Draws(self._seed), LossWeights(self.risk, plain=True)
         with differentiable(self.risk):
             found = [
                 self._block(*self._outputs(batch), draws, plain, Totals()).shapes
@@ -214,7 +214,7 @@ class Jacobian(DataRows):
         return OutputRows([f.shape for f in F])
 
     def _loss_weights(self) -> LossWeights:
-        return LossWeights.plain(self.risk.losses)
+        return LossWeights(self.risk, plain=True)
 
     def _factor(self, totals: Totals) -> float:
         return 1.0
@@ -303,7 +303,7 @@ class GGNFactor(DataRows):
     ) -> LossRoots:
         terms, batch_totals = extra
         totals.add(batch_totals)
-        factors = self.risk.losses.vector_factors(weights.of(batch_totals), self.vectors.of_loss)
+        factors = weights.factors(batch_totals, self.vectors.of_loss)
         return loss_roots(self.risk, self.vectors, terms, factors, draws)
 
     def _factor(self, totals: Totals) -> float:

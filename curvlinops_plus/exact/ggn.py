@@ -100,7 +100,7 @@ class GGN(ParameterCurvature):
         def product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> Linear:
             terms, batch_totals = extra
             totals.add(batch_totals)
-            factors = self.risk.losses.vector_factors(weights.of(batch_totals), self.vectors.of_loss)
+            factors = weights.factors(batch_totals, self.vectors.of_loss)
             if all(term.likelihood is not None for term in terms):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             products = [  # of losses without a likelihood, which have no root

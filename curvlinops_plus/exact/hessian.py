@@ -69,8 +69,7 @@ class Hessian(ParameterCurvature):
             self._check_loss()
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[tuple[()], Totals]:
-        f, y, class_axis = self.risk.run(batch, model)
-        return (), self.risk.terms(f, y, batch, class_axis).totals
+        return (), self.risk.losses.terms(self.risk.run(batch, model), batch).totals
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         risk, totals, reached = self.risk, Totals(), False
@@ -78,7 +77,7 @@ class Hessian(ParameterCurvature):
 
         def product(F: Any, batch_totals: Totals, free: list[Tensor]) -> bool:
             loss = weights.objective(batch_totals)
-            totals.add(batch_totals.detached())
+            totals.add(batch_totals)
             if not loss.requires_grad:
                 return False
             if not self._looked_at:

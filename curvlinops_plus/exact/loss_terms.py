@@ -49,20 +49,11 @@ def run_losses(
 
     Values of losses with a likelihood are not computed.
     """
-    pairs, terms, counts, N = [], [], [], batch.num_examples
-    for one, f, y, axis in zip(risk.losses, *risk.run(batch, model), strict=True):
-        F, Y = one.canonical(f, y, N, axis)
-        if one.known:
-            terms.append(LossTerms(F, Y, one.likelihood, weight=batch.weight))
-            counts.append(one.count(F.detach(), Y, batch.weight))
-        else:
-            count, loss = one.sums(F, Y, N)
-            terms.append(LossTerms(F, Y, None, loss))
-            counts.append(count)
-        pairs.append(F)
-    first = risk.losses.reference
-    number = N * pairs[first].shape[1] if risk.losses[first].known else N
-    return tuple(pairs), (terms, Totals(N, number, counts[first], counts=tuple(counts), losses=(0.0,) * len(counts)))
+    read = risk.losses.terms(risk.run(batch, model), batch, values=False)
+    given = zip(risk.losses, read.outputs, read.targets, read.totals.losses, strict=True)
+    terms = [LossTerms(F, Y, one.likelihood if one.known else None, loss, batch.weight) for one, F, Y, loss in given]
+    read.totals.losses = (0.0,) * len(terms)
+    return read.outputs, (terms, read.totals)
 
 
 def hessian_product(loss: Tensor, F: Tensor) -> Callable[[Tensor], Tensor]:

@@ -29,7 +29,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder, raise_unreached
-from curvlinops_plus.risk.preserve import eager, preserve_state, quiet
+from curvlinops_plus.risk.preserve import preserve_state, quiet
 
 T = TypeVar("T")
 Outputs = Sequence[Tensor]
@@ -53,14 +53,8 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
     Afterwards the state of model and data is as before, see `preserve_state`. Attention runs by plain operations, whose
     fused kernels have neither forward mode nor second derivatives, and compiled modules run eagerly.
     """
-    with preserve_state(risk.model, risk.data), eager(), torch.inference_mode(False), torch.enable_grad():
-        before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(before)
+    with preserve_state(risk.model, risk.data), torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class Replaced(TorchFunctionMode):

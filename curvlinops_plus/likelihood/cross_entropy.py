@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
-from curvlinops_plus.likelihood.sampling import categories, scalar, wide_dtype
+from curvlinops_plus.likelihood.draws import categories
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood, scalar
 
 
 @register_likelihood(nn.CrossEntropyLoss)
@@ -102,12 +102,12 @@ class CrossEntropy(Likelihood):
         """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
         if Y.ndim == 3:
             return scalar(F.shape[0] * F.shape[1], F.device)
-        return self._term_weights(Y, wide_dtype(F.device)).sum()
+        return self._term_weights(Y, torch.float64).sum()
 
     def counts(self, F: Tensor, Y: Tensor) -> Tensor:
         if Y.ndim == 3:
             return scalar(F.shape[1], F.device).expand(len(F))
-        return self._term_weights(Y, wide_dtype(F.device)).sum(1)
+        return self._term_weights(Y, torch.float64).sum(1)
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
@@ -230,7 +230,7 @@ def _differ_from_1(logarithms: Tensor) -> bool:
 
 def _cumsum(t: Tensor) -> Tensor:
     """Running sums along the last axis, which may be thousands of classes long."""
-    return t.cumsum(-1, dtype=wide_dtype(t.device)).to(t.dtype)
+    return t.cumsum(-1, dtype=torch.float64).to(t.dtype)
 
 
 @register_likelihood(nn.NLLLoss)

@@ -10,8 +10,8 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution, kl_divergence
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products
-from curvlinops_plus.likelihood.sampling import categories, counts, inside, scalar, wide_dtype
+from curvlinops_plus.likelihood.draws import categories, counts, inside
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products, scalar
 
 
 class FromDistribution(Likelihood):
@@ -102,7 +102,7 @@ class FromDistribution(Likelihood):
                 drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
                 return values.flatten()[drawn].movedim(-1, 0)
             if isinstance(distribution, distributions.Poisson):
-                u = uniform(*shape).to(F.device, wide_dtype(F.device)).movedim(1, 0)
+                u = uniform(*shape).to(F.device).movedim(1, 0)
                 return counts(distribution.rate.to(u).expand(u.shape), u).to(F.dtype)
             if _has_icdf(distribution, F.device):
                 return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
-from curvlinops_plus.likelihood.sampling import counts, normals, scalar, wide_dtype
+from curvlinops_plus.likelihood.draws import counts, normals
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood, scalar
 
 
 class DiagonalLikelihood(Likelihood):
@@ -201,7 +201,7 @@ class PoissonNLL(DiagonalLikelihood):
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape
-        wide = F.to(wide_dtype(F.device))
+        wide = F.double()
         rates = (wide.exp() if self.loss.log_input else wide + self.loss.eps).expand(num, N, R, C)
         drawn = counts(rates, uniform(N, R, num, C).to(rates).permute(2, 0, 1, 3))
         return (rates - drawn if self.loss.log_input else 1 - drawn / rates).to(F.dtype)

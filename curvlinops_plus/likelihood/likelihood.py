@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.sampling import normals, scalar
+from curvlinops_plus.likelihood.draws import normals
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
@@ -312,6 +312,49 @@ class Likelihood(ABC):
         """
         noise = normals(uniform(*F.shape[:2], num, self.num_columns(F))).to(F)
         return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
+
+
+def scalar(value: float, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor, created on the device without a copy or synchronization."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+class OfExamples(Likelihood):
+    """Any loss without a likelihood as a sum over examples, all that an empirical Fisher needs: one term for each.
+
+    An example's loss is what the loss returns for the example alone, so that "mean" is the mean of these. The target
+    `Y` is the batch's, with the shape of the output.
+
+    Example:
+        >>> loss = OfExamples(torch.nn.SmoothL1Loss())
+        >>> F, Y = loss.canonical(torch.tensor([[0.0, 2.0]]), torch.zeros(1, 2), 1)
+        >>> loss.grad(F, Y)
+        tensor([[[0.0000, 0.5000]]])
+    """
+
+    def canonical(self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None) -> Any:
+        return f.reshape(num_examples, 1, -1), (y, f.shape)
+
+    def restore(self, v: Tensor, f_shape: Any, num_examples: int, class_axis: int | None = None) -> Tensor:
+        return v.reshape(*v.shape[:-3], *f_shape)
+
+    def nll(self, F: Tensor, Y: Any) -> Tensor:
+        """The loss of each example [N, 1]. Cost: a call of the loss for each."""
+        y, f_shape = Y
+        f, rows = F.reshape(f_shape), f_shape[0] // len(F)
+        parts = zip(f.split(rows), y.split(len(y) // len(F)), strict=True)
+        return torch.stack([self.loss(*part) for part in parts]).view(-1, 1)
+
+    def count(self, F: Tensor, Y: Any) -> Tensor:
+        return scalar(len(F), F.device)
+
+    def counts(self, F: Tensor, Y: Any) -> Tensor:
+        return scalar(1, F.device).expand(len(F))
+
+    def grad(self, F: Tensor, Y: Any) -> Tensor:
+        with torch.enable_grad():
+            F = F.detach().requires_grad_()
+            return torch.autograd.grad(self.nll(F, Y).sum(), F)[0]
 
 
 def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.layer.replay import kept_attributes
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.graph import gradients_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.preserve import TOLERANCE, copied_buffers, eager, relative_difference, training_modules
+from curvlinops_plus.risk.preserve import TOLERANCE, eager, kept_modules, relative_difference, training_modules
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -128,8 +127,8 @@ class Look:
     def _undisturbed(self) -> Iterator[None]:
         """Context for passes of the plain model."""
         model, backward = self.risk.model, self.recorder.backward
-        kept = kept_random_state(), kept_attributes(model.modules()), copied_buffers(model)
-        with self.recorder.disabled, torch.set_grad_enabled(backward), eager(), kept[0], kept[1], kept[2]:
+        kept = kept_random_state(), kept_modules([*model.modules()])
+        with self.recorder.disabled, torch.set_grad_enabled(backward), eager, kept[0], kept[1]:
             yield
 
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
@@ -311,7 +310,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     if not risk.options.check or modes in risk.checked.modes:
         return
     few = take_examples(batch, range(min(_FEW, batch.num_examples)))
-    with kept_random_state(), eager(), copied_buffers(risk.model), torch.no_grad():
+    with kept_random_state(), kept_modules([*risk.model.modules()]), torch.no_grad():
         before = RandomState.now(risk.device)
         try:
             first = risk.run(few or batch)[0]

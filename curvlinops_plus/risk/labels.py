@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import Batch, take_examples
 from curvlinops_plus.risk.losses import Losses, OutputLoss
-from curvlinops_plus.risk.preserve import TOLERANCE, preserve_state, relative_difference
+from curvlinops_plus.risk.preserve import TOLERANCE, preserve_state
 
 
 def are_labels_shifted(
@@ -30,7 +29,7 @@ def are_labels_shifted(
         Whether labels are shifted; False if the model computes no loss, None if no label of this batch counts.
 
     Raises:
-        UnsupportedError: Unless the model's loss is ours in exactly one way; or if its outputs depend on labels.
+        UnsupportedError: Unless the model's loss is ours in exactly one way; or if it needs labels for its outputs.
 
     Cost: two forward passes of four examples.
     """
@@ -51,59 +50,46 @@ def are_labels_shifted(
             return model(**few.X, **labels)
 
     # With gradients: hooks of a sweep may be on the layers, which need them.
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False):
         try:
-            (f,), (axis,), own = _told(run(labels=few.y), losses, output)
-        except UnsupportedError:
-            raise
+            out = run(labels=few.y)
         except Exception:  # labels of another form than it takes
             return False
-        y = few.y
-        if own is None or not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
+        own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        own = out[0] if isinstance(out, tuple) and len(out) > 1 and own is None else own  # return_dict=False
+        if not isinstance(own, Tensor) or own.numel() != 1:
             return False
-        why = "has outputs that depend on `labels`"
         try:
-            g = losses.select(run(), output)[0][0].detach()
-            same = g.shape == f.shape and relative_difference(g, f.detach()) <= TOLERANCE[f.element_size()]
+            (f,), (axis,) = losses.select(run(), output)
         except (ValueError, TypeError, RuntimeError) as error:
-            same, why = False, f"fails without `labels`: {error}"
-    if not same:
-        raise UnsupportedError(
-            f"{type(model).__name__} {why}. Labels are given to the loss, and not to the model: give the "
-            "inputs that it makes of them in the batch, too, as "
-            "decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
-        )
+            raise UnsupportedError(f"{type(model).__name__} fails without `labels`: {error} {_DECODERS}") from error
+    f, own, y, N = f.detach(), float(own.detach()), few.y, few.num_examples
+    if not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
+        return False
     if not math.isfinite(own):
         return None  # none counts, or the output is not finite, which is reported elsewhere
     plain, shifted = _mean(losses, f, y, axis), _mean(losses, *shifted_labels(losses[0], f, y, axis))
     near, far = sorted([abs(plain - own), abs(shifted - own)])
     if not near <= min(TOLERANCE[f.element_size()] * max(abs(own), 1.0), far / 4):
         raise UnsupportedError(
-            f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {few.num_examples} "
-            f"examples; {losses[0].title} gives {plain:.6g}, and {shifted:.6g} with the output at position t compared "
-            "with the label at t + 1. Say EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False."
+            f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {N} examples; "
+            f"{losses[0].title} gives {plain:.6g}, and {shifted:.6g} with the output at position t compared with the "
+            "label at t + 1. Say EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False. "
+            f"{_DECODERS}"
         )
     return abs(shifted - own) == near
 
 
-def _told(out: Any, losses: Losses, output: Callable[[Any], Any] | None) -> tuple[Any, Any, float | None]:
-    """What the loss reads of an output, its class axis, and the loss that the model has computed, if it has."""
-    loss, rest = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None), out
-    if loss is None and isinstance(out, tuple) and len(out) > 1:  # return_dict=False
-        loss, rest = out[0], out[1:]
-    elif is_dataclass(out) and not isinstance(out, type):
-        rest = replace(out, loss=None)
-    elif isinstance(out, Mapping):
-        rest = {key: value for key, value in out.items() if key != "loss"}
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        return (torch.empty(0),), (None,), None
-    return *losses.select(rest, output), float(loss.detach())
+_DECODERS = (
+    "Labels are given to the loss, and not to the model. If its outputs depend on them, give what it makes of them in "
+    "the batch: decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
+)
 
 
 def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None) -> float:
     """Our loss as a mean over the terms that count; infinite without any, or where it can't read such an output."""
     try:
-        totals = losses.terms((f,), (y,), len(f), (axis,)).totals.detached()
+        totals = losses.terms(((f,), (y,), (axis,)), Batch(None, y, len(f))).totals
         return float(totals.losses[0]) / float(totals.counts[0])
     except (ZeroDivisionError, IndexError, ValueError, TypeError, RuntimeError):
         return math.inf

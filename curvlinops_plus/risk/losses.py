@@ -11,8 +11,9 @@ loss is its relative weight `w_h c_h / c`, see `LossWeights`. `Totals` are what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -23,12 +24,10 @@ from torch import Tensor, nn
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.likelihood import has_own_hooks
-from curvlinops_plus.likelihood.of_examples import OfExamples
-from curvlinops_plus.likelihood.sampling import wide_dtype
-from curvlinops_plus.risk.batches import is_iterator, require_rereadable, scalar_loss, select_output
+from curvlinops_plus.likelihood.likelihood import OfExamples
+from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.graph import raise_unreached, refuse_outside_reads
-from curvlinops_plus.risk.preserve import eager, training_modules
+from curvlinops_plus.risk.preserve import training_modules
 
 Key = str | int
 Number = Tensor | float
@@ -45,7 +44,7 @@ class Totals:
         called: Indices of the layers that ran.
         reached: Indices of the layers that a gradient reached.
         counts: For each loss, what its mean divides by.
-        losses: For each loss, its un-reduced sum.
+        losses: For each loss, its un-reduced sum; of one batch it may have a graph.
         weights: For each loss, its relative weight in the vectors (see `LossWeights`); empty if there were none.
         steps: Of a stream, the sum of the weights of its steps: what totals that are added are parts of, too.
     """
@@ -73,12 +72,12 @@ class Totals:
         )
 
     def add(self, other: Totals) -> None:
-        """Add another batch's totals.
+        """Add another batch's totals, without the graph of its losses and in double precision.
 
         Raises:
             ValueError: If several losses had other weights there.
         """
-        if problem := self.mismatch(other):
+        if self.weights and (problem := self.mismatch(other)):
             raise ValueError(problem)
         self.examples += other.examples
         self.terms += other.terms
@@ -88,8 +87,8 @@ class Totals:
         self.weights = self.weights or other.weights
         self.steps = max(self.steps, other.steps)
         if other.counts:
-            self.counts = tuple(map(_sum, self.counts, other.counts)) if self.counts else other.counts
-            self.losses = tuple(map(_sum, self.losses, other.losses)) if self.losses else other.losses
+            self.counts = tuple(map(_sum, self.counts or (0.0,) * len(other.counts), other.counts))
+            self.losses = tuple(map(_sum, self.losses or (0.0,) * len(other.losses), other.losses))
 
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
@@ -125,25 +124,15 @@ class Totals:
         counts, losses = tuple(map(float, self.counts)), tuple(map(float, self.losses))
         return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
 
-    def detached(self) -> Totals:
-        """The same without a graph behind the losses, in double precision."""
-        counts, losses = tuple(map(_wide, self.counts)), tuple(map(_wide, self.losses))
-        return replace(self, loss_count=_wide(self.loss_count), counts=counts, losses=losses)
-
     def of_stream(self) -> Totals:
         """What a stream of batches adds up, in double precision, as a state has it that is resumed."""
-        return replace(self, loss_count=_wide(self.loss_count), counts=(), losses=())
+        return replace(self, loss_count=_sum(0.0, self.loss_count), counts=(), losses=())
 
 
-def _wide(x: Number) -> Number:
-    return x.detach().to(wide_dtype(x.device)) if isinstance(x, Tensor) else x
-
-
-def _sum(one: Number, other: Number) -> Number:
+def _sum(total: Number, new: Number) -> Number:
+    new = new.detach().double() if isinstance(new, Tensor) else new
     # A zero added to a tensor takes as long as a small layer does.
-    if type(one) is float and one == 0:
-        return other
-    return one if type(other) is float and other == 0 else one + other
+    return new if type(total) is float and total == 0 else total + new
 
 
 @dataclass(eq=False)
@@ -186,7 +175,7 @@ class OutputLoss:
     @cached_property
     def known(self) -> bool:
         """Whether it has a likelihood."""
-        return "likelihood" in vars(self) or has_likelihood(self.loss)
+        return has_likelihood(self.loss)
 
     @cached_property
     def likelihood(self) -> Likelihood:
@@ -200,7 +189,7 @@ class OutputLoss:
         except UnsupportedError as error:
             raise error if self.key is None else UnsupportedError(f"{self.title}: {error}") from error
 
-    @property
+    @cached_property
     def reduction(self) -> str:
         """ "mean" or "sum".
 
@@ -210,55 +199,66 @@ class OutputLoss:
         if self.known:
             return self.likelihood.reduction
         reduction = getattr(self.loss, "reduction", None) or self.default_reduction or "mean"
-        if reduction == "batchmean":  # nn.KLDivLoss: the sum over the batch, divided by the number of its examples
-            return "mean"
-        if reduction not in ("mean", "sum"):
+        if reduction not in ("mean", "sum", "batchmean"):
             raise UnsupportedError(
                 f"{self.title} (reduction={reduction!r}) is no scalar loss, so it has no curvature; use "
                 '"mean" or "sum".'
             )
-        return reduction
+        # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
+        return "mean" if reduction == "batchmean" else reduction
 
     def canonical(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any]:
-        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood.
-
-        Raises:
-            UnsupportedError: If somebody has changed what the loss computes since its likelihood was taken.
-        """
+        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood."""
         if not self.known:
             return f, y
-        if isinstance(self.loss, nn.Module) and ("forward" in vars(self.loss) or has_own_hooks(self.loss)):
-            raise UnsupportedError(
-                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made: "
-                "make it anew."
-            )
-        if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
-            y = y.to(f.dtype)
         try:
             return self.likelihood.canonical(f, y, N, class_axis)
         except (UnsupportedError, ValueError, TypeError) as error:
-            if self.key is None:
-                raise
-            raise type(error)(f"output {self.key!r}: {error}") from error
+            raise error if self.key is None else type(error)(f"output {self.key!r}: {error}") from error
 
-    def count(self, F: Tensor, Y: Any, weight: Tensor | None) -> Tensor:
-        """What "mean" divides by, of a loss with a likelihood."""
-        return self.likelihood.count(F, Y) if weight is None else self.likelihood.counts(F, Y) @ weight
+    def sums(self, F: Tensor, Y: Any, N: int, weight: Tensor | None, values: bool) -> tuple[Number, Number]:
+        """What "mean" divides by, and the sum of all terms, or 0 where it is known how to make it without `values`.
 
-    def sums(self, F: Tensor, Y: Any, N: int, weight: Tensor | None = None) -> tuple[Number, Tensor]:
-        """What "mean" divides by, and the sum of all terms; a loss without a likelihood counts as N terms."""
-        if self.known:
-            terms = self.likelihood.nll(F, Y)
-            return self.count(F, Y, weight), (terms if weight is None else terms * weight.to(F)[:, None]).sum()
-        value = scalar_loss(self.loss(F, Y), F, self.loss)
-        return float(N), value * N if self.reduction == "mean" else value
+        A loss without a likelihood counts as N terms.
+        """
+        if not self.known:
+            value = self._scalar(self.loss(F, Y), F)
+            return float(N), value * N if self.reduction == "mean" else value
+        likelihood = self.likelihood
+        count = likelihood.count(F, Y) if weight is None else likelihood.counts(F, Y) @ weight
+        if not values:
+            return count, 0.0
+        terms = likelihood.nll(F, Y)
+        return count, (terms if weight is None else terms * weight.to(F)[:, None]).sum()
+
+    def _scalar(self, value: Any, f: Tensor) -> Tensor:
+        """What the loss returned for output `f`, if that can be differentiated.
+
+        Raises:
+            TypeError: If it is no tensor.
+            ValueError: If it is no single number, or does not depend on the output.
+        """
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            came = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise (ValueError if isinstance(value, Tensor) else TypeError)(
+                f"The loss {self.title} returned a {came}; expected a 0-d tensor, a single number for the batch that "
+                'is differentiable in the output: without .item(), with its entries averaged (reduction="mean") or '
+                'added up (EmpiricalRisk(..., reduction="sum")).'
+            )
+        if torch.is_grad_enabled() and f.requires_grad and not value.requires_grad:
+            raise ValueError(
+                f"The loss {self.title} does not depend on the model's output in a differentiable way, so it has no "
+                "curvature. Does it detach the output, convert it (.item(), .numpy()), round it, or compute under "
+                "torch.no_grad()?"
+            )
+        return value
 
 
-class Losses(tuple[OutputLoss, ...]):
+class Losses(list[OutputLoss]):
     """The losses of a risk.
 
     Args:
-        given: A loss, or `Losses`; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its
+        given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its
             weight.
         reduction: For losses without an attribute `reduction`.
 
@@ -274,16 +274,12 @@ class Losses(tuple[OutputLoss, ...]):
         ([('class', 1.0), ('box', 0.5)], 'mean', 1)
     """
 
-    form: str
-    default_reduction: str | None
-
-    def __new__(cls, given: Any, reduction: str | None = None) -> Losses:
-        if isinstance(given, Losses):
-            given, reduction = given.given, reduction or given.default_reduction
+    def __init__(self, given: Any, reduction: str | None = None) -> None:
         form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
         several = dict(enumerate(given)) if form == "tuple" else given if isinstance(given, Mapping) else {None: given}
-        self = super().__new__(cls, [_read_loss(key, entry, reduction) for key, entry in several.items()])
-        self.form, self.default_reduction = form, reduction
+        super().__init__([_read_loss(key, entry, reduction) for key, entry in several.items()])
+        #: "single", "dict" or "tuple".
+        self.form = form
         own = {getattr(one.loss, "reduction", None) for one in self}
         if not own:
             raise ValueError("There are no losses: give at least one.")
@@ -292,10 +288,6 @@ class Losses(tuple[OutputLoss, ...]):
                 f"reduction={reduction!r} contradicts the loss, which has reduction={own.pop()!r}. The argument is for "
                 f"losses without that attribute; leave it out, or make the loss with the other reduction."
             )
-        return self
-
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for copy and pickle
-        return self.given, self.default_reduction
 
     @property
     def keys(self) -> list[Any]:
@@ -307,44 +299,33 @@ class Losses(tuple[OutputLoss, ...]):
         """The losses as they were given: one, or a dict or tuple of pairs of a loss and its weight."""
         return self[0].loss if self.form == "single" else self.joined([(one.loss, one.weight) for one in self])
 
-    @cached_property
+    @property
     def known(self) -> bool:
         """Whether all losses have a likelihood."""
         return all(one.known for one in self)
 
-    @cached_property
-    def reference(self) -> int:
-        """Index of the loss whose factor `c` is that of all statistics: the first one under "mean".
+    @property
+    def reference(self) -> OutputLoss:
+        """The loss whose factor `c` is that of all statistics: the first one under "mean".
 
         Raises:
             UnsupportedError: If a loss has another reduction than "mean" and "sum".
         """
-        reductions = [one.reduction for one in self]
-        return reductions.index("mean") if "mean" in reductions else 0
+        return next((one for one in self if one.reduction == "mean"), self[0])
 
     @property
     def reduction(self) -> str:
         """That of the reference loss: "mean" if any loss has it."""
-        return self[self.reference].reduction
-
-    @property
-    def constant_weights(self) -> bool:
-        """Whether relative weights don't depend on the data."""
-        return len(self) == 1 or self.reduction == "sum"
+        return self.reference.reduction
 
     def of_examples(self) -> Losses:
         """The same, of which those without a likelihood have the loss of each example by itself."""
-        losses = Losses(self)
+        losses = copy(self)
+        losses[:] = [replace(one) for one in self]
         for one in losses:
             if not one.known:
-                one.likelihood = OfExamples(one.loss, one.reduction)
-                one.known = True
+                one.known, one.likelihood = True, OfExamples(one.loss, one.reduction)
         return losses
-
-    def require_likelihoods(self) -> None:
-        """Refuse losses that have none."""
-        for one in self:
-            _ = one.likelihood
 
     def options(self) -> dict[str, Any]:
         """Everything that determines the losses and their weights, in one flat dict; see `rebuild_losses`."""
@@ -362,18 +343,34 @@ class Losses(tuple[OutputLoss, ...]):
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         """The outputs that the losses read, and their class axes where they are not the losses' own.
 
+        Classes of Hugging Face's logits are on the last axis.
+
         Raises:
-            ValueError: If outputs and losses don't match.
+            ValueError: If outputs and losses don't match, an output is no tensor and nothing says which part of it is
+                meant, or it holds no real numbers.
         """
-        if self.form == "single":
-            f, last = select_output(out, selector)
-            return (f,), (-1 if last and f.ndim > 2 else None,)
+        logits, subject = (
+            getattr(out, "logits", None),
+            "The model returned" if selector is None else "`output` selected",
+        )
         chosen = out if selector is None else selector(out)
-        parts = self._match(chosen, "output", "The model returned" if selector is None else "`output` selected")
-        if other := [key for key, part in zip(self.keys, parts) if not isinstance(part, Tensor)]:
-            raise ValueError(f"output {other[0]!r} is no tensor; expected the one that its loss reads.")
-        logits = getattr(out, "logits", None)
-        return tuple(parts), tuple(-1 if f is logits and f.ndim > 2 else None for f in parts)
+        if self.form == "single":
+            parts = [logits if selector is None and isinstance(logits, Tensor) else chosen]
+        else:
+            parts = self._match(chosen, "output", subject)
+        for f in parts:
+            if not isinstance(f, Tensor):
+                named = [*f] if isinstance(f, Mapping) else [own.name for own in fields(f)] if is_dataclass(f) else ""
+                raise ValueError(
+                    f"{subject} a {type(f).__name__}{f' with fields {named}' if named else ''}; expected the tensor "
+                    "that the loss reads. Say which it is, as `output=lambda o: o[0]` or `output=lambda o: o.logits`."
+                )
+            if f.is_complex() or not f.numel():
+                raise UnsupportedError(
+                    f"{subject} a tensor of shape {list(f.shape)}, {f.dtype}; expected real numbers. Of complex ones "
+                    "give the loss both parts, output=lambda o: torch.view_as_real(o)."
+                )
+        return tuple(parts), tuple([-1 if f is logits and f.ndim > 2 else None for f in parts])
 
     def targets(self, y: Any) -> tuple[Any, ...]:
         """The target of each loss.
@@ -401,73 +398,21 @@ class Losses(tuple[OutputLoss, ...]):
             "into the form of the losses by EmpiricalRisk(..., output=lambda o: ...)."
         )
 
-    def terms(
-        self,
-        outputs: Sequence[Tensor],
-        targets: Sequence[Any],
-        N: int,
-        class_axes: Sequence[int | None],
-        weight: Tensor | None = None,
-    ) -> Terms:
-        """Outputs and targets of one batch in canonical form, and its totals."""
-        given = zip(self, outputs, targets, class_axes, strict=True)
-        Fs, Ys = zip(*[one.canonical(f, y, N, axis) for one, f, y, axis in given])
-        counts, losses = zip(*[one.sums(F, Y, N, weight) for one, F, Y in zip(self, Fs, Ys)])
-        first = self.reference
+    def terms(self, read: tuple[Any, Any, Any], batch: Batch, values: bool = True) -> Terms:
+        """Outputs and targets of one batch in canonical form, and its totals.
+
+        Args:
+            read: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
+            values: Whether the values of losses that have a likelihood are asked for.
+        """
+        N, weight = batch.num_examples, batch.weight
+        Fs, Ys = zip(*[one.canonical(f, y, N, axis) for one, f, y, axis in zip(self, *read, strict=True)])
+        counts, losses = zip(*[one.sums(F, Y, N, weight, values) for one, F, Y in zip(self, Fs, Ys)])
+        first = self.index(self.reference)
         terms = N * Fs[first].shape[1] if self[first].known else N
         # Sums are divided by nothing; whether any term of any loss counts is asked all the same.
         count = sum(counts[1:], counts[0]) if self[first].reduction == "sum" else counts[first]
         return Terms(Fs, Ys, Totals(N, terms, count, counts=counts, losses=losses), weight)
-
-    # --------------------------------------------------------------------------------------------------------- factors
-    def scale(
-        self, totals: Totals, num_data: int | None = None, num_per_example_loss_terms: int | None = None
-    ) -> Number:
-        """`c`: what multiplies the sum of all terms of the reference loss over a whole data set.
-
-        Args:
-            totals: Of the data set.
-            num_data: Replaces the number of examples that was counted.
-            num_per_example_loss_terms: Replaces the number of loss terms per example that was counted.
-
-        Raises:
-            ValueError: If no loss term counts.
-        """
-        given = 1.0 if num_data is None else totals.examples / float(num_data)
-        if num_per_example_loss_terms is not None:
-            given *= totals.terms / totals.examples / float(num_per_example_loss_terms)
-        return self._divided(self[self.reference], given, totals.loss_count)
-
-    def scales(self, totals: Totals, num_data: int | None = None) -> tuple[Number, ...]:
-        """`c_h` of each loss over a whole data set; arguments as for `scale`."""
-        given = 1.0 if num_data is None else totals.examples / float(num_data)
-        return tuple(self._divided(one, given, count) for one, count in zip(self, totals.counts, strict=True))
-
-    def _divided(self, one: OutputLoss, given: float, count: Number) -> Number:
-        if one.reduction == "sum":
-            return 1.0
-        count = float(count)
-        if not count > 0:
-            raise ValueError(
-                f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them "
-                f"does not exist. {'Leave this loss out.' if len(self) > 1 else 'Skip such batches until one counts.'}"
-            )
-        return given / count
-
-    def vector_factors(self, weights: Sequence[float], linear: bool) -> list[float]:
-        """What vectors of each loss are multiplied by so that the matrix has these relative weights.
-
-        Args:
-            weights: Relative weights `s_h`.
-            linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is that of the
-                weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, with
-                `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
-                factor is the root of the weight.
-        """
-        if not linear:
-            return [math.sqrt(weight) for weight in weights]
-        largest = max(weight / one.weight for weight, one in zip(weights, self))
-        return [weight / math.sqrt(largest) for weight in weights]
 
 
 def _read_loss(key: Key | None, entry: Any, reduction: str | None) -> OutputLoss:
@@ -510,34 +455,27 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ passes over all data
-# `risk` is an `EmpiricalRisk`.
 class LossWeights:
-    """The relative weights of losses during a pass over data.
+    """The relative weights of losses during a pass over the data of a risk.
 
     Args:
-        num_data: As in `EmpiricalRisk`.
+        risk: An `EmpiricalRisk`.
         totals: Of the whole data set, if they are known; else each batch has the weights of its own counts, which have
             to be the same in all of them.
+        plain: Each loss has the weight that it was given, whatever its reduction.
     """
 
-    def __init__(self, losses: Losses, num_data: int | None = None, totals: Totals | None = None) -> None:
-        self.losses, self.num_data, self.counted = losses, num_data, False
+    def __init__(self, risk: Any, totals: Totals | None = None, plain: bool = False) -> None:
+        self.risk, self.losses, self.counted = risk, risk.losses, False
         self.fixed: tuple[float, ...] | None = None
-        if losses.constant_weights:
-            self.fixed = tuple([one.weight for one in losses])
+        if plain or len(self.losses) == 1 or self.losses.reduction == "sum":
+            self.fixed = tuple([one.weight for one in self.losses])
         elif totals is not None:
             self.fixed, self.counted = self._relative(totals), True
 
-    @classmethod
-    def plain(cls, losses: Losses) -> LossWeights:
-        """Each loss has the weight that it was given, whatever its reduction."""
-        weights = cls(losses)
-        weights.fixed = tuple([one.weight for one in losses])
-        return weights
-
     def _relative(self, totals: Totals) -> tuple[float, ...]:
-        scales = self.losses.scales(totals, self.num_data)
-        return tuple(float(one.weight * c / scales[self.losses.reference]) for one, c in zip(self.losses, scales))
+        first, scale = self.losses.index(self.losses.reference), self.risk.scale
+        return tuple([one.weight * scale(totals, k) / scale(totals, first) for k, one in enumerate(self.losses)])
 
     def of(self, batch: Totals) -> tuple[float, ...]:
         """The weights for a batch with these totals.
@@ -564,6 +502,21 @@ class LossWeights:
                 "the data change: is there random masking or augmentation? Give data that are the same each time."
             )
 
+    def factors(self, batch: Totals, linear: bool) -> list[float]:
+        """What vectors of each loss are multiplied by in this batch.
+
+        Args:
+            linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is that of the
+                weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, with
+                `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
+                factor is the root of the weight.
+        """
+        weights = self.of(batch)
+        if not linear:
+            return [math.sqrt(weight) for weight in weights]
+        largest = max(weight / one.weight for weight, one in zip(weights, self.losses))
+        return [weight / math.sqrt(largest) for weight in weights]
+
     def objective(self, batch: Totals) -> Tensor:
         """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a graph."""
         batch.weights = self.of(batch)
@@ -585,48 +538,41 @@ def loss_weights(risk: Any, known: Totals | None = None) -> LossWeights:
     Cost: one forward pass over the data if they depend on it, which is never so for one loss. For an iterator each
     batch has to determine them.
     """
-    if not risk.losses.constant_weights:
+    weights = LossWeights(risk, known)
+    if weights.fixed is None:
         if risk.processes.world > 1:
             require_rereadable(risk.data, "the loss terms of all processes are counted first")
-        if known is None and not is_iterator(risk.data):
-            known = loss_pass(risk, "counting loss terms")
-    return LossWeights(risk.losses, risk.options.num_data, known)
+        if not isinstance(risk.data, Iterator):
+            weights = LossWeights(risk, loss_pass(risk, "counting loss terms"))
+    return weights
 
 
 def loss_pass(risk: Any, desc: str = "loss") -> Totals:
-    """Totals of all data. Cost: one forward pass. Random state is not restored."""
+    """Totals of all data. Cost: one forward pass. Inside of `preserve_state`."""
     totals = Totals()
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(risk.device.type, enabled=False), eager():
+    with torch.inference_mode(False), torch.no_grad():
         for batch in risk.batches(desc):
-            outputs, targets, class_axes = risk.run(batch)
-            totals.add(risk.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight).totals)
+            totals.add(risk.losses.terms(risk.run(batch), batch).totals)
     return totals.over(risk.processes)
 
 
 def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
     """Gradient of the sum of all loss terms, each loss times its relative weight, and totals.
 
-    Random state is not restored.
+    Inside of `preserve_state`.
     """
-    with torch.inference_mode(False):
-        free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-        totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
-    weights = loss_weights(risk)
 
     def add_batches(model: nn.Module) -> None:
-        looked_at = risk.losses.known  # a loss that we know reads nothing but output and target
-        reached = False
+        reached, looked_at = False, risk.losses.known  # a loss that we know reads nothing but output and target
         for batch in risk.batches("gradient"):
-            outputs, targets, class_axes = risk.run(batch, model)
-            own = risk.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight).totals
+            own = risk.losses.terms(risk.run(batch, model), batch).totals
             objective = weights.objective(own)
-            totals.add(own.detached())
+            totals.add(own)
             if not objective.requires_grad:
                 continue
-            reached = True
             if not looked_at:
                 refuse_outside_reads("loss", [objective], risk.params)
-                looked_at = True
+            reached = looked_at = True
             found = torch.autograd.grad(objective, list(free.values()), allow_unused=True)
             for total, g in zip(grads.values(), found):
                 if g is not None:
@@ -634,7 +580,9 @@ def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
         if not reached and totals.examples:
             raise_unreached()
 
-    with torch.inference_mode(False), torch.enable_grad(), eager():
+    with torch.inference_mode(False):  # with gradients
+        free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
+        totals, grads, weights = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}, loss_weights(risk)
         risk.at(free, add_batches)
     risk.processes.sum_(list(grads.values()))
     totals = totals.over(risk.processes)

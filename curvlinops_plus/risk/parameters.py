@@ -1,4 +1,7 @@
-"""A model and the parameters that it is a function of: what the user gives, one vector of them, other values."""
+"""A model and the parameters that it is a function of: what the user gives, one vector of them, other values.
+
+And models that several processes train: parameters that `fully_shard` spreads over them, and what has to be the same.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.distributed import Alone, Processes
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.preserve import Replaced, parameter_places, replaced_parameters
-from curvlinops_plus.risk.replicas import WholeParameters, give_up_gathered
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,7 +35,6 @@ class ModelParameters:
         processes: The processes that share the data.
 
     Attributes:
-        whole: The whole values of parameters that are spread over processes.
         params: Key to parameter: the model's own tensors, or the values given instead.
         space: The space of vectors like the parameters.
         device: Where the parameters are.
@@ -43,11 +46,15 @@ class ModelParameters:
     ) -> None:
         self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
         self._own = named_params(model, params, owned)
-        self.whole = WholeParameters(model, owned, processes)
-        self.params = self.whole.of(_values_of(params, self._own))
-        self._elsewhere = bool(self.whole) or any(self.params[key] is not p for key, p in self._own.items())
+        #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole shapes. Passes over
+        #: the data evaluate the model at these, without communication: processes may have other numbers of batches.
+        self._spread = _spread_parameters(model, owned, processes)
+        self.params = self.whole(_values_of(params, self._own))
+        self._elsewhere = any(self.params[key] is not p for key, p in self._own.items())
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(modules, self._own)
+        parts = {name: part for name, (part, _) in self._spread.items()}
+        self._spread_places = parameter_places(modules, parts) if parts else ()
         holders = {module for module, _ in self._places}
         if compiled := [m for m in holders if isinstance(m, torch.jit.ScriptModule)]:
             raise UnsupportedError(
@@ -88,8 +95,7 @@ class ModelParameters:
             (tensor([3., 4.]), 4.0)
             >>> risk.assign(before)
         """
-        self.require_in_place()
-        self.whole.renew()
+        self.renew()
         with torch.inference_mode(False), torch.no_grad():
             return torch.cat([p.detach().to(self.dtype).flatten() for p in self.params.values()])
 
@@ -108,9 +114,11 @@ class ModelParameters:
             UnsupportedError: If parameters are sharded by `fully_shard`.
         """
         self.require_in_place()
-        self.whole.refuse(
-            "risk.assign(v) can't write to a model", "Use torch.distributed.checkpoint.state_dict.set_model_state_dict."
-        )
+        if self._spread:
+            raise UnsupportedError(
+                "risk.assign(v) can't write to a model whose parameters are sharded by fully_shard. Use "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
         self.require_own_values("risk.assign(v)")
         x, container = self.space.read(v, self.dtype, self.device)
         if container.columns:
@@ -133,14 +141,44 @@ class ModelParameters:
         self.require_in_place()
         return self._placed(self.params) if self._elsewhere else nullcontext()
 
+    def _placed(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        return (self._placed_whole if self._spread else partial(replaced_parameters, self._places))(values)
+
     @contextmanager
-    def _placed(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        with self.whole.placed(), replaced_parameters(self._places, values):
-            yield
+    def _placed_whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context in which the modules have whole parameters, and don't gather or give up any."""
+        tables: list[Any] = [t for m in self.model.modules() for t in (m._forward_pre_hooks, m._forward_hooks)]
+        before = [dict(table) for table in tables]
+        for table, hooks in zip(tables, before):
+            for number, hook in hooks.items():
+                if (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp"):
+                    del table[number]
+        whole = {name: whole for name, (_, whole) in self._spread.items()}
+        try:
+            with replaced_parameters(self._spread_places, whole), replaced_parameters(self._places, values):
+                yield
+        finally:
+            for table, hooks in zip(tables, before):
+                since = {number: hook for number, hook in table.items() if number not in hooks}
+                table.clear()
+                table.update(hooks | since)
+
+    def whole(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Key to the whole of a parameter of the model; itself if it is not spread over processes."""
+        whole = {id(part): p for part, p in self._spread.values()}
+        return {key: whole.get(id(p), p) for key, p in params.items()}
+
+    def renew(self) -> None:
+        """Take over the present values of parameters that are spread over processes. Collective, if there are any."""
+        self.require_in_place()
+        with torch.no_grad():
+            for part, whole in self._spread.values():
+                whole.requires_grad_(part.requires_grad).copy_(part.full_tensor())
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
-        self.whole.give_up()
+        if self._spread:
+            _give_up_gathered(self.model)
         other = [name for parent, name, child in self._paths if parent._modules.get(name) is not child]
         for module, names in self._places:
             if not isinstance(module._parameters, Replaced):
@@ -154,7 +192,7 @@ class ModelParameters:
 
     def require_own_values(self, what: str) -> None:
         """Refuse other values than the model's own, for what watches or changes the model itself."""
-        if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
+        if other := [key for key, p in self.whole(self._own).items() if self.params[key] is not p]:
             raise ValueError(
                 f"{what} is about the model's own parameters, and `params` holds other values of {other[:3]}. Make a "
                 "risk without these; `update` of an estimator runs the model at these."
@@ -269,9 +307,8 @@ def require_module(model: Any) -> nn.Module:
             "KFACLinearOperator(function, loss, params, data) and the like."
         )
     model = inner_model(model)
-    modules = dict(model.named_modules())
-    give_up_gathered(modules.values())
-    for name, module in modules.items():
+    _give_up_gathered(model)
+    for name, module in model.named_modules():
         where = f"The module {name!r}" if name else "The model"
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
@@ -318,3 +355,130 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
             )
         axes |= dict.fromkeys(matching, axis)
     return axes
+
+
+# --------------------------------------------------------------------------------------------------- several processes
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether its class is one of those that `fully_shard` makes."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _give_up_gathered(model: nn.Module) -> None:
+    """Let `fully_shard` give up what it has gathered for a pass, so that modules have their own parameters."""
+    for module in filter(_is_sharded, model.modules()):
+        module.reshard()  # type: ignore[operator]
+
+
+def _spread_parameters(
+    model: nn.Module, owned: Mapping[str, Any], processes: Alone
+) -> dict[str, tuple[Any, nn.Parameter]]:
+    """Name to part and whole of each parameter that is spread over processes. Collective, if there are any.
+
+    Raises:
+        UnsupportedError: If parameters are spread in another way than by `fully_shard`, or over processes that don't
+            share the data.
+
+    Cost: memory for all parameters that are spread; the blocks of their layers take more.
+    """
+    parts = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
+    roots = [name for name, module in model.named_modules() if _is_sharded(module)] if parts else []
+    for name, p in parts.items():
+        inside = any(root == "" or name.startswith(f"{root}.") for root in roots)
+        if not inside or sum(not place.is_replicate() for place in p.placements) > 1:
+            raise UnsupportedError(
+                f"The parameter {name!r} is spread over processes by parallelize_module (tensor parallel) or "
+                f"distribute_tensor, {p.placements}, and the model computes with parts of it. Only fully_shard is "
+                "known. Make a plain model, of what torch.distributed.checkpoint.state_dict.get_model_state_dict("
+                "model, options=StateDictOptions(full_state_dict=True)) returns."
+            )
+        if p.device_mesh.size() > processes.world:
+            raise UnsupportedError(
+                "The parameters are spread over processes by fully_shard, so that none can evaluate the model alone. "
+                "Say EmpiricalRisk(..., processes=Processes()), in all of them."
+            )
+    values = {name: p.detach().full_tensor().clone() for name, p in parts.items()}
+    return {name: (p, nn.Parameter(values[name], p.requires_grad)) for name, p in parts.items()}
+
+
+def wrapped_processes(model: nn.Module) -> Processes | None:
+    """The processes that train a model inside of `DistributedDataParallel`; None without one.
+
+    Raises:
+        UnsupportedError: If its parameters are sharded.
+    """
+    if any(map(_is_sharded, model.modules())):
+        raise UnsupportedError(
+            "The parameters of the model are sharded by fully_shard (FSDP), and this optimizer takes steps with whole "
+            "ones. Use DistributedDataParallel. Or listen to its passes, CurvatureEstimator(EmpiricalRisk(..., "
+            "processes=Processes())).listen(batch), and take steps along inverse() @ whole gradients, full_tensor()."
+        )
+    return Processes(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
+
+#: Whether this process was told that it computes by itself.
+_told: set[str] = set()
+
+
+def common_processes(model: nn.Module, processes: Any) -> Alone:
+    """The processes that share the data: `processes`, or this one alone for None.
+
+    Raises:
+        TypeError: If it is something else.
+
+    Warns:
+        CurvatureWarning: Once, of a wrapped model without processes.
+    """
+    if processes is not None and not isinstance(processes, Alone):
+        raise TypeError(f"processes is a {type(processes).__name__}; expected Processes(), or None for this one alone.")
+    if processes is None and isinstance(model, nn.parallel.DistributedDataParallel) and not _told:
+        _told.add("alone")
+        warn(
+            "The model is wrapped by DistributedDataParallel, and the risk has processes=None: each process computes "
+            "with its own part of the data, and by itself. Say EmpiricalRisk(..., processes=Processes()) for that of "
+            "all data.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
+    return processes or Alone()
+
+
+def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """For each tensor `Σ x` and its norm in double precision: they tell whether it has changed.
+
+    Cost: one pass over their memory.
+
+    Example:
+        >>> sums_of({"x": torch.tensor([3.0, -4.0])})
+        {'x': [-1.0, 5.0]}
+    """
+    found = []
+    with torch.no_grad():
+        for t in tensors.values():
+            t = torch.view_as_real(t) if t.is_complex() else t.to_dense()
+            x = t if t.is_floating_point() else t.double()
+            sums = x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
+            found.append(torch.stack(sums).nan_to_num())  # NaN equals NaN
+    together = [sums.to(found[0].device) for sums in found]  # every answer of a GPU is waited for
+    return dict(zip(tensors, torch.stack(together).tolist() if found else [], strict=True))
+
+
+def parameter_sums(risk: Any) -> dict[str, list[float]]:
+    """`sums_of` the parameters: under their keys, and others of the model under their names after "model."."""
+    tracked = {*map(id, risk.params.values())}
+    every = risk.whole(dict(risk.model.named_parameters()))
+    return sums_of(risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked})
+
+
+def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuse processes that differ in parameters, losses, options, or `more`. Collective.
+
+    Args:
+        over_data: Whether the data are read now: then buffers are compared, too. Batches of training write to them.
+    """
+    buffers = sums_of(dict(risk.model.named_buffers())) if over_data else {}
+    options = {f"{name}=": x for name, x in vars(risk.options).items() if name not in ("check", "progressbar")}
+    losses = {
+        one.title: (one.likelihood.options() if one.known else one.loss, one.weight, one.reduction)
+        for one in risk.losses
+    }
+    risk.processes.same(parameter_sums(risk) | buffers | losses | options | dict(more()))

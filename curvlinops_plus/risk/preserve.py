@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,12 +28,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------ the process
-_lock = threading.RLock()
-
-
-def exclusive() -> AbstractContextManager[Any]:
-    """Context that one thread at a time is in, as often as it likes."""
-    return _lock
+#: Context that one thread at a time is in, as often as it likes.
+exclusive = threading.RLock()
 
 
 class Depth:
@@ -54,34 +50,43 @@ class _OwnPasses(Depth, threading.local):
 
 #: Context in which this thread's calls of models are this package's own, not the user's.
 own_passes = _OwnPasses()
-_eager, _stance = Depth(), ExitStack()
 
 
-@contextmanager
-def eager() -> Iterator[None]:
+class _Eager:
     """Context in which compiled modules run eagerly, and transformers without fused inference: else no hooks fire.
 
     Counted, since these contexts need not be left in the opposite order: an inner one that restored what it had found
     would leave everything eager for good.
     """
-    with _lock:
-        if _eager.depth == 0:
-            _stance.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+
+    depth, _fused, _stance = 0, True, None
+
+    def __enter__(self) -> None:
+        exclusive.acquire()
+        if self.depth == 0:
+            self._fused = mha.get_fastpath_enabled()
             mha.set_fastpath_enabled(False)
-            if _is_compiler_loaded():
-                _stance.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            with _eager:
-                yield
-        finally:
-            if _eager.depth == 0:
-                _stance.close()
+            self._stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+            if self._stance is not None:
+                self._stance.__enter__()
+        self.depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            mha.set_fastpath_enabled(self._fused)
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+        exclusive.release()
+
+
+eager = _Eager()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and right."""
-    with _lock, warnings.catch_warnings():
+    with exclusive, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*batching rule.*")
         yield
 
@@ -96,13 +101,9 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (disabled if _is_compiler_loaded() else function)(*args, **kwargs)
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return called
-
-
-def _is_compiler_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
 
 
 # ---------------------------------------------------------------------------------------------------------- modules
@@ -124,17 +125,12 @@ class Uncopied(partial[Any]):
 
     only_reads = True
 
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        return NoHook, ()
+    def __reduce__(self) -> tuple[type[Uncopied], tuple[Callable[..., None]]]:
+        return Uncopied, (_nothing,)
 
 
-class NoHook:
-    """A hook that does nothing."""
-
-    only_reads = True
-
-    def __call__(self, *args: Any) -> None:
-        pass
+def _nothing(*args: Any) -> None:
+    """What copies have in place of such a hook."""
 
 
 def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,40 +170,31 @@ def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor])
     return [(module, names) for module, names in held if names]
 
 
-def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which the modules have other parameters, by key; other threads see their own ones."""
     as_parameters(values.values())
-    return _replaced("_parameters", [(module, {name: values[key] for name, key in names}) for module, names in places])
-
-
-def copied_buffers(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which the modules have copies of their buffers: what is written to them is lost."""
-    copies: dict[int, Tensor] = {}  # a buffer may have two places
-
-    def copied(b: Tensor | None) -> Tensor | None:
-        return None if b is None else copies.setdefault(id(b), b.detach().clone())
-
-    own = [
-        m for m in model.modules() if type(m._buffers) in (dict, Replaced) and m._buffers
-    ]  # scripted ones hold others
-    return _replaced("_buffers", [(m, {name: copied(b) for name, b in m._buffers.items()}) for m in own])
+    ours, given = OwnThread(), [(module, names, module._parameters) for module, names in places]
+    try:
+        for module, names, before in given:
+            own = getattr(before, "own", before)
+            vars(module)["_parameters"] = Replaced({**before, **{name: values[key] for name, key in names}}, own, ours)
+        yield
+    finally:
+        for module, _, before in given:
+            vars(module)["_parameters"] = before
 
 
 @contextmanager
-def _replaced(attribute: str, modules: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
-    ours, done = OwnThread(), []
-    try:
-        for module, values in modules:
-            given = vars(module)[attribute]
-            made = Replaced({**given, **values}, getattr(given, "own", given), ours)
-            vars(module)[attribute] = made
-            done.append((module, given, made, values))
+def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which modules have copies of their buffers; at the end they are, with attributes, as before."""
+    ours, copies = OwnThread(), dict[int, Tensor]()  # a buffer may have two places
+    with kept_attributes(modules):
+        for module in modules:
+            if (held := module._buffers) and type(held) in (dict, Replaced):  # scripted modules hold others
+                made = {n: None if b is None else copies.setdefault(id(b), b.detach().clone()) for n, b in held.items()}
+                vars(module)["_buffers"] = Replaced(made, getattr(held, "own", held), ours)
         yield
-    finally:
-        for module, given, made, values in reversed(done):
-            # What the model registered meanwhile stays.
-            given.update({name: t for name, t in dict.items(made) if name not in values})
-            vars(module)[attribute] = given
 
 
 # Options of embeddings that say nothing about the function they compute.
@@ -222,27 +209,25 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     statistics. Cost: a copy of the buffers.
 
     Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
-    no derivative), and without `max_norm`, after a check that no row exceeds it. And nothing runs under the caller's
-    autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
-    model.
+    no derivative), and without `max_norm`, after a check that no row exceeds it. Compiled modules run eagerly. And
+    nothing runs under the caller's autocast: a matrix does not depend on where it is asked for. Autocast inside the
+    model's forward is part of the model.
 
     One thread at a time is in here; others wait.
 
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
     """
-    with _lock, own_passes, ExitStack() as stack:
-        modules = [*model.modules()]
+    modules = [*model.modules()]
+    with eager, own_passes, ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in model.parameters()]}):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        random = RandomState.now()
-        stack.callback(random.restore)
+        stack.callback(RandomState.now().restore)
         sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
         for holder in (data, sampler, getattr(batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
                 stack.callback(generator.set_state, generator.get_state())
-        stack.enter_context(kept_attributes(modules))
-        stack.enter_context(copied_buffers(model))
+        stack.enter_context(kept_modules(modules))
         for module in modules:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 refuse_renormalization(module)

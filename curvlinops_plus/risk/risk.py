@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -15,22 +15,19 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.batches import (
-    Batch,
-    call_model,
-    check_data,
-    count_examples,
-    is_iterator,
-    read_batch,
-    require_numbers,
-)
+from curvlinops_plus.risk.batches import Batch, call_model, check_data, count_examples, read_batch
 from curvlinops_plus.risk.graph import prepare_graph, refuse_outside_reads
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, Number, Terms, Totals, gradient_pass, loss_pass
-from curvlinops_plus.risk.parameters import ModelParameters, example_axes, require_module
+from curvlinops_plus.risk.losses import Losses, Number, Totals, gradient_pass, loss_pass
+from curvlinops_plus.risk.parameters import (
+    ModelParameters,
+    common_processes,
+    example_axes,
+    require_module,
+    require_replicas,
+)
 from curvlinops_plus.risk.preserve import preserve_state, untraced
-from curvlinops_plus.risk.replicas import common_processes, require_replicas
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
@@ -242,7 +239,7 @@ class EmpiricalRisk(ModelParameters):
                     seen += batch.num_examples
         if not seen and self.processes.world == 1:
             again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
-            raise ValueError(f"`data` has no examples.{again if is_iterator(self.data) else ''}")
+            raise ValueError(f"`data` has no examples.{again if isinstance(self.data, Iterator) else ''}")
 
     def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
         """One item of the data as a batch, with `first` examples before it; one tells whether labels are shifted.
@@ -253,7 +250,7 @@ class EmpiricalRisk(ModelParameters):
                 on them.
         """
         options = self.options
-        batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight, first)
+        batch = read_batch(item, index, self.device, options, first)
         if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -285,7 +282,6 @@ class EmpiricalRisk(ModelParameters):
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
-        require_numbers(outputs)
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
@@ -295,23 +291,29 @@ class EmpiricalRisk(ModelParameters):
             outputs, targets, class_axes = zip(*map(shifted_labels, self.losses, outputs, targets, class_axes))
         return outputs, targets, class_axes
 
-    def terms(
-        self, outputs: Sequence[Tensor], targets: Sequence[Any], batch: Batch, class_axes: Sequence[int | None]
-    ) -> Terms:
-        """What the losses make of outputs and targets, and the totals of the batch; its losses have a graph.
-
-        The value of a loss without a likelihood counts as that of N terms.
-        """
-        return self.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight)
-
-    def scale(self, totals: Totals) -> Number:
+    def scale(self, totals: Totals, loss: int | None = None) -> Number:
         """`c`: what multiplies the sum of all terms of the reference loss (the first one with the reduction "mean").
+
+        Args:
+            totals: Of the whole data set.
+            loss: The number of another loss.
 
         Raises:
             ValueError: If no loss term counts at all.
         """
-        options = self.options
-        return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
+        options, one = self.options, self.losses.reference if loss is None else self.losses[loss]
+        if one.reduction == "sum":
+            return 1.0
+        count = float(totals.loss_count if loss is None else totals.counts[loss])
+        if not count > 0:
+            raise ValueError(
+                f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them does "
+                "not exist. Leave such a loss out; skip such batches until one counts."
+            )
+        given = 1.0 if options.num_data is None else totals.examples / float(options.num_data)
+        if options.num_per_example_loss_terms is not None:
+            given *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
+        return given / count
 
     # ---------------------------------------------------------------------------------------------- all the data
     def together(
@@ -327,25 +329,22 @@ class EmpiricalRisk(ModelParameters):
         Raises:
             ProcessError: In all processes, if it fails in one, or something differs.
         """
-
-        def agreed() -> T:
-            self.require_in_place()
-            self.whole.renew()
-            if self.processes.world > 1:
-                require_replicas(self, over_data, same)
+        if self.processes.world == 1:
+            self.renew()
             return work()
 
-        return agreed() if self.processes.world == 1 else self.processes.together(agreed)
+        def agreed() -> T:
+            self.renew()
+            require_replicas(self, over_data, same)
+            return work()
+
+        return self.processes.together(agreed)
 
     @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
-
-        def work() -> Totals:
-            with preserve_state(self.model, self.data):
-                return loss_pass(self)
-
-        return self._value(self.together(work))
+        with preserve_state(self.model, self.data):
+            return self._value(self.together(partial(loss_pass, self)))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
@@ -357,22 +356,14 @@ class EmpiricalRisk(ModelParameters):
     @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`. Collective."""
-
-        def work() -> tuple[dict[str, Tensor], Totals]:
-            with preserve_state(self.model, self.data):
-                return gradient_pass(self)
-
-        sums, totals = self.together(work)
+        with preserve_state(self.model, self.data):
+            sums, totals = self.together(partial(gradient_pass, self))
         c = self.scale(totals)
         return {key: g * c for key, g in sums.items()}, self._value(totals)
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
-        if len(self.losses) == 1:
-            value = self.losses[0].weight * self.scale(totals) * totals.losses[0]
-        else:
-            scales = self.losses.scales(totals, self.options.num_data)
-            value = sum(one.weight * c * loss for one, c, loss in zip(self.losses, scales, totals.losses))
+        value = sum([one.weight * self.scale(totals, k) * totals.losses[k] for k, one in enumerate(self.losses)])
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 

@@ -17,7 +17,6 @@ from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.losses import Losses, LossWeights, Terms, Totals, loss_weights
-from curvlinops_plus.risk.preserve import eager
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
@@ -49,7 +48,7 @@ def sweep(
     """
     totals, draws, outside = Totals(), Draws(vectors.seed or 0), None
     if weights is None:
-        weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
+        weights = loss_weights(risk) if vectors.backward else LossWeights(risk)
     passes = RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable)
     with passes.hooked():
         try:
@@ -96,7 +95,7 @@ class RecordedPasses:
                 yield
             return
         gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
-        with torch.inference_mode(False), gradients, eager(), self.risk.placed(), self.recorder:
+        with torch.inference_mode(False), gradients, self.risk.placed(), self.recorder:
             yield
 
     def observe(
@@ -122,7 +121,7 @@ class RecordedPasses:
         """What the losses make of the outputs, as `EmpiricalRisk.run` returns them."""
         fs, ys, class_axes = outputs
         with plain_mode(self.risk.device.type):
-            return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+            return self.risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch)
 
     def send_back(
         self,
@@ -151,8 +150,8 @@ class RecordedPasses:
         look = look_at(risk, recorder, batch, fs, self.repeatable)
         totals.called = {*recorder.by_layer}
         if vectors.backward:
-            totals.weights = self.weights.of(totals)
-            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, totals.weights)
+            totals.weights, factors = self.weights.of(totals), self.weights.factors(totals, vectors.of_loss)
+            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, factors)
             for group in groups:
                 if group.terms > 1:
                     _announce(risk, vectors, group)
@@ -195,7 +194,7 @@ def vector_groups(
     terms: Terms,
     class_axes: Sequence[int | None],
     draws: Draws,
-    weights: Sequence[float],
+    factors: Sequence[float],
 ) -> list[VectorGroup]:
     """What is backpropagated together in one batch; outputs without a graph are left out.
 
@@ -203,11 +202,11 @@ def vector_groups(
         outputs: What the losses read, attached to the graph.
         terms: The same in canonical form, and targets.
         class_axes: Of the outputs.
+        factors: What the vectors of each loss are multiplied by.
 
     Raises:
         ValueError: When one sends more vectors than its `count` says.
     """
-    factors = losses.vector_factors(weights, vectors.of_loss)
     streams = [draws.of_loss(k) for k in range(len(losses))]  # before any of them draws
 
     def restored(k: int, number: int) -> Iterator[tuple[Tensor]]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
-from curvlinops_plus.likelihood.counter import counter_key, uniforms
+from curvlinops_plus.likelihood.draws import counter_key, uniforms
 from curvlinops_plus.linalg.numerics import whole
 
 

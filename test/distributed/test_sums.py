@@ -24,7 +24,7 @@ from curvlinops_plus import (
     Processes,
     curvature,
 )
-from curvlinops_plus.risk import replicas
+from curvlinops_plus.risk import parameters
 
 NETS = ["strided cnn", "attention", "called twice", "tied", "generic layers", "language model", "called rarely"]
 
@@ -149,6 +149,6 @@ def test_refused(processes: Processes) -> None:
     }
     require({pattern: (said(work), pattern) for work, pattern in words.items()})
     EmpiricalRisk(wrapped, p.loss, p.data, processes=processes)
-    replicas._told.clear()  # processes serve several tests
+    parameters._told.clear()  # processes serve several tests
     with pytest.warns(match=r"The model is wrapped by DistributedDataParallel, .*processes=None"):
         EmpiricalRisk(wrapped, p.loss, p.data)

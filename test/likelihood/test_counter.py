@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvlinops_plus.likelihood.counter import splitmix64, uniforms
+from curvlinops_plus.likelihood.draws import splitmix64, uniforms
 from curvlinops_plus.risk import Draws
 
 

@@ -25,7 +25,7 @@ from curvlinops_plus.likelihood import (
     likelihood_of,
     rebuild_loss,
 )
-from curvlinops_plus.likelihood.sampling import counts
+from curvlinops_plus.likelihood.draws import counts
 
 N = 4
 BUILTIN: list[type[Likelihood]] = [MSE, CrossEntropy, NLL, BCEWithLogits, BCE, GaussianNLL, PoissonNLL]

@@ -33,8 +33,8 @@ from curvlinops_plus.optim.kfac.policies import (
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
+from curvlinops_plus.risk.parameters import wrapped_processes
 from curvlinops_plus.risk.preserve import untraced
-from curvlinops_plus.risk.replicas import wrapped_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -30,7 +30,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
 from curvlinops_plus.risk.batches import to_device
-from curvlinops_plus.risk.preserve import eager, preserve_state
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.sweep import sweep
 
 
@@ -87,11 +87,9 @@ class Ensemble:
         """Context for calls of `log_psi`; restores the module and the global random state."""
         with ExitStack() as stack:
             stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.inference_mode(False))  # with gradients
             stack.enter_context(torch.autocast(self.psi.device.type, enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivative
-            stack.enter_context(eager())
             yield
 
     def _forward(self) -> Tensor:  # -> [n, c]
