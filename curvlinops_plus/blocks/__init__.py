@@ -6,8 +6,8 @@ from curvlinops_plus.blocks.ekfac import EKFAC, compute_eigenvalue_correction_li
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.kronecker_blocks import TNT, NearestKronecker
-from curvlinops_plus.blocks.memory import Memory
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
+from curvlinops_plus.blocks.plan import Memory
 from curvlinops_plus.blocks.state import Checkpoint, load, save
 from curvlinops_plus.blocks.verify import Verification
 

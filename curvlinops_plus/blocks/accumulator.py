@@ -2,7 +2,7 @@
 
 An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish` turns the sums into
 an operator, or into another accumulator that needs one more sweep over the data. Everything it keeps is a sum, so
-running averages, merging two data sets, resuming and saving are written in `blocks.sums`, once.
+running averages, merging two data sets, resuming and saving are written in `blocks.layer_sums`, once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram, plain_mode
+from curvlinops_plus.linalg.gram_sum import add_gram, mirror
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -81,22 +82,19 @@ class Accumulator(ABC):
     needs_gradients: ClassVar[bool] = False
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False
-    #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
-    finishes_side_by_side: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer, self.group, self.scale = layer, group, scale
         self._sums: dict[str, Tensor] = {}
-        self._rows: dict[str, GramSum] = {}  # sums of products of rows, of which one triangle is kept
+        self._halves: set[str] = set()  # sums of which only the lower triangle is there
         #: What each sum is divided by, if not by what the loss is.
         self.counts: dict[str, Tensor | float] = {}
         #: What the sums are of.
         self.totals = Totals()
         #: Whether nothing is added any more: values are made in the memory of the sums.
         self.complete = False
-        self._values: dict[str, Tensor] = {}  # of these
         #: Results of `decompose` that other processes have computed, by the names of `decompositions`.
         self.decomposed: dict[str, Tensor] = {}
 
@@ -113,17 +111,13 @@ class Accumulator(ABC):
     @property
     def sums(self) -> dict[str, Tensor]:
         """The running sums by name, to be written to."""
-        if self._rows:
-            with plain_mode(self.layer.device.type):
-                while self._rows:
-                    name, rows = self._rows.popitem()
-                    total = rows.take()
-                    self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        while self._halves:
+            mirror(self._sums[self._halves.pop()])
         return self._sums
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
-        self._sums, self._rows = sums, {}
+        self._sums, self._halves = sums, set()
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -149,10 +143,11 @@ class Accumulator(ABC):
             self._sums[name] += value
         else:
             self._sums[name] = value.clone()  # the caller's tensor may be shared
-        if count is not None:
-            self._add_count(name, count)
+        if count is not None:  # in single precision large numbers stop growing, and whole ones would decay in it
+            count = count.double() if isinstance(count, Tensor) else count
+            self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: Tensor | float | None = None) -> None:
+    def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: float | None = None) -> None:
         """Add `rowsᵀ rows` to a running sum.
 
         Args:
@@ -161,29 +156,14 @@ class Accumulator(ABC):
             ones: Whether each row is extended by a 1 at its end, the same in every call.
             count: As for `add`.
         """
-        self._row_sum(name, ones).add(rows)
+        rows = at_least_float32(rows)
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if ones else rows
+        if name not in self._sums:
+            self._sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_gram(rows.to(self._sums[name].dtype), self._sums[name])
+        self._halves.add(name)
         if count is not None:
-            self._add_count(name, count)
-
-    def add_packed(self, name: str, packed: PackedGram) -> None:
-        """The same for the product of rows that are not formed; the sum is over their number."""
-        self._row_sum(name, packed.total is not None).add_packed(packed)
-        self._add_count(name, packed.rows)
-
-    def _row_sum(self, name: str, ones: bool) -> GramSum:
-        """The sum of that name, as one to which rows are added."""
-        if name not in self._rows:
-            self._rows[name] = GramSum(ones, self._sums.pop(name, None))
-        return self._rows[name]
-
-    def _add_count(self, name: str, count: Tensor | float) -> None:
-        """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
-        count = count.double() if isinstance(count, Tensor) else count
-        self.counts[name] = self.counts.get(name, 0.0) + count
-
-    def has(self, name: str) -> bool:
-        """Whether something was added to a sum."""
-        return name in self._sums or name in self._rows
+            self.counts[name] = self.counts.get(name, 0.0) + count
 
     def value(self, name: str) -> Tensor:
         """The sum over its own count, or times the loss's factor `c`.
@@ -191,22 +171,18 @@ class Accumulator(ABC):
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
-        if name in self._values:
-            return self._values[name]
-        if not self.has(name):
+        if name not in self._sums:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         total = self.sums[name]
+        like: Any = {"dtype": total.dtype, "device": total.device}
         out = total if self.complete else None  # what is added to later is not written to
-        if name not in self.counts:
-            scale = self.scale(self.totals)
-            value = torch.mul(total, scale.to(total) if isinstance(scale, Tensor) else scale, out=out)
-        elif isinstance(count := self.counts[name], Tensor):
-            count = count.to(total)
+        if name in self.counts:
+            count = torch.as_tensor(self.counts[name], **like)
             value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
         else:
-            value = torch.div(total, count if count > 0 else 1.0, out=out)
+            value = torch.mul(total, torch.as_tensor(self.scale(self.totals), **like), out=out)
         if self.complete:
-            self._values[name] = value
+            self.counts[name] = 1.0
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
@@ -230,21 +206,11 @@ class Accumulator(ABC):
         """How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some."""
         return 1
 
-    @property
-    def squares_again(self) -> bool:
-        """Whether another sweep reads nothing of batches but `squared_grads`, for which less of them has to be kept."""
-        return False
-
     def needs(self) -> Needs | None:
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""
         return None
 
     # ------------------------------------------------------------------------------------------------------ for sums
-    def share_sums(self, other: Accumulator) -> None:
-        """Add to the sums of another accumulator from now on."""
-        names = ("_sums", "_rows", "counts", "totals", "complete", "_values")
-        vars(self).update({name: vars(other)[name] for name in names})
-
     def empty(self) -> Self:
         """The same without anything added to it."""
         other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long

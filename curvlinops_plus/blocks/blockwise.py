@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.memory import Memory, groups_within, memory_of, owners_of
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
+    Memory,
+    groups_within,
     make_plan,
+    memory_of,
+    owners_of,
     plan_table,
-    positions,
     refuse_missing_gradients,
     warn_of_replaced,
 )
@@ -110,19 +112,17 @@ class BlockwiseLinearOperator(Deferred):
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
-        #: The operator is `scale` times the blocks, which multiples share.
+        #: What multiples are, times the curvature.
         self.scale: float | Tensor = 1.0
-        self._unscaled: BlockDiagonal | None = None
         self._operator: BlockDiagonal | None = None
         self.vectors = as_vectors(vectors)
         self.risk = risk.for_vectors(self.vectors)
-        self.separate_weight_and_bias = separate_weight_and_bias
+        self.separate_weight_and_bias, self.owned = separate_weight_and_bias, owned
         self._confirmed: list[LayerPlan] | None = None
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
-        self.owned = owned
         self.max_bytes, self._offload = max_bytes, offload
         groups_within([], max_bytes)
         #: The number of examples that the blocks were computed from, None before.
@@ -139,8 +139,7 @@ class BlockwiseLinearOperator(Deferred):
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
         sweeps = self._swept(self.max_kept_bytes)
-        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples)
-        self.parameters = parameters
+        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
         return self
 
     def _swept(self, max_kept_bytes: int = 0, max_sweeps: int | None = None) -> Sweeps:
@@ -166,6 +165,46 @@ class BlockwiseLinearOperator(Deferred):
 
         return self.risk.together(work, same=self.described)
 
+    def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint) -> None:
+        """Take these blocks, times `scale`, in the operator's own precision and on its device."""
+        layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
+        kept = self.device if self._offload is None else torch.device(self._offload)
+        mine = {name: blocks[name].to(kept, self.dtype) for name in self.kept_blocks}
+        space, processes = self.risk.space, self.risk.processes
+        if self.owners is None:
+            operator = BlockDiagonal(mine, layouts, space, self.device)
+        else:
+            operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
+            operator._keeps_elsewhere = kept != self.device
+        self._operator = operator if float(self.scale) == 1 else operator._scale(self.scale)
+        self.examples, self.parameters = examples, parameters
+
+    def _compute_later(self) -> None:
+        """Drop the blocks; those of the present parameters will be computed at first use."""
+        self._operator, self.parameters = None, fingerprint(self.risk)
+
+    # ------------------------------------------------------------------------------------------------------ the plan
+    def renew_plan(self) -> None:
+        """Assign approximations to the layers of the risk, as far as they are known."""
+        self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
+        if not self.vectors.backward:
+            refuse_missing_gradients(self.plan)
+        self._reads, world = self.risk.reads, self.risk.processes.world
+        #: Accumulator and block name to the rank of the only process that keeps it; None if all do.
+        self.owners = owners_of(self.plan, world) if self.owned and world > 1 else None
+
+    @property
+    def kept_blocks(self) -> list[str]:
+        """Names of the blocks that this process keeps."""
+        names = [group.name for entry in self.plan for group in entry.layer.groups]
+        return [name for name in names if self.owners is None or self.owners[name] == self.risk.processes.rank]
+
+    def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
+        """Take into the plan how functions read parameters, see `look_for_functions`."""
+        if self._reads is self.risk.reads:  # else another operator of the risk has looked
+            look_for_functions(self.risk, batch, error)
+        self.renew_plan()
+
     def agree_on_reads(self) -> None:
         """Take over what processes know of functions that read parameters; some may have no examples. Collective."""
         if self.risk.processes.world == 1:
@@ -177,74 +216,23 @@ class BlockwiseLinearOperator(Deferred):
             self.risk.reads = rebuild_reads(self.risk, most)
             self.renew_plan()
 
-    def described(self) -> dict[str, Any]:
-        """The options, in plain Python: they have to be the same in all processes."""
-        names = ("vectors", "separate_weight_and_bias", "owned", "max_bytes")
-        options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
-        return {f"{name}=": option for name, option in options.items()}
-
-    @property
-    def owners(self) -> dict[str, int] | None:
-        """Accumulator and block name to the rank of the only process that keeps it; None if all do."""
-        world = self.risk.processes.world
-        return owners_of(self.plan, world) if self.owned and world > 1 else None
-
-    def keeps(self, block: str) -> bool:
-        """Whether this process keeps the block of this name."""
-        return (owners := self.owners) is None or owners[block] == self.risk.processes.rank
-
-    def renew_plan(self) -> None:
-        """Assign approximations to the layers of the risk, as far as they are known."""
-        self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
-        if not self.vectors.backward:
-            refuse_missing_gradients(self.plan)
-        self._reads = self.risk.reads
-
-    def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
-        """Take into the plan how functions read parameters, see `look_for_functions`."""
-        if self._reads is self.risk.reads:  # else another operator of the risk has looked
-            look_for_functions(self.risk, batch, error)
-        self.renew_plan()
-
     def confirm_plan(self) -> None:
         """Warn once of layers without Kronecker factors: the plan has gone through a batch, and will not change."""
         if self._confirmed is not self.plan:
             self._confirmed = self.plan
             warn_of_replaced(self.plan)
 
-    def _compute_later(self) -> None:
-        """Drop the blocks; those of the present parameters will be computed at first use."""
-        self._set_operator(None)
-        self.parameters = fingerprint(self.risk)
-
-    def _finish(self) -> None:
-        """Compute what is missing."""
-        self.compute()
-
-    def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
-        self._unscaled = self._operator = unscaled
-        if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
-            self._operator = unscaled._scale(self.scale)
-
-    def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
-        """Take these (unscaled) blocks, in the operator's own precision and on its device."""
-        layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
-        kept = self.device if self._offload is None else torch.device(self._offload)
-        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if self.keeps(name)}
-        space, processes = self.risk.space, self.risk.processes
-        if self.owners is None:
-            operator = BlockDiagonal(mine, layouts, space, self.device)
-        else:
-            operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
-            operator._keeps_elsewhere = kept != self.device
-        self.examples = examples
-        self._set_operator(operator)
+    def described(self) -> dict[str, Any]:
+        """The options, in plain Python: they have to be the same in all processes."""
+        names = ("vectors", "separate_weight_and_bias", "owned", "max_bytes")
+        options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
+        return {f"{name}=": option for name, option in options.items()}
 
     # -------------------------------------------------------------------------------------------------------- algebra
     @property
-    def unscaled(self) -> BlockDiagonal:
-        """The blocks without `scale`."""
-        if self._unscaled is None:
+    def operator(self) -> BlockDiagonal:
+        """The blocks as a plain operator that knows nothing of networks."""
+        if self._operator is None:
             if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
                 raise RuntimeError(
                     f"{self.label} is computed at its first use, and the parameters {changed} have changed since it "
@@ -252,28 +240,28 @@ class BlockwiseLinearOperator(Deferred):
                     "`curvature` computes at once, and so does check_deterministic=True of the other classes."
                 )
             self._finish()
-        assert self._unscaled is not None
-        return self._unscaled
+        assert self._operator is not None
+        return self._operator
 
-    @property
-    def operator(self) -> BlockDiagonal:
-        """The blocks as a plain operator that knows nothing of networks."""
-        return self.unscaled if self._operator is None else self._operator
+    def _finish(self) -> None:
+        """Compute what is missing."""
+        self.compute()
 
     @property
     def blocks(self) -> dict[str, LinearOperator]:
         """Block name to operator. Blocks are named after layers, or after parameters that have a block of their own."""
         return dict(self.operator.blocks)
 
-    def _scale(self, c: Scalar) -> Self:
-        unscaled, multiple = self.unscaled, copy.copy(self)
-        multiple._set_scale(self.scale * c)
-        multiple._set_operator(unscaled)
-        return multiple
+    def _with(self, operator: BlockDiagonal) -> Self:
+        other = copy.copy(self)
+        other._operator = operator
+        return other
 
-    def _set_scale(self, scale: float | Tensor) -> None:
-        self.scale = scale
-        self.structure = Structure.PSD if scale >= 0 else Structure.SYMMETRIC
+    def _scale(self, c: Scalar) -> Self:
+        multiple = self._with(self.operator._scale(c))
+        multiple.scale = self.scale * c
+        multiple.structure = Structure.PSD if multiple.scale >= 0 else Structure.SYMMETRIC
+        return multiple
 
     def inverse(
         self,
@@ -310,58 +298,38 @@ class BlockwiseLinearOperator(Deferred):
             return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
         if heuristic and isinstance(damping, tuple):
             raise ValueError("Heuristic and exact damping require a single damping value.")
-        unscaled, c = self.unscaled, self.scale
-        if not c > 0:
-            raise ValueError(
-                f"Dampings of factors need a positive multiple of the curvature; this operator is {float(c):g} times "
-                "it. Damp the whole matrix, with a number."
-            )
         found: Any = BlockDampings(
-            (damping, heuristic, min_damping),
-            lambda: self._factor_dampings(damping, min_damping) if heuristic else self._pairs(*damping),
+            (damping, heuristic, min_damping), lambda: self._factor_dampings(damping, min_damping)
         )
-        inverse = unscaled.inverse(found, retry_double_precision=retry_double_precision)
-        return inverse if unscaled is self._operator else inverse._scale(1 / c)
-
-    # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
-    def _pairs(self, of_A: Any, of_G: Any) -> dict[str, Any]:
-        """Unscaled blocks' dampings `(λ_A, λ_G / c)`; the second of these where there is no `A`, as of a bias."""
-        of_G = of_G if callable(of_G) else of_G / self.scale  # rules are asked for each factor
-        blocks = self.unscaled.blocks.items()
-        return {name: (of_A, of_G) if isinstance(block, Kronecker) else of_G for name, block in blocks}
+        return self.operator.inverse(found, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:
-        """Unscaled blocks' dampings, split over their factors (Martens & Grosse 2015, section 6.3).
+        """Dampings of blocks by a pair, or by a number that is split over factors (Martens & Grosse 2015, section 6.3).
 
         A separate bias block is damped like the gradient factor of its weight.
         """
-        operator, blocks = self.operator, self.unscaled.blocks
-        found: dict[str, Any] = operator.per_block(damping)
-        found |= {name: resolve(found[name], block) / self.scale for name, block in operator.blocks.items()}
+        blocks = self.operator.blocks  # others may be kept by other processes
+        products = {name: block for name, block in blocks.items() if isinstance(block, Kronecker)}
+        if isinstance(damping, tuple):
+            return {name: damping if name in products else damping[1] for name in blocks}
+        found: dict[str, Any] = self.operator.per_block(damping)
         for entry in self.plan:
             names = [group.name for group in entry.layer.groups]
             for name in names:
-                block = blocks.get(name)  # others may be kept by other processes
-                if isinstance(block, Kronecker):
-                    pair = heuristic_damping(block.A, block.G, found[name], min_damping)
+                if (block := products.get(name)) is not None:
+                    pair = heuristic_damping(block.A, block.G, resolve(found[name], block), min_damping)
                     found |= {**dict.fromkeys(names, pair[1]), name: pair}
         return found
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
         # Also if the blocks are computed anew; the model stays where it is.
-        moved = copy.copy(self)
-        moved.device = self.device if device is None else device
-        moved.dtype = self.dtype if dtype is None else dtype
-        if isinstance(self.scale, Tensor):
-            moved.scale = self.scale.to(moved.device, moved.dtype)
-        moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
+        moved = self._with(self.operator.to(device=device, dtype=dtype))
+        moved.device, moved.dtype = device or self.device, dtype or self.dtype
         return moved
 
     def offload(self, where: str | torch.device = "cpu") -> Self:
         """The same operator with blocks that are kept on another device; see `BlockDiagonal.offload`."""
-        moved = copy.copy(self)
-        moved._set_operator(self.unscaled.offload(where))
-        return moved
+        return self._with(self.operator.offload(where))
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
@@ -404,7 +372,14 @@ class BlockwiseLinearOperator(Deferred):
 
         Of modules that share some parameters, others with the name of one before have that of their module, too.
         """
-        return positions(self.plan, list(self.risk.params))
+        keys, found = list(self.risk.params), dict[str, dict[str, int]]()
+        for entry in self.plan:
+            own = found.setdefault(entry.layer.name, {})
+            for use in entry.layer.uses:
+                for local, key in use.keys.items():
+                    at = keys.index(key)
+                    own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
+        return found
 
     def verify(self, num_examples: int = 3) -> Verification:
         """Check rules, statistics, loss and traces on a few examples, layer by layer.
@@ -420,7 +395,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def __repr__(self) -> str:
         state = "not computed yet" if self._operator is None else f"from {self.examples} examples"
-        scale = "" if self._unscaled is self._operator else f", times {float(self.scale):g}"
+        scale = "" if float(self.scale) == 1 else f", times {float(self.scale):g}"
         return f"{self.label}, {state}{scale}\n{plan_table(self.plan)}"
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -430,14 +405,14 @@ class BlockwiseLinearOperator(Deferred):
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors). Collective
         if processes keep blocks apart: each gets all of them.
         """
-        whole = None if self._unscaled is None else self._unscaled.gather()
+        whole = None if self._operator is None else self._operator.gather()
         return about(self) | ({} if whole is None else {"blocks": {n: pack(b) for n, b in whole.blocks.items()}})
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before they are computed."""
-        names = [group.name for entry in self.plan for group in entry.layer.groups if self.keeps(group.name)]
-        blocks = {} if self._unscaled is None else self._unscaled.blocks
-        return {"state": about(self)} | {f"block {n}": {n: pack(blocks[n])} if blocks else {} for n in names}
+        blocks = {} if self._operator is None else self._operator.blocks
+        parts = {f"block {n}": {n: pack(blocks[n])} if blocks else {} for n in self.kept_blocks}
+        return {"state": about(self)} | parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the blocks of a state. The data is not read, the model is not changed.

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, as_factor
+from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.layer.squares import multiplied, squared_gradients
 from curvlinops_plus.linalg import (
+    Dense,
     Diagonal,
     Eigendecomposed,
     IdentityLinearOperator,
@@ -61,7 +62,6 @@ class EKFAC(KFAC):
     """
 
     needs_gradients = True
-    finishes_side_by_side = True
 
     def __init__(
         self,
@@ -81,10 +81,6 @@ class EKFAC(KFAC):
     def sweeps(self) -> int:
         return 2
 
-    @property
-    def squares_again(self) -> bool:
-        return type(self).finish is EKFAC.finish
-
     def needs(self) -> Needs:
         first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
         bases = sum(form.kept for form in self.forms.values() if not form.diagonal)
@@ -96,14 +92,12 @@ class EKFAC(KFAC):
         if not found:
             matrices = self.decompositions()
             if self.complete:  # each factor ends with its own decomposition
-                self.sums, self._values = {}, {}
+                self.sums = {}
             found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
 
     def decompositions(self) -> dict[str, Tensor]:
-        A, G = self.factors()
-        factors = {"G": G} if A is None else {"G": G, "A": A}
-        return {name: factor for name, factor in factors.items() if not self.forms[name].diagonal}
+        return {name: factor for name, factor in self.factors().items() if not self.forms[name].diagonal}
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
         try:
@@ -143,7 +137,7 @@ class Correction(Accumulator):
         blocks: dict[str, LinearOperator] = {}
         for group in self.layer.groups:
             *batch, rows, columns = group.layout.matrix_shape
-            if not self.has(group.name):  # no term has counted
+            if group.name not in self.sums:  # no term has counted
                 like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
                 self.sums[group.name] = torch.zeros(group.layout.matrix_shape, **like)
             values = self.value(group.name).contiguous().reshape(-1)
@@ -169,7 +163,7 @@ class Correction(Accumulator):
 def _eigenvectors(Q: Tensor | None, size: int, batch: Sequence[int], like: Tensor) -> Factor:
     """A basis as a factor; without one the identity, once for each matrix of a batch."""
     if Q is not None:
-        return as_factor(Q, Structure.GENERAL, 2 + len(batch))
+        return Dense(Q, Structure.GENERAL)
     if batch:
         return Diagonal(like.new_ones(1, 1).expand(*batch, size))
     return IdentityLinearOperator([(size,)], like.device, like.dtype)

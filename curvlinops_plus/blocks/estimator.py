@@ -279,26 +279,22 @@ class CurvatureEstimator:
     def _together(self, work: Callable[[], T]) -> T:
         """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.
 
-        A process without any batch has nothing to weigh, as long as the others have not forgotten anything either.
+        A process without any batch has nothing to weigh.
         """
         processes = self.risk.processes
 
         def agreed() -> T:
-            if processes.world == 1:
-                return work()
-            self._agree_on_reads()
-            self.enter(set[int]().union(*processes.gather(self.called_in_step)))
-            told = processes.gather((self.updates, [totals.steps for totals in self._sums.totals.values()]))
-            forgets = any(weight > 1 for _, steps in told for weight in steps)
-            weights = [steps for updates, steps in told if updates or forgets]
-            if any(one != weights[0] for one in weights):
-                updates = {f"process {rank}": number for rank, (number, _) in enumerate(told)}
-                raise ProcessError(
-                    "The estimators have made other numbers of steps, or called other layers in them, so that batches "
-                    f"weigh {weights} in the moving averages of each layer; updates until now: {updates}. All have to "
-                    "make the same number of steps, which call the same layers; further micro-batches of a step are "
-                    "added with decay=1."
-                )
+            if processes.world > 1:
+                self._agree_on_reads()
+                self.enter(set[int]().union(*processes.gather(self.called_in_step)))
+                told = processes.gather((self.updates, [totals.steps for totals in self._sums.totals.values()]))
+                if len({str(weights) for updates, weights in told if updates}) > 1:
+                    raise ProcessError(
+                        "The processes have made other numbers of steps, or called other layers in them: updates and "
+                        f"weights of batches in each layer's moving average are {told}. All have to make the same "
+                        "number of steps, which call the same layers; further micro-batches of a step are added with "
+                        "decay=1."
+                    )
             return work()
 
         return self.risk.together(agreed, over_data=False, same=self._blank.described)
@@ -366,9 +362,8 @@ class CurvatureEstimator:
                 "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other "
                 f"layers; `uncalled` lists what is left out, {self.uncalled} now."
             )
-        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), sums.blocks()
-        K.parameters = fingerprint(self.risk)
-        K._set_blocks(blocks, sum(self.risk.processes.gather(self.examples)))
+        K = _with_layers(self._blank, [layer.name for layer in called])
+        K._set_blocks(sums.blocks(), sum(self.risk.processes.gather(self.examples)), fingerprint(self.risk))
         return K
 
     @property

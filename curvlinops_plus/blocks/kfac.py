@@ -18,7 +18,7 @@ the sum over roles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -40,34 +40,27 @@ class FactorForm:
     """What is kept of a factor.
 
     Attributes:
-        size: Its rows.
-        batch: Its batch axis, () or (b,).
-        bytes: Of its matrices.
+        shape: Of its matrices, `[*b, d, d]`.
         diagonal: Whether only the diagonal is kept: of sparse rows, and of matrices above `max_bytes`.
+        bytes: Of its matrices.
         kept: Bytes of what is kept.
     """
 
-    size: int
-    batch: tuple[int, ...]
-    bytes: int
+    shape: tuple[int, ...]
     diagonal: bool
+    bytes: int
     kept: int
 
 
 def factor_forms(layer: Layer, max_bytes: int) -> dict[str, FactorForm]:
     """The form of `G`, and of `A` if there is a weight."""
-
-    def form(size: int, batch: Sequence[int], sparse: bool) -> FactorForm:
-        row = prod(batch) * layer.accumulation_dtype.itemsize * size
-        diagonal = sparse or row * size > max_bytes
-        return FactorForm(size, tuple(batch), row * size, diagonal, row if diagonal else row * size)
-
     forms: dict[str, FactorForm] = {}
     for group in layer.groups:
         *batch, o, i = group.layout.matrix_shape
-        forms["G"] = form(o, batch, False)
-        if layer.weight in group.keys:
-            forms["A"] = form(i, batch, layer.sparse)
+        for name, d in {"G": o, "A": i}.items() if layer.weight in group.keys else [("G", o)]:
+            row = prod(batch) * layer.accumulation_dtype.itemsize * d
+            diagonal = (name == "A" and layer.sparse) or row * d > max_bytes
+            forms[name] = FactorForm((*batch, d, d), diagonal, row * d, row if diagonal else row * d)
     return forms
 
 
@@ -129,82 +122,66 @@ class KFAC(Accumulator):
 
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
+            if not role.calls:
+                continue
             of_A, of_G = (self.forms.get(name) for name in ("A", "G"))
             if self.layer.roles[number].transposed:  # its factors change sides
                 of_A, of_G = of_G, of_A
-            assert of_G is not None
-            if role.calls and batch.first and of_A is not None:
-                assert self.weight_group is not None
-                rows = role.restrict(self.weight_group).rows
-                name = f"A{number or ''}"
-                if not of_A.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
-                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(a.shape[0]))
-                elif not (of_A.diagonal or self.reduce) and (packed := rows.packed_inputs()) is not None:
-                    self.add_packed(name, packed)
-                else:
+            if batch.first and of_A is not None and self.weight_group is not None:
+                rows, name = role.restrict(self.weight_group).rows, f"A{number or ''}"
+                a = None if of_A.diagonal else rows.stacked_inputs(self.reduce)
+                if a is None:
                     self.add(name, *rows.input_gram(self.reduce, of_A.diagonal))
-            if role.calls and batch.num_vectors:
-                rows, name = role.rows, f"G{number or ''}"
-                if not of_G.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
-                    self.add_rows(name, g)
                 else:
+                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+            if batch.num_vectors and of_G is not None:
+                rows, name = role.rows, f"G{number or ''}"
+                g = None if of_G.diagonal else rows.stacked_grads(self.reduce)
+                if g is None:
                     self.add(name, rows.grad_gram(self.reduce, of_G.diagonal))
+                else:
+                    self.add_rows(name, g)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        A, G = self.factors()
-        axes = len(self.layer.groups[0].layout.matrix_shape)
-        factor = as_factor(G, Structure.PSD, axes)  # one object for weight and bias: it is decomposed once
-        blocks: dict[str, LinearOperator] = {group.name: factor for group in self.layer.groups}
+        factors: dict[str, Factor] = {
+            name: Diagonal(factor) if self.forms[name].diagonal else Dense(factor, Structure.PSD)
+            for name, factor in self.factors().items()
+        }
+        G = factors["G"]  # one object for weight and bias: it is decomposed once
+        blocks: dict[str, LinearOperator] = {group.name: G for group in self.layer.groups}
         if self.weight_group is not None:
-            assert A is not None
-            blocks[self.weight_group.name] = Kronecker(factor, as_factor(A, Structure.PSD, axes))
+            blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
 
-    def factors(self) -> tuple[Tensor | None, Tensor]:
-        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was backpropagated).
+    def factors(self) -> dict[str, Tensor]:
+        """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.
 
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """
-        if len(self.layer.roles) == 1 or self.weight_group is None:
-            return (None if self.weight_group is None else self._sum("A")), self._gradient_factor(0)
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for number, role in enumerate(self.layer.roles):
-            if (A := self._sum(f"A{number or ''}")) is not None:  # a module may never have been called
-                G = self._gradient_factor(number)
+            of_A, of_G = f"A{number or ''}", f"G{number or ''}"
+            form = self.forms["A" if role.transposed else "G"]
+            if of_G in self.sums:
+                G = self.value(of_G)
+            else:
+                G = torch.ones(form.shape[:-1], dtype=self.layer.accumulation_dtype, device=self.layer.device)
+                G = G if form.diagonal else torch.diag_embed(G)
+            if self.weight_group is None:
+                return {"G": G}
+            if len(self.layer.roles) == 1:
+                return {"G": G, "A": self.value(of_A)}
+            if of_A in self.sums:  # a module may never have been called
+                A = self.value(of_A)
                 left, right = (A, G) if role.transposed else (G, A)
                 pairs.append((_of_form(left, self.forms["G"]), _of_form(right, self.forms["A"])))
-        if not pairs:
-            return self.value("A"), self.value("G")  # says that nothing was added
-        G, A = nearest_kronecker(pairs)
-        return A, G
-
-    def _sum(self, name: str) -> Tensor | None:
-        """A factor that was added to, None for another."""
-        return self.value(name) if self.has(name) else None
-
-    def _gradient_factor(self, number: int) -> Tensor:
-        """`G` of a role."""
-        if (found := self._sum(f"G{number or ''}")) is not None:
-            return found
-        form = self.forms["A" if self.layer.roles[number].transposed else "G"]
-        one = torch.ones(*form.batch, form.size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
-        return one if form.diagonal else torch.diag_embed(one)
+        return dict(zip("GA", nearest_kronecker(pairs), strict=True))
 
 
 def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
     """A factor of a role in the form that the layer's has; columns that the role does not have are zero."""
-    missing = form.size - factor.shape[-1]
+    missing = form.shape[-1] - factor.shape[-1]
     if form.diagonal:
         return torch.nn.functional.pad(factor, (0, missing))
     M = torch.diag(factor) if factor.ndim == 1 else factor
     return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
-
-
-def as_factor(factor: Tensor, structure: Structure, axes: int = 2) -> Factor:
-    """A factor as an operator; the tensor is shared.
-
-    Args:
-        structure: Of its matrices.
-        axes: Of a matrix, with those of a batch: what has fewer is a diagonal.
-    """
-    return Dense(factor, structure) if factor.ndim == axes else Diagonal(factor)

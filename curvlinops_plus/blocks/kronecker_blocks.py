@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
-
-# Per-example gradients are formed in pieces of about this many bytes.
-_PIECE_BYTES = 2**26
 
 
 class KroneckerBlock(Accumulator):
@@ -189,23 +185,18 @@ class NearestKronecker(KroneckerBlock):
     def add_weight(self, batch: LayerBatch) -> None:
         if self.formed:
             self.add("F", gram(batch.per_example_grads.flatten(-2).flatten(0, 1)))
-        else:
-            self._kfac().update(batch)
+        elif len(self.layer.roles) > 1:  # TNT's
+            self.add("A", contraction(batch, "A"))
+        elif batch.first:
+            self.add("A", *batch.rows.input_gram())
 
     def finish_weight(self) -> LinearOperator | Accumulator:
         if self.formed:
             F = self.value("F").unflatten(-1, self.shape[-2:]).unflatten(-3, self.shape[-2:])  # [*b, o, i, p, j]
             return kronecker(*nearest_to_matrix(F.transpose(-3, -2)))
-        A, _ = self._kfac().factors()
-        assert A is not None
-        A = A if A.ndim == len(self.shape) else torch.diag_embed(A)
+        A = self.value("A")
+        A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
         return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
-
-    def _kfac(self) -> KFAC:
-        """KFAC of the same layer, which adds to these sums."""
-        kfac = KFAC(self.layer, None, self.scale, max_bytes=self.max_factor_bytes)
-        kfac.share_sums(self)
-        return kfac
 
 
 class PowerStep(Accumulator):
@@ -243,14 +234,6 @@ class PowerStep(Accumulator):
         found, _ = balanced(found, self.given)
         return PowerStep(self.layer, self.group, self.scale, found, "G" if self.side == "A" else "A", self.left - 1)
 
-    def streaming_error(self) -> UnsupportedError:
-        """The contribution of a batch depends on a factor that is only known after all of them."""
-        return UnsupportedError(
-            f"{self.layer.title}: its block is too large to be formed, so NearestKronecker makes several sweeps over "
-            "the same data and can't be updated batch by batch. Raise NearestKronecker.using(max_bytes=...), use TNT "
-            "or KFAC for this layer, or curvature(risk, ...) over a whole data set."
-        )
-
 
 def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i]
     """The block of two positive semi-definite factors."""
@@ -277,10 +260,7 @@ def contraction(batch: LayerBatch, name: str, other: Tensor | None = None) -> Te
         total = torch.einsum("vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, rows), rows)
         return (total + total.mT) / 2
     total = None
-    numbers = batch.num_vectors * sum(batch.layer.params[key].numel() for key in batch.keys)
-    step = max(1, _PIECE_BYTES // (numbers * batch.layer.accumulation_dtype.itemsize))
-    for start in range(0, batch.num_examples, step):
-        piece = batch if step >= batch.num_examples else batch.examples(slice(start, start + step))
+    for piece in batch.pieces():
         J = piece.per_example_grads if name == "G" else piece.per_example_grads.mT
         left = J if other is None else torch.einsum("vn...oi,...ij->vn...oj", J, other)
         part = torch.einsum("vn...oi,vn...pi->...op", left, J)

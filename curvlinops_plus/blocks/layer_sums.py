@@ -19,7 +19,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import NumericsError, ProcessError, UnsupportedError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import side_by_side
@@ -48,7 +48,7 @@ class Sums:
         scale: The factor of the loss, as for accumulators.
 
     Attributes:
-        totals: Those of each layer; layers with the same past share them, so that they are never written to.
+        totals: Those of each layer, which are never written to.
         step: The totals of the step that batches are added to.
         decay: What layers that it calls are multiplied with.
         entered: The indices of these.
@@ -192,7 +192,7 @@ class Sums:
             result = accumulator.finish()
             if isinstance(result, Accumulator):
                 if not result.changes_basis:
-                    raise result.streaming_error()
+                    raise accumulator.streaming_error()
                 found[name] = result
         return found
 
@@ -202,7 +202,7 @@ class Sums:
         Raises:
             ValueError: If several losses had other weights before; nothing has changed then.
         """
-        for own in {id(own): own for own in self.totals.values()}.values():
+        for own in self.totals.values():
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
         if decay != 1:
@@ -212,30 +212,24 @@ class Sums:
         self.open = True
         with self._plain_mode():
             self.step.add(totals)
-            self._count(self.entered, lambda before: _joined(before, totals))
+            for layer in [self.layers[k] for k in self.entered]:
+                self.totals[layer] = _joined(self.totals[layer], totals)
             self.enter(totals.called)
             self._take(batch)
 
     def enter(self, called: Iterable[int]) -> None:
         """The open step calls layers, by their indices: what was before is decayed, and all of the step counts."""
-        late = set(called) - self.entered
-        self.entered |= late
-        self._count(late, lambda before: _joined(before, self.step, self.decay, 1.0))
-        if self.decay != 1 and late:
-            accumulators = [a for k in late for stage in self.stages[self.layers[k]] for a in stage.values()]
+        late = [self.layers[k] for k in set(called) - self.entered]
+        self.entered |= set(called)
+        for layer in late:
+            self.totals[layer] = _joined(self.totals[layer], self.step, self.decay, 1.0)
+        if self.decay != 1:
+            accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
             if tensors := [total for a in accumulators for total in a.sums.values()]:
                 with self._plain_mode():
                     torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
             for a in accumulators:
                 a.counts = {name: count * self.decay for name, count in a.counts.items()}
-
-    def _count(self, called: Iterable[int], change: Callable[[Totals], Totals]) -> None:
-        changed: dict[int, tuple[Totals, Totals]] = {}
-        for layer in [self.layers[k] for k in called]:
-            before = self.totals[layer]
-            if id(before) not in changed:
-                changed[id(before)] = before, change(before)
-            self.totals[layer] = changed[id(before)][1]
 
     def _take(self, other: Sums) -> None:
         """Add other sums, whose tensors are these afterwards where there were none; not their totals."""
@@ -294,7 +288,7 @@ class Sums:
                 result = accumulator.finish()
                 if isinstance(result, Accumulator):
                     if not (result.changes_basis and accumulator.sweeps > 1):
-                        raise result.streaming_error()
+                        raise accumulator.streaming_error()
                     result = result.finish()  # no term has counted yet, and with "sum" that is a matrix, too
                 assert not isinstance(result, Accumulator)
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
@@ -328,13 +322,9 @@ class Sums:
             return self
         whole = self.copied()
         add_over_processes(list(whole._accumulators()), processes)
-        own = {id(totals): totals.plain() for totals in self.totals.values()}  # shared where they are: sent once
-        told = processes.gather((self.step.plain(), [own[id(totals)] for totals in self.totals.values()]))
-        whole.step = Totals.union(step for step, _ in told)
-        known: dict[tuple[int, ...], Totals] = {}
-        for layer, parts in zip(self.layers, zip(*(totals for _, totals in told), strict=True), strict=True):
-            key = tuple(map(id, parts))
-            whole.totals[layer] = known[key] = known.get(key) or Totals.union(parts)
+        told = processes.gather([totals.plain() for totals in (self.step, *self.totals.values())])
+        whole.step, *of_layers = map(Totals.union, zip(*told, strict=True))
+        whole.totals = dict(zip(self.layers, of_layers, strict=True))
         return whole
 
     def renewed(self, processes: Alone) -> tuple[Self, Self]:
@@ -379,22 +369,20 @@ class Sums:
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums and totals, in tensors and plain Python: position of the layer, number of the stage, block name."""
-        called = {k: layer for k, layer in enumerate(self.layers) if k in self.totals[layer].called}
         layers = {
-            f"{k}": {
+            f"{self.layers.index(layer)}": {
                 "totals": _plain(self.totals[layer]),
                 "stages": [{name: a.state_dict() for name, a in stage.items()} for stage in self.stages[layer]],
             }
-            for k, layer in called.items()
+            for layer in self.called
         }
         return {"layers": layers, "step": _plain(self.step), "decay": self.decay, "entered": sorted(self.entered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; these have no sums yet."""
-        known: dict[str, Totals] = {}
         for key, own in state["layers"].items():
             layer = self.layers[int(key)]
-            self.totals[layer] = known.setdefault(repr(own["totals"]), _totals(own["totals"]))
+            self.totals[layer] = _totals(own["totals"])
             for number, stage in enumerate(own["stages"]):
                 if number:
                     self.stages[layer].append(self._following(layer))
@@ -434,7 +422,7 @@ def _totals(state: Mapping[str, Any]) -> Totals:
 
 def _work(stage: Stage) -> float:
     """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main thread."""
-    if not all(a.finishes_side_by_side and a.layer.device.type == "cpu" for a in stage.values()):
+    if not all(type(a).decompose is not Accumulator.decompose and a.layer.device.type == "cpu" for a in stage.values()):
         return 0.0
     sizes = (size for a in stage.values() for group in a.groups for size in group.layout.matrix_shape[-2:])
     return float(sum(10 * size**3 for size in sizes))
@@ -450,38 +438,29 @@ def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) ->
 
     Args:
         accumulators: The same ones, in the same order, in all processes.
-
-    Raises:
-        ProcessError: If the accumulators of the processes are of different layers.
     """
-    names = [f"{type(a).__name__} of layer {a.layer.name!r}" for a in accumulators]
     shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
     counts = [{n: c.cpu() if isinstance(c, Tensor) else c for n, c in a.counts.items()} for a in accumulators]
-    told = processes.gather((names, shapes, counts))
-    if any(theirs != told[0][0] for theirs, *_ in told):
-        raise ProcessError(
-            f"The processes have statistics of different layers: {[theirs for theirs, *_ in told]}. Models, parameters "
-            "and approximations have to be the same."
-        )
+    told = processes.gather((shapes, counts))
     for k, a in enumerate(accumulators):
         sums, device = a.sums, a.layer.device
-        for name, (shape, dtype) in {n: like for _, theirs, _ in told for n, like in theirs[k].items()}.items():
+        for name, (shape, dtype) in {n: like for theirs, _ in told for n, like in theirs[k].items()}.items():
             sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
-        for name in {n: None for *_, theirs in told for n in theirs[k]}:
-            count = sum(theirs[k].get(name, 0.0) for *_, theirs in told)
+        for name in {n: None for _, theirs in told for n in theirs[k]}:
+            count = sum(theirs[k].get(name, 0.0) for _, theirs in told)
             a.counts[name] = count.to(device) if isinstance(count, Tensor) else count
     processes.sum_([a.sums[name] for k, a in enumerate(accumulators) for name in sorted(a.sums)])
 
 
 def decompose_together(accumulators: Sequence[Accumulator], processes: Alone) -> None:
     """Spread the decompositions that `finish` needs over processes. Collective; arguments as above."""
-    if processes.world == 1:
-        return
-    jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
-    matrices = [M for *_, M in jobs]
-    found = _spread(processes, matrices, lambda k: [jobs[k][0].decompose(*jobs[k][1:])], lambda k: [matrices[k]])
-    for (a, name, _), (result,) in zip(jobs, found, strict=True):
-        a.decomposed[name] = result
+    if processes.world > 1:
+        jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+        found = _spread(
+            processes, [M for *_, M in jobs], lambda k: [jobs[k][0].decompose(*jobs[k][1:])], lambda k: [jobs[k][2]]
+        )
+        for (a, name, _), (result,) in zip(jobs, found, strict=True):
+            a.decomposed[name] = result
 
 
 def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, processes: Alone) -> None:
@@ -498,12 +477,12 @@ def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, proces
         return
     of_products = [f for block in blocks.values() if isinstance(block, Kronecker) for f in (block.G, block.A)]
     factors = list({id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}.values())
-    matrices = [f.matrix for f in factors]
 
     def eigh(k: int) -> list[Tensor]:
         values, Q = factors[k].eigh()
         return [values, Q.matrix]
 
+    matrices = [f.matrix for f in factors]
     found = _spread(processes, matrices, eigh, lambda k: [matrices[k][..., 0], matrices[k]])
     for factor, (values, Q) in zip(factors, found, strict=True):
         factor.remember_eigh(values, Q)  # also where it was computed: products depend on how it is stored, in the bits

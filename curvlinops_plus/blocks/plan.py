@@ -1,4 +1,4 @@
-"""Which approximation each layer gets."""
+"""Which approximation each layer gets, what it takes, and which process keeps it: before anything is computed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 from warnings import warn
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale, Needs
 from curvlinops_plus.blocks.per_example import DiagonalBlock
+from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.rule import EnclosedRule
@@ -23,7 +24,7 @@ class LayerPlan:
     layer: Layer
     approximation: Approximation
 
-    def accumulators(self, scale: LossScale) -> dict[str, Accumulator]:
+    def accumulators(self, scale: LossScale = lambda totals: 1.0) -> dict[str, Accumulator]:
         """One accumulator per block, or one for all blocks of the layer under the layer's name."""
         kind, options, layer = self.approximation.kind, self.approximation.options, self.layer
         if kind.per_group:
@@ -140,8 +141,10 @@ def plan_table(plan: list[LayerPlan]) -> str:
         modules = "+".join(type(use.owner).__name__ for use in layer.uses)
         rules = "+".join(type(use.rule).__name__ for use in layer.uses)
         name, params = layer.name or "(model)", ", ".join(layer.params)
+        remark = entry.approximation.kind.remark(layer, **entry.approximation.options)
+        approximation = f"{entry.approximation!r}, {remark}" if remark else repr(entry.approximation)
         why = _why_not_affine(layer) if entry.approximation is _INSTEAD else ""
-        rows.append((name, modules, rules, params, _approximation(entry), sizes, why))
+        rows.append((name, modules, rules, params, approximation, sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
     return "\n".join(f"  {line}" for line in table(rows))
 
@@ -152,22 +155,102 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _approximation(entry: LayerPlan) -> str:
-    approximation = entry.approximation
-    remark = approximation.kind.remark(entry.layer, **approximation.options)
-    return f"{approximation!r}, {remark}" if remark else repr(approximation)
+# -------------------------------------------------------------------------------------------------------------- memory
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the blocks of an operator take, layer by layer. Printed, it is a table.
 
+    Args:
+        layers: Layer name to what its approximation needs.
 
-def positions(plan: list[LayerPlan], keys: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Layer name to the names of its parameters in their modules and their positions in `keys`.
-
-    Of modules that share some parameters, others with the name of one before have that of their module, too.
+    Example:
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> K = curvature(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ()), compute=False)
+        >>> K.memory().kept  # A [4, 4] and G [2, 2]
+        80
     """
-    found: dict[str, dict[str, int]] = {}
+
+    layers: dict[str, Needs]
+
+    @property
+    def computing(self) -> int:
+        """Bytes of all statistics, bases and eigenvalues while blocks are computed."""
+        return sum(needs.computing for needs in self.layers.values())
+
+    @property
+    def kept(self) -> int:
+        """Bytes of all finished blocks."""
+        return sum(needs.kept for needs in self.layers.values())
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("layer", "computing", "kept")]
+        rows += [(name or "(model)", gib(own.computing), gib(own.kept)) for name, own in self.layers.items()]
+        return "\n".join(table([*rows, ("all, GiB", gib(self.computing), gib(self.kept))]))
+
+
+def memory_of(plan: Sequence[LayerPlan]) -> Memory:
+    """What the layers of a plan need.
+
+    Raises:
+        UnsupportedError: If an approximation does not say; names the layer.
+    """
+    layers: dict[str, Needs] = {}
     for entry in plan:
-        own = found.setdefault(entry.layer.name, {})
-        for use in entry.layer.uses:
-            for local, key in use.keys.items():
-                at = keys.index(key)
-                own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
-    return found
+        own = [accumulator.needs() for accumulator in entry.accumulators().values()]
+        known = [needs for needs in own if needs is not None]
+        if len(known) < len(own):
+            raise UnsupportedError(
+                f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it takes. Define its "
+                "method `needs()`, which returns Needs(computing, kept) in bytes, or leave out `max_bytes`."
+            )
+        layers[entry.layer.name] = Needs(sum(needs.computing for needs in known), sum(needs.kept for needs in known))
+    return Memory(layers)
+
+
+def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[list[list[LayerPlan]], int | None]:
+    """Layers in their order, in groups that need at most `max_bytes` while they are computed; None: in one.
+
+    Returns:
+        The groups, and what the largest one leaves of `max_bytes`.
+
+    Raises:
+        UnsupportedError: If a layer alone needs more; names it.
+    """
+    if max_bytes is None:
+        return [list(plan)], None
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit.")
+    groups: list[list[LayerPlan]] = []
+    left: list[int] = []
+    needs = memory_of(plan).layers
+    for entry in plan:
+        needed = needs[entry.layer.name].computing
+        if needed > max_bytes:
+            raise UnsupportedError(
+                f"{entry.layer.title}: {entry.approximation!r} needs {gib(needed)} GiB while it is computed, more "
+                f"than max_bytes={max_bytes} ({gib(max_bytes)} GiB). Use KFAC or DiagonalBlock for it."
+            )
+        if not groups or needed > left[-1]:
+            groups.append([])
+            left.append(max_bytes)
+        groups[-1].append(entry)
+        left[-1] -= needed
+    return groups, min(left, default=max_bytes)
+
+
+def owners_of(plan: Sequence[LayerPlan], world: int) -> dict[str, int]:
+    """The rank of the process that keeps each accumulator, and its blocks: the largest first, to whoever has least."""
+    accumulators = {name: a for entry in plan for name, a in entry.accumulators().items()}
+    sizes = [
+        sum(group.layout.dim for group in a.groups) if (needs := a.needs()) is None else needs.kept
+        for a in accumulators.values()
+    ]
+    ranks = schedule(sizes, world)
+    of_blocks = {group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups}
+    return dict(zip(accumulators, ranks, strict=True)) | of_blocks
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.3g}"

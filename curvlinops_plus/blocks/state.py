@@ -30,7 +30,7 @@ from curvlinops_plus.blocks.kronecker_blocks import TNT, NearestKronecker
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.linalg import OwnedBlockDiagonal
+from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
@@ -92,11 +92,10 @@ def plain(option: Any) -> Any:
         return {str(key): plain(item) for key, item in option.items()}
     if isinstance(option, (list, tuple)):
         return [plain(item) for item in option]
-    if option is None or isinstance(option, (bool, str)):
-        return str(option) if isinstance(option, str) else option
-    if isinstance(option, (Integral, Real)):
-        return int(option) if isinstance(option, Integral) else float(option)
-    return {"repr": repr(option)}
+    for kind, made in {bool: bool, str: str, Integral: int, Real: float}.items():  # numbers of NumPy, too
+        if isinstance(option, kind):
+            return made(option)
+    return {"repr": repr(option)} if option is not None else None
 
 
 def from_data(data: Mapping[str, Any], known: Iterable[type], argument: str) -> tuple[type, dict[str, Any]]:
@@ -201,10 +200,9 @@ def take_state(K: Any, given: Any) -> None:
         raise ValueError(f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}.")
     blocks = None
     if "blocks" in state:
-        names = [group.name for entry in fitting.plan for group in entry.layer.groups if fitting.keeps(group.name)]
-        if missing := [name for name in names if name not in state["blocks"]]:
+        if missing := [name for name in fitting.kept_blocks if name not in state["blocks"]]:
             raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
-        blocks = {name: unpack(state["blocks"][name], K.device) for name in names}
+        blocks = {name: unpack(state["blocks"][name], K.device) for name in fitting.kept_blocks}
     if changed_parameters(state["fingerprint"], fingerprint(K.risk), 1e-5):  # the rounding of another dtype
         warn(
             "The model's parameters differ from those that this state was computed at; its blocks describe the old "
@@ -213,13 +211,13 @@ def take_state(K: Any, given: Any) -> None:
             stacklevel=level_of_user(),
         )
     fitting.risk.options = replace(K.risk.options, **state["options"])
-    vars(K).update({name: getattr(fitting, name) for name in ("risk", "plan", "vectors", "_reads")})
-    K._set_scale(state["scale"])
+    vars(K).update({name: getattr(fitting, name) for name in ("risk", "plan", "owners", "vectors", "_reads")})
     if blocks is None:
         K._compute_later()
     else:
-        K._set_blocks(blocks, state["examples"])
-        K.parameters = state["fingerprint"]
+        K.scale = 1.0
+        K._set_blocks(blocks, state["examples"], state["fingerprint"])
+        K.scale, K.structure = state["scale"], Structure.PSD if state["scale"] >= 0 else Structure.SYMMETRIC
 
 
 def arguments_of(

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.layer_sums import Sums
-from curvlinops_plus.blocks.memory import groups_within
-from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.plan import LayerPlan, groups_within
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
@@ -129,7 +129,7 @@ class Sweeps:
             return
         stages = {layer: sums.stages[layer][-1].values() for layer in sums.pending}
         again = {layer for layer, own in stages.items() if any(a.sweeps > 1 for a in own)}
-        squares = {layer for layer in again if all(a.squares_again for a in stages[layer])}
+        squares = {layer for layer in again if all(type(a).finish is EKFAC.finish for a in stages[layer])}
         keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
         self._kept = kept = Kept(self._max_bytes, again, squares) if keeps else None
 

@@ -19,7 +19,7 @@ from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker
+from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         self.compute()
 
     def _factors(self, side: str, eigenvectors: bool = False) -> Mapping[str, Any]:
-        """Layer name to one kind of factor: the tensors of the unscaled blocks, which may be written to in place."""
+        """Layer name to one kind of factor: the tensors of the blocks, which may be written to in place."""
         found: dict[str, Tensor] = {}
         for entry in self.plan:
-            layer, blocks = entry.layer, self.unscaled.blocks
+            layer, blocks = entry.layer, self.operator.blocks
             own = issubclass(entry.approximation.kind, self._APPROXIMATION)
             for group in sorted(layer.groups, key=lambda group: layer.weight in group.keys) if own else ():
                 block = blocks.get(group.name)  # others may be kept by other processes
@@ -259,7 +259,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         sweeps, self._after_factors = self._after_factors or self._in_current_basis(), None
         self.parameters = fingerprint(self.risk)
         self.risk.together(partial(sweeps.run, max_sweeps=1, check_deterministic=self.check_deterministic))
-        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples)
+        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, self.parameters)
 
     def _finish(self) -> None:
         if self._after_factors is None:
@@ -267,8 +267,12 @@ class EKFACLinearOperator(KFACLinearOperator):
         else:
             self.compute_eigenvalue_correction()
 
-    def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
-        super()._set_operator(unscaled)
+    def _set_blocks(self, *given: Any) -> None:
+        super()._set_blocks(*given)
+        self._after_factors = None
+
+    def _compute_later(self) -> None:
+        super()._compute_later()
         self._after_factors = None
 
     def _in_current_basis(self) -> Sweeps:
@@ -278,7 +282,7 @@ class EKFACLinearOperator(KFACLinearOperator):
                 "The eigenvectors of all layers are needed at once, which owned=True and max_bytes= keep apart. Use "
                 "compute(), which computes everything anew."
             )
-        sweeps, blocks = Sweeps(self.risk, self.plan, self.vectors, type(self).__name__), self.unscaled.blocks
+        sweeps, blocks = Sweeps(self.risk, self.plan, self.vectors, type(self).__name__), self.operator.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         for entry in self.plan:
             layer, stages = entry.layer, sweeps.sums.stages
@@ -287,7 +291,7 @@ class EKFACLinearOperator(KFACLinearOperator):
                 stages[layer] = [{layer.name: correction}]
             else:
                 stages[layer] = [{}]
-                sweeps.blocks |= {group.name: blocks[group.name] for group in layer.groups}
+                sweeps.blocks |= {group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups}
         return sweeps
 
     @property
@@ -307,7 +311,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         for layer in [e.layer for e in self.plan if issubclass(e.approximation.kind, EKFAC)]:
             values: dict[int, Tensor] = {}
             for group in layer.groups:
-                block: Any = self.unscaled.blocks.get(group.name)
+                block: Any = self.operator.blocks.get(group.name)
                 if block is not None:
                     *rows, columns = group.layout.matrix_shape
                     shape = (*rows, columns) if layer.weight in group.keys else rows

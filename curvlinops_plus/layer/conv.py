@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram, packed_gram
+from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
-from curvlinops_plus.linalg.gram_sum import PackedGram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -104,11 +103,6 @@ class ConvRule(GroupedRule):
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
-
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
-        """What takes less work than the patches, of a convolution without groups."""
-        groups, geometry = self._geometry(module, x)
-        return packed_gram(geometry, at_least_float32(x), ones) if groups == 1 else None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""

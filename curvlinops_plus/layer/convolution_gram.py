@@ -3,12 +3,11 @@
 There are two algorithms for the Gram matrix of patches. They agree up to rounding, and the faster one is taken.
 
     patch_gram    forms the patches, a few examples at a time: for every convolution
-    packed_gram   never forms them: for stride 1, zeros around the input and no dilation. If the kernel visited every
+    correlations  never forms them: for stride 1, zeros around the input and no dilation. If the kernel visited every
                   position at which it overlaps the image, the entry for taps `u` and `u'` would depend on `u' - u`
                   alone: it would be an autocorrelation of the image, and the weight gradient of a convolution computes
                   all of them at once. The positions that the convolution does not visit are lines at the border; the
-                  Gram matrices of their patches are subtracted. Correlations of many batches are added up before the
-                  matrix is made of them.
+                  Gram matrices of their patches are subtracted.
 
 A grouped convolution has one Gram matrix per group. `grouped_gram` batches the products of many small groups.
 """
@@ -16,7 +15,6 @@ A grouped convolution has one Gram matrix per group. `grouped_gram` batches the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.linalg.gram_sum import PackedGram, gram
+from curvlinops_plus.linalg.gram_sum import gram
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
@@ -48,8 +46,9 @@ def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     """Sum of `a aᵀ` over all patches, in the order of the flattened weight."""
     if geometry.pointwise:
         return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
-    packed = packed_gram(geometry, x, ones=False)
-    return patch_gram(geometry, x) if packed is None else packed.form.unpack(packed.values)
+    if correlations_pay(geometry, x):
+        return gram_of_correlations(geometry, x.shape[1], iter(correlations(geometry, x)))
+    return patch_gram(geometry, x)
 
 
 def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
@@ -103,53 +102,18 @@ def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
 
 
-def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
-    """The Gram matrix of patches by correlations, numbers that may be added up over batches.
+def correlations_pay(geometry: Geometry, x: Tensor) -> bool:
+    """Whether the Gram matrix of patches is found faster from correlations than by `patch_gram`: measured on CPUs.
 
-    Args:
-        geometry: Of the convolution.
-        x: Its input [B, c, *size].
-        ones: Whether the sum of patches is wanted, too: that of images is enough.
-
-    Returns:
-        None if correlations don't apply, are not expected to be faster than `patch_gram` (measured on CPUs), or are
-        more numbers than there are in half of the matrix: without padding most lines are not visited.
+    Not where they are more numbers than half of the matrix: without padding most lines are not visited.
     """
     if geometry.pointwise or not geometry.plain or x.device.type != "cpu" or x.dtype != torch.float32:
-        return None  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
+        return False  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
     if any(size <= k for size, k in zip(x.shape[2:], geometry.kernel, strict=True)):
-        return None  # all border
-    patches, form = len(x) * geometry.positions(x), Correlations(geometry, x.shape[1])
-    pays = patches >= _MIN_PATCHES and patches * form.columns**2 >= _MIN_PRODUCTS
-    if not pays or not torch.backends.mkldnn.is_available() or sum(form.sizes) > form.columns**2 // 2:
-        return None
-    return PackedGram(torch.cat(correlations(geometry, x)), form, x.sum(0) if ones else None, float(patches))
-
-
-@dataclass(frozen=True)
-class Correlations:
-    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
-
-    geometry: Geometry
-    channels: int
-
-    @property
-    def columns(self) -> int:
-        """Numbers in a patch."""
-        return self.channels * prod(self.geometry.kernel)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Of the tensors that `correlations` returns."""
-        return _sizes(self.geometry, self.channels)
-
-    def row_sum(self, total: Tensor) -> Tensor:  # [c, *size] -> [c·kernel]
-        """The sum of patches, from that of images."""
-        return self.geometry.sum_rows(total[None])[0]
-
-    def unpack(self, values: Tensor) -> Tensor:  # -> [c·kernel, c·kernel]
-        """The Gram matrix."""
-        return _gram_of(self.geometry, self.channels, iter(values.split(self.sizes)))
+        return False  # all border
+    patches, columns = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
+    pays = patches >= _MIN_PATCHES and patches * columns**2 >= _MIN_PRODUCTS
+    return pays and torch.backends.mkldnn.is_available() and sum(_sizes(geometry, x.shape[1])) <= columns**2 // 2
 
 
 def correlations(geometry: Geometry, x: Tensor) -> list[Tensor]:
@@ -172,7 +136,7 @@ def _sizes(geometry: Geometry, c: int) -> list[int]:
     return [first, *(size for line in lines for size in line)]
 
 
-def _gram_of(geometry: Geometry, c: int, parts: Iterator[Tensor]) -> Tensor:  # -> [c·kernel, c·kernel]
+def gram_of_correlations(geometry: Geometry, c: int, parts: Iterator[Tensor]) -> Tensor:  # -> [c·kernel, c·kernel]
     """The Gram matrix of what `correlations` returns."""
     kernel, n = geometry.kernel, len(geometry.kernel)
     if not kernel:
@@ -185,7 +149,7 @@ def _gram_of(geometry: Geometry, c: int, parts: Iterator[Tensor]) -> Tensor:  # 
     for dim, taps, line in _unvisited_lines(geometry):
         block = total[(slice(None),) * (dim + 1) + (taps,) + (slice(None),) * n + (taps,)]
         block = block.movedim((1 + dim, n + 2 + dim), (1, n + 2))  # [c, taps, *other kernel, c, taps, *other kernel]
-        block -= _gram_of(line, c * (taps.stop - taps.start), parts).view(block.shape)
+        block -= gram_of_correlations(line, c * (taps.stop - taps.start), parts).view(block.shape)
     return total.reshape(c * prod(kernel), c * prod(kernel))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import differentiable_parameters, replay_per_example
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.linalg.gram_sum import PackedGram, gram
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 
@@ -293,16 +293,6 @@ class AffineRule(LayerRule):
         if isinstance(a, SparseRows):
             return a.square_sum(), a.sum(), a.count()
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
-
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
-        """The sum of `a aᵀ` by fewer numbers, which take less work; None if there is no such way.
-
-        Args:
-            module: The layer.
-            x: The input of its call.
-            ones: Whether the sum of `a` is wanted, too.
-        """
-        return None
 
     def stacked_inputs(self, module: nn.Module, x: Tensor) -> Tensor | None:  # [B, *in] -> [B·S, i]
         """The rows `a` one below the other; None if they are sparse, of several matrices, or not what is multiplied."""

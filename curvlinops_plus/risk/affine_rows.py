@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.layer.rule import outer_products
-from curvlinops_plus.linalg.gram_sum import PackedGram, gram
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk.layers import Call, Layer
 
 
@@ -121,11 +121,6 @@ class AffineRows:
         if not reduce or a is None or len(a) == self.num_examples:
             return a
         return a.unflatten(0, (self.num_examples, -1)).mean(1)
-
-    def packed_inputs(self) -> PackedGram | None:
-        """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
-        call = self._only_input
-        return None if call is None else call.rule.packed_gram(call.use.module, self._upcast(call.args[0]), self.bias)
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""

@@ -34,6 +34,7 @@ from curvlinops_plus.blocks import kronecker_blocks
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_to_matrix
+from curvlinops_plus.risk import layer_batch
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
 in_some_form = pytest.mark.parametrize(("name", "separate"), [(name, k % 2 == 1) for k, name in enumerate(NETS)])
@@ -234,7 +235,7 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(
                 kronecker_blocks, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse
             )
-        monkeypatch.setattr(kronecker_blocks, "_PIECE_BYTES", 1)
+        monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):
             close(p.curvature(kind).to_dense(), dense, 1e-9, f"{kind}, by rows: {by_rows}")
 

@@ -78,7 +78,7 @@ def tensors_in(K: BlockwiseLinearOperator) -> int:
             for name, part in vars(node).items():
                 look(part if name != "_memory" else None)
 
-    for block in K.unscaled.blocks.values():
+    for block in K.operator.blocks.values():
         look(block)
     return sum(seen.values())
 
@@ -105,8 +105,9 @@ def test_blocks_elsewhere_have_all_closed_forms(kind: str, separate: bool) -> No
     p = problem("mlp")
     K = p.curvature(APPROXIMATIONS[kind], separate_weight_and_bias=separate)
     away = K.offload("cpu")
-    for operator in (away.operator, away.unscaled):
-        operator._keeps_elsewhere = True  # though it is the same device: each block is fetched, and its results go back
+    away.operator._keeps_elsewhere = (
+        True  # though it is the same device: each block is fetched, and its results go back
+    )
     v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
     forms: Any = (
         lambda A: A.trace, lambda A: A.frobenius_norm, lambda A: A.to_dense(), lambda A: A.diagonal(),

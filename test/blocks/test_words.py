@@ -37,7 +37,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.verify import LOSS_CHECK
-from curvlinops_plus.linalg import Dense, Diagonal, HeuristicDamping, LinearOperator
+from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator
 
 MODELS: dict[str, Any] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -135,8 +135,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), Mine, max_bytes=9), UnsupportedError, r"Mine does not say how much memory.*`needs\(\)`"),
     (lambda: curvature(risk(), EKFAC, max_kept_bytes=-1), ValueError, "max_kept_bytes=.*at least 0.*0 keeps nothing"),
     # damping and algebra
-    (lambda: (-curvature(risk())).inverse(HeuristicDamping(0.1)), ValueError, "need a positive multiple of"),
-    (lambda: (0 * curvature(risk())).inverse((0.1, 0.1)), ValueError, "need a positive multiple of"),
     (lambda: curvature(risk()).inverse((1, 1), use_exact_damping=True), ValueError, "or use exact damping, not both"),
     (lambda: save(Path("x"), streams()), TypeError, "save takes a state_dict, or what has one.* and then a path"),
     (lambda: load_into(Path("x")), ValueError, r"not a state .*, as load\(path\) reads it"),
@@ -150,8 +148,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: CurvatureEstimator(risk(), decay=0), ValueError, "decay=0 is outside of"),
     (lambda: CurvatureEstimator(risk()).update(DATA[0], decay=1.5), ValueError, r"decay=1\.5 is outside of"),
     (lambda: streams(X=DATA[0][0][:0]), ValueError, "no examples"),
-    (lambda: streams(SWEEPS), UnsupportedError, r"layer '0': its block is too large to be formed.*max_bytes=\.\.\."),
-    (lambda: streams(Twice).operator, UnsupportedError, r"(?s)'0': Mine makes several sweeps.*curvature\(risk"),
+    (lambda: streams(SWEEPS), UnsupportedError, r"layer '0': NearestKronecker makes several sweeps over the same data"),
+    (lambda: streams(Twice).operator, UnsupportedError, r"(?s)'0': Twice makes several sweeps.*curvature\(risk"),
     (lambda: streams(DiagonalBlock).merge(streams(KFAC)), ValueError, "Can't merge estimators that differ in layers"),
     (lambda: hears(lambda model, X: None), ValueError, "called 0 times inside `listen`"),
     (lambda: hears(both_ways), ValueError, "called 2 times inside `listen`"),

@@ -18,25 +18,12 @@ def plain(geometry: Geometry, x: Tensor) -> Tensor:
 
 
 def correlated(where: Geometry, x: Tensor) -> Tensor:
-    values = torch.cat(grams.correlations(where, x))
-    return grams.Correlations(where, x.shape[1]).unpack(values)
+    return grams.gram_of_correlations(where, x.shape[1], iter(grams.correlations(where, x)))
 
 
 def geometry(kernel: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> Geometry:
     ones = (1,) * len(kernel)
     return Geometry(kernel, ones, ones, padding)
-
-
-def test_sums_of_patches_from_images() -> None:
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("correlations pay only where oneDNN computes them")
-    x, where = torch.rand(64, 16, 12, 12).float(), Geometry.of(nn.Conv2d(16, 4, 3, padding=1))
-    packed, rows = grams.packed_gram(where, x, ones=True), where.rows(x).flatten(0, 1)
-    assert packed is not None
-    assert packed.total is not None
-    assert len(packed.values) < 144**2 // 2
-    assert packed.rows == len(rows)
-    torch.testing.assert_close(packed.form.row_sum(packed.total), rows.sum(0), rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 12, 12), (160, 8, 32, 32), (1, 8, 400, 400), (2, 8, 80000)])
@@ -90,7 +77,7 @@ def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: boo
         pytest.skip("correlations pay only where oneDNN computes them")
     x = torch.randn(shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32)
     where = Geometry.of(module)
-    assert (grams.packed_gram(where, x, ones=False) is not None) == pays
+    assert grams.correlations_pay(where, x) == pays
     rows = where.rows(x).flatten(0, 1)
     torch.testing.assert_close(grams.input_gram(where, x), rows.T @ rows, rtol=1e-4, atol=1e-2)
 
