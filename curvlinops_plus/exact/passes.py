@@ -312,7 +312,8 @@ class Passes:
         one, two = energy.to(rows), (rows * products).sum(1)
         room = rows.norm(dim=1) * products.norm(dim=1) / rows.shape[1] ** 0.5
         tolerance = _TOLERANCE[self._itemsize or 8]
-        fine = ~((one - two).abs() > tolerance * (one.abs() + room))
+        small = torch.finfo(one.dtype).tiny  # below, numbers have few digits
+        fine = ~((one - two).abs() > tolerance * (one.abs() + room) + small)
         if bool(fine.all()):
             return True
         self.twice = True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg.operator import LinearOperator, linear_in, outside_autocast
+from curvlinops_plus.linalg.operator import Foreign, LinearOperator, linear_in, outside_autocast
 from curvlinops_plus.linalg.space import Structure
 
 if TYPE_CHECKING:
@@ -141,11 +141,15 @@ def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
     return torch.linalg.vector_norm(a, dim=0)
 
 
-def _check(A: LinearOperator, square: bool = True) -> None:
+def _operator(A: Any, square: bool = True) -> LinearOperator:
+    """`A`; an operator of curvlinops or the like is wrapped."""
     if not isinstance(A, LinearOperator):
-        raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
+        if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
+            raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
+        A = Foreign(A)
     if square and A.shape[0] != A.shape[1]:
         raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
+    return A
 
 
 def cg(
@@ -192,7 +196,7 @@ def cg(
         (tensor([0.0909, 0.6364]), 2)
     """
     tol, accepted = (1e-10, 1e-5) if tol is None else (tol, tol)
-    _check(A)
+    A = _operator(A)
     system = System(A, b, x0, preconditioner)
     limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
     goal, enough = 0.9 * system.goal(tol, atol), system.goal(accepted, atol)
@@ -258,7 +262,7 @@ def minres(
         >>> x, bool(info.converged)
         (tensor([ 1.0000, -0.5000]), True)
     """
-    _check(A)
+    A = _operator(A)
     system = System(A, b, x0, preconditioner)
     limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
     goal, iterations = system.goal(tol, atol), 0
@@ -324,8 +328,8 @@ def lsmr(
         A: The matrix [m, n]; its adjoint is needed too.
         b: Right-hand sides, anything that `Aᵀ` multiplies.
         damp: Weight of the distance from `x0`.
-        atol: See above. Values below the machine precision count as that.
-        btol: See above. Values below the machine precision count as that.
+        atol: See above.
+        btol: See above.
         conlim: A column ends, with a warning, when the estimated condition number exceeds this. 0 means no limit.
         max_iter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
         show: Print a line per iteration.
@@ -346,16 +350,15 @@ def lsmr(
         >>> round(float(x), 4), round(float(info.relative_residual), 2)
         (3.0, 0.58)
     """
-    _check(A, square=False)
+    A = _operator(A, square=False)
     system = System(A, b, x0)
     limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
-    iterations, eps = 0, torch.finfo(system.dtype).eps
-    ended = system.norm_b.isfinite()
+    iterations, ended = 0, system.norm_b.isfinite()
     with torch.no_grad(), outside_autocast(A.device):
         op, size, columns = system.for_scipy()
-        stop = {"atol": max(atol, eps), "btol": max(btol, eps), "conlim": conlim, "maxiter": limit}
+        stop = {"atol": atol, "btol": btol, "conlim": conlim, "maxiter": limit, "show": show}
         for column, right, x in columns:
-            x, end, made, *_ = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, show=show, **stop)
+            x, end, made, *_ = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, **stop)
             system.X[:, column], iterations = torch.as_tensor(x / size), max(iterations, made)
             ended[column] = end not in (3, 6, 7) and limit > 0 and bool(np.isfinite(x).all())
         wanted, advice = f"atol={atol:g}, btol={btol:g}", "condition number above conlim; raise it or damp"
@@ -401,7 +404,7 @@ def neumann(
         >>> x.round(decimals=4)
         tensor([2., 2.])
     """
-    _check(A)
+    A = _operator(A)
     system = System(A, b, None, preconditioner)
     goal = system.goal(1.0 if tol is None else tol, 0.0)
     wanted = "a residual below that of x = 0" if tol is None else f"tol={tol:g}"
@@ -426,11 +429,10 @@ class IterativeInverse(LinearOperator):
     """`A⁻¹`, whose products solve with `A`: `solver` is called with the matrix, right-hand sides and `options`."""
 
     solver: Callable[..., tuple[Any, SolveInfo]]
-    symmetric = True  # whether the method takes the matrix for symmetric, whatever it declares
+    square = symmetric = True  # whether the method takes the matrix for symmetric, whatever it declares
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
-        _check(A, square=self.symmetric)
-        self.A = A
+        self.A = A = _operator(A, self.square)
         super().__init__(A.out_space, A.dtype, A.device, out_space=A.in_space)
         #: Keywords of the solver.
         self.options = options
@@ -567,7 +569,7 @@ class LSMRInverseLinearOperator(IterativeInverse):
     """
 
     solver = staticmethod(lsmr)
-    symmetric = False
+    square = symmetric = False
 
     def __init__(
         self,
@@ -618,7 +620,6 @@ class NeumannInverseLinearOperator(IterativeInverse):
         super().__init__(
             A, num_terms=num_terms, scale=scale, preconditioner=preconditioner, tol=tol, check_nan=check_nan
         )
-        _check(A)
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]

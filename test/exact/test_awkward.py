@@ -316,6 +316,19 @@ def test_gradients_that_a_hook_reverses() -> None:
         close(Jacobian(risk) @ v, expected["J"] @ v)
 
 
+def test_vectors_whose_squares_underflow() -> None:
+    """As the last terms of a Neumann series are."""
+    torch.manual_seed(0)
+    risk = EmpiricalRisk(
+        nn.Sequential(nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 3)),
+        nn.CrossEntropyLoss(),
+        [(torch.rand(7, 10), torch.arange(7) % 3)],
+    )
+    v = torch.randn(risk.space.dim)
+    for size in (1e-21, 1e-22, 1e-23):
+        torch.testing.assert_close(GGN(risk) @ (size * v) / size, GGN(risk) @ v, rtol=1e-4, atol=1e-6)
+
+
 def test_columns_of_a_group_norm_before_any_vector() -> None:
     """PyTorch's second derivative of several columns is wrong for one image of as many positions as channels."""
     torch.manual_seed(0)

@@ -337,6 +337,15 @@ def test_the_keywords_of_curvlinops() -> None:
     inverse = LSMRInverseLinearOperator(A, damp=0.0, atol=1e-13, btol=1e-13, conlim=0, maxiter=50, show=False, x0=None)
     close(inverse @ b, expected)
     close(NeumannInverseLinearOperator(A, 400, 0.5, True) @ b, expected)
+    attributes = {"shape": (6, 6), "dtype": F64, "device": "cpu", "T": M, "__matmul__": lambda self, x: M @ x}
+    theirs: Any = type("OperatorOfCurvlinops", (), attributes)()
+    close(LSMRInverseLinearOperator(theirs, atol=0, btol=0) @ b, expected)
+    close(NeumannInverseLinearOperator(theirs, 400, 0.5) @ b, expected)
+    # Tolerances of 0 are SciPy's, also for a matrix in float32: its precision as tolerance is too loose.
+    N = normal(30, 5) @ normal(30, 5).T / 5 + 0.02 * torch.eye(30, dtype=F64)
+    x = LSMRInverseLinearOperator(Dense(N.float(), PSD), atol=0, btol=0, maxiter=60) @ torch.ones(30)
+    of_scipy = sla.lsmr(Dense(N.float(), PSD).to_scipy(), np.ones(30), atol=0, btol=0, maxiter=60)[0]
+    assert (x - torch.from_numpy(of_scipy)).norm() < 1e-5 * x.norm()
     inverse = CGInverseLinearOperator(A @ A, tolerance=1e-12, max_iter=200)
     assert inverse.T is inverse
     close(b.T @ inverse, b.T @ torch.linalg.inv(M @ M))
