@@ -96,7 +96,8 @@ def gallery() -> str:
             thumbnail = f"[![What {path} draws]({image}){{loading=lazy}}]({site_path(path)})"
             cards.append(f"-   {thumbnail}\n\n    **{link}**\n\n    {said}\n")
         else:
-            others.append(f"* **{link}** {said}")
+            stop = "" if title.endswith("?") else "."
+            others.append(f"* **{link}**{stop} {said}")
     intro = "Every script runs by itself and prints its figures; a card leads to its source.\n"
     shown = '\n<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n"
     return f"# Gallery\n\n{intro}{shown}\n## Without a picture\n\n" + "\n".join(others) + "\n"
@@ -198,6 +199,7 @@ MEMBERS = {
     "AffineRule": "patterns inputs grads sizes sparse stacked_inputs input_gram mean_inputs stacked_grads grad_gram "
     "sum_grads refuses",
     "LayerRule": "patterns per_example_grads axes refuses",
+    "SparseRows": "to_dense",
     "Likelihood": "nll grad hessian_product hessian_root hessian_root_columns draw",
     "LayerBatch": "examples per_example_grads squared_grads pieces rows",
     "AffineRows": "inputs grads input_gram grad_gram",
