@@ -158,7 +158,7 @@ class Affine(Accumulator):
     """An approximation of the user's own, which needs rows of inputs."""
 
     def update(self, batch: Any) -> None:
-        self.add("a", batch.rows.inputs.sum((0, 1)))
+        self.add("a", batch.inputs.sum((0, 1)))
 
     def finish(self) -> Any:
         return self.value("nothing")

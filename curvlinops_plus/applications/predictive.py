@@ -252,12 +252,11 @@ class _Covariances:
         None where a layer reads more, or `L` is no `(Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`. As many numbers as the layer has
         outputs and not as it has parameters: on wide perceptrons a thousand times faster.
         """
-        if not batch.layer.affine or len(batch.calls) != 1 or len(batch.layer.roles) != 1:
+        if batch.role is None or not batch.weight or batch.sparse or len(batch.calls) != 1:
             return None
-        rows = batch.rows
-        if not rows.weight or not isinstance(rows.inputs, Tensor) or rows.grads.ndim != 4 or rows.grads.shape[2] != 1:
+        if not isinstance(batch.inputs, Tensor) or batch.grads.ndim != 4 or batch.grads.shape[2] != 1:
             return None
-        a, g = rows.inputs[:, 0], rows.grads[:, :, 0]
+        a, g = batch.inputs[:, 0], batch.grads[:, :, 0]
         if isinstance(L, Diagonal):
             values = L.vector
         elif isinstance(L, Eigendecomposed) and isinstance(L.basis, Kronecker):

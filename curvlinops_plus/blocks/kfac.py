@@ -128,17 +128,16 @@ class KFAC(Accumulator):
             if self.layer.roles[number].transposed:  # its factors change sides
                 of_A, of_G = of_G, of_A
             if batch.first and of_A is not None and self.weight_group is not None:
-                rows, name = role.restrict(self.weight_group).rows, f"A{number or ''}"
-                a = None if of_A.diagonal else rows.stacked_inputs(self.reduce)
+                own, name = role.restrict(self.weight_group), f"A{number or ''}"
+                a = None if of_A.diagonal else own.stacked_inputs(self.reduce)
                 if a is None:
-                    self.add(name, *rows.input_gram(self.reduce, of_A.diagonal))
+                    self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
                 else:
-                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+                    self.add_rows(name, a, ones=own.bias, count=float(len(a)))
             if batch.num_vectors and of_G is not None:
-                rows, name = role.rows, f"G{number or ''}"
-                g = None if of_G.diagonal else rows.stacked_grads(self.reduce)
+                name, g = f"G{number or ''}", None if of_G.diagonal else role.stacked_grads(self.reduce)
                 if g is None:
-                    self.add(name, rows.grad_gram(self.reduce, of_G.diagonal))
+                    self.add(name, role.grad_gram(self.reduce, of_G.diagonal))
                 else:
                     self.add_rows(name, g)
 

@@ -58,7 +58,7 @@ class KroneckerBlock(Accumulator):
         if self.has_weight:
             self.add_weight(batch)
         else:
-            self.add("G", batch.rows.grad_gram(reduce=True))
+            self.add("G", batch.grad_gram(reduce=True))
 
     def needs(self) -> Needs:
         size = sum(self.factor_bytes.values())
@@ -188,7 +188,7 @@ class NearestKronecker(KroneckerBlock):
         elif len(self.layer.roles) > 1:  # TNT's
             self.add("A", contraction(batch, "A"))
         elif batch.first:
-            self.add("A", *batch.rows.input_gram())
+            self.add("A", *batch.input_gram())
 
     def finish_weight(self) -> LinearOperator | Accumulator:
         if self.formed:
@@ -251,7 +251,7 @@ def contraction(batch: LayerBatch, name: str, other: Tensor | None = None) -> Te
     or those of the rows where these are fewer.
     """
     if _by_rows(batch):
-        a, g = batch.rows.inputs, batch.rows.grads  # [N, S, *b, i], [V, N, S, *b, o]
+        a, g = batch.inputs, batch.grads  # [N, S, *b, i], [V, N, S, *b, o]
         assert isinstance(a, Tensor)
         rows, x = (g, a[None]) if name == "G" else (a[None], g)
         y = x if other is None else torch.einsum("vns...i,...ij->vns...j", x, other)
@@ -273,5 +273,5 @@ def _by_rows(batch: LayerBatch) -> bool:
     """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
     if len(batch.layer.roles) > 1 or batch.layer.sparse:
         return False
-    S, (o, i) = batch.rows.grads.shape[2], (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:]
+    S, (o, i) = batch.grads.shape[2], (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:]
     return S * (o + i) <= max(o * i, o + i)

@@ -206,4 +206,4 @@ class Kept:
 
 def _copied(batch: LayerBatch) -> LayerBatch:
     """A batch of its own calls, as a sweep removes the gradients from its own ones."""
-    return replace(batch, calls=[replace(call) for call in batch.calls], _shared={})
+    return replace(batch, calls=[replace(call) for call in batch.calls])

@@ -1,6 +1,5 @@
 """A risk is model, losses and data; its mini-batches are read, run and recorded here."""
 
-from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers
 from curvlinops_plus.risk.losses import Totals
@@ -18,7 +17,6 @@ from curvlinops_plus.risk.vectors import (
 )
 
 __all__ = [
-    "AffineRows",
     "CurvaturePropagation",
     "Draws",
     "Empirical",

@@ -1,7 +1,8 @@
-"""The calls of one layer in one mini-batch, and gradients of each example: all that an approximation reads.
+"""The calls of one layer in one mini-batch: rows, and gradients of each example; all that an approximation reads.
 
-Shapes, here and in every accumulator: N examples, V vectors backpropagated, i and o the columns and rows of the layer's
-parameters as one matrix; see `AffineRows` for more.
+Shapes, here and in every accumulator: N examples, V vectors backpropagated, S positions at which an affine layer's
+weight is used (all calls of a shared module included), i and o the columns and rows of the layer's parameters as one
+matrix. A layer of several matrices (groups of a convolution) has one more axis `b`; `[*b]` stands for none or this one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
+from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
-from curvlinops_plus.risk.affine_rows import AffineRows
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
@@ -42,8 +45,12 @@ class LayerBatch:
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
         example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
-        role: The role that it is restricted to, None for all of the layer's.
+        role: What all calls multiply with; None if there is no matrix, or if there are several.
         summed: Gradients of each example in place of the calls, see `for_squares`.
+        keys: Keys of the parameters that the batch is restricted to.
+        weight: Whether the weight is among them.
+        bias: Whether the bias is, as one more column of the role's matrix: a column of ones in the inputs.
+        sparse: Whether the inputs are `SparseRows`.
     """
 
     layer: Layer
@@ -54,11 +61,24 @@ class LayerBatch:
     example_weights: Tensor | None = None
     group: Group | None = None
     role: Role | None = None
-    _shared: dict[Any, Any] = field(default_factory=dict)
     summed: Tensor | None = None
+    keys: tuple[str, ...] = field(init=False)
+    weight: bool = field(init=False)
+    bias: bool = field(init=False)
+    sparse: bool = field(init=False)
 
+    def __post_init__(self) -> None:
+        layer, role = self.layer, self.role
+        if role is None and len(layer.roles) == 1:
+            role = self.role = layer.roles[0]
+        self.sparse = role is not None and role.sparse
+        self.keys = tuple(layer.params) if self.group is None else self.group.keys
+        self.weight = layer.weight in self.keys
+        self.bias = layer.bias in self.keys and role is not None and not role.transposed
+
+    # ------------------------------------------------------------------------------------------------ parts of a batch
     def restrict(self, group: Group) -> LayerBatch:
-        """The same batch with only the parameters of `group`; what was computed is shared."""
+        """The same batch with only the parameters of `group`."""
         return self if group is self.group else replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
@@ -68,50 +88,57 @@ class LayerBatch:
         """
         if len(self.layer.roles) <= 1:
             return [self]
-        parts = []
-        for role in self.layer.roles:
-            modules = {id(use.module) for use in role.uses}
-            calls = [call for call in self.calls if id(call.use.module) in modules]
-            shared = self._shared.setdefault(("role", id(role)), {})
-            parts.append(replace(self, calls=calls, role=role, _shared=shared))
-        return parts
+        modules = [{id(use.module) for use in role.uses} for role in self.layer.roles]
+        calls = [[call for call in self.calls if id(call.use.module) in own] for own in modules]
+        return [replace(self, calls=own, role=role) for own, role in zip(calls, self.layer.roles, strict=True)]
 
     def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
         N, calls = self.num_examples, list[Call]()
-        if isinstance(chosen, slice):
-            at, number = chosen, len(range(N)[chosen])
-        else:
-            at, number = torch.tensor(chosen, device=self.layer.device), len(chosen)
+        at = chosen if isinstance(chosen, slice) else torch.tensor(chosen, device=self.layer.device)
+
+        def rows_of(t: Tensor, axis: int) -> Tensor:  # there may be several for each example
+            positions = t.shape[axis] // N
+            t = t if positions == 1 else t.unflatten(axis, (N, positions))
+            t = t[:, at] if axis else t[at]
+            return t if positions == 1 else t.flatten(axis, axis + 1)
+
+        def gradients_of(g: Tensor) -> Tensor:
+            return rows_of(g if vectors is None else g[vectors], 1)
+
         for call in self.calls:
             args, kwargs, grads = call.args, call.kwargs, call.grads
             if call.in_axes is None:
-                args = (_rows_of(args[0], 0, at, N),)
+                args = (rows_of(args[0], 0),)
             else:
                 axes, rows = iter(call.in_axes), (grads if isinstance(grads, Tensor) else grads[0]).shape[1]
 
                 def take(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
-                    return t if next(axes) is None or len(t) != rows else _rows_of(t, 0, at, N)
+                    return t if next(axes) is None or len(t) != rows else rows_of(t, 0)
 
                 args, kwargs = tree_map_only(Tensor, take, (args, dict(kwargs)))
-            several = grads if isinstance(grads, list) else [] if grads is None else [grads]
-            kept = []
-            for g in several:
-                kept.append(_rows_of(g if vectors is None else g[vectors], 1, at, N))
-            calls.append(replace(call, args=args, kwargs=kwargs, grads=kept if several is grads else (*kept, None)[0]))
-        mask = None if self.mask is None else self.mask[at]
-        weights = None if self.example_weights is None else self.example_weights[at]
-        return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
+            if isinstance(grads, list):
+                grads = [gradients_of(g) for g in grads]
+            elif grads is not None:
+                grads = gradients_of(grads)
+            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
+        number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
+        mask, weights = (None if t is None else t[at] for t in (self.mask, self.example_weights))
+        return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights)
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
         """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)
         return self._cut(_PIECE_BYTES if max_bytes is None else max_bytes, numbers)
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the parameters that the batch is restricted to."""
-        return tuple(self.layer.params) if self.group is None else self.group.keys
+    def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
+        """Pieces of `size` bytes if each example takes so many numbers, of one example at least."""
+        step = max(1, size // max(1, numbers * self.layer.accumulation_dtype.itemsize))
+        if step >= self.num_examples:
+            yield self
+            return
+        for start in range(0, self.num_examples, step):
+            yield self.examples(slice(start, start + step))
 
     @property
     def num_vectors(self) -> int:
@@ -119,46 +146,198 @@ class LayerBatch:
         grads = self.calls[0].grads
         return 0 if grads is None else (grads if isinstance(grads, Tensor) else grads[0]).shape[0]
 
+    # ------------------------------------------------------------------------------------------ rows of affine layers
     @cached_property
-    def rows(self) -> AffineRows:
-        """The rows of an affine layer.
+    def inputs(self) -> Tensor | SparseRows:
+        """Rows `a`, [N, S, *b, i]; a column of ones is the bias's, masked rows are zero.
 
         Raises:
             UnsupportedError: If the layer has no affine rule, or multiplies with several matrices.
         """
-        layer = self.layer
-        if not layer.affine:
-            kind = "is shared by several modules" if layer.tied else "has no affine rule"
-            owner = type(layer.uses[0].owner).__name__
+        self._require_matrix()
+        found: list[Any] = []
+        for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
+            a: Any = self._inputs[k] if self.weight else None
+            if self.sparse:
+                found.append(a if mask is None else a.masked(mask))
+                continue
+            a = a.to_dense() if isinstance(a, SparseRows) else a
+            if a is None or self.bias:
+                like, read = self._grads[k][0] if a is None else a, call.rule.reads(call.use.module)
+                ones = like.new_full((*like.shape[:-1], 1), float("bias" in call.use.keys))
+                ones = ones if read is None else ones * read.to(ones.dtype)[:, None]
+                a = ones if a is None else torch.cat([a, ones], -1)
+            found.append(a if mask is None else a * _beside(mask, a.ndim))
+        if len(found) == 1:
+            return found[0]
+        return SparseRows.cat(found) if self.sparse else torch.cat(found, 1)
+
+    @cached_property
+    def grads(self) -> Tensor:
+        """Output gradients `g`, [V, N, S, *b, o]; masked rows are zero. Errors as for `inputs`."""
+        self._require_matrix()
+        return self._grads[0] if len(self._grads) == 1 else torch.cat(self._grads, 2)
+
+    def mean_inputs(self) -> Tensor:
+        """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
+        if self.weight and (call := self._only_call) is not None:
+            a = call.rule.mean_inputs(call.use.module, self._wide(call.args[0]))
+            a = a.unflatten(0, (self.num_examples, -1)).mean(1)
+            return torch.cat([a, torch.full_like(a[..., :1], "bias" in call.use.keys)], -1) if self.bias else a
+        assert isinstance(self.inputs, Tensor)
+        return self.inputs.sum(1) / self._kept.clamp(min=1)
+
+    def bias_grads(self) -> Tensor:
+        """Gradients of the bias for each example, [V, N, *b, o]: those of calls that add it, over all positions."""
+        adding = [float("bias" in call.use.keys) for call in self.calls]
+        if 0.0 not in adding:
+            return self.grads.sum(2)
+        return torch.stack([g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]).sum(0)
+
+    def stacked_inputs(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `input_gram` as one matrix [M, i], without the bias's ones.
+
+        None if there is another way to it, or another count of the rows than M.
+        """
+        call = self._only_call
+        if call is None or not self.weight or self.sparse or self.example_weights is not None:
+            return None
+        if self.bias and "bias" not in call.use.keys:
+            return None
+        a = call.rule.stacked_inputs(call.use.module, self._wide(call.args[0]))
+        return a if a is None or not reduce else a.unflatten(0, (self.num_examples, -1)).mean(1)
+
+    def input_gram(self, reduce: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor | float]:
+        """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
+
+        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals alone [*b, i].
+        An example counts as often as its weight says.
+        """
+        weights, by_rule = self.example_weights, self.weight and not (reduce or diagonal or self.sparse)
+        by_rule = by_rule and weights is None and not any(call.rule.sparse for call in self.calls)
+        if by_rule and all(mask is None for mask in self._masks):
+            total, number = torch.zeros(()), 0.0
+            for call in self.calls:
+                part, row_sum, rows = call.rule.input_gram(call.use.module, self._wide(call.args[0]))
+                read = call.rule.reads(call.use.module)
+                count = float(rows) if read is None else rows * read.to(part.dtype)[:, None, None]
+                if self.bias:
+                    adds = float("bias" in call.use.keys)
+                    part = F.pad(part, (0, 1, 0, 1))  # one copy of what may be the largest matrix of all
+                    part[..., -1, :-1] = part[..., :-1, -1] = row_sum * adds
+                    part[..., -1:, -1:] = count * adds
+                total, number = part if call is self.calls[0] else total + part, number + count
+            return total, number
+        a: Any = self.inputs if self.sparse or not reduce else self.mean_inputs()
+        if weights is not None:  # sums of squares are weighted
+            root = weights.sqrt().to(a.dtype)
+            a = a.times(root) if self.sparse else a * _beside(root, a.ndim)
+        if self.sparse:
+            total = a.mean_square() if reduce else a.square_sum()
+        else:
+            a = a if reduce else a.flatten(0, 1)
+            total = a.square().sum(0) if diagonal else gram(a)
+        kept = (self._kept > 0 if reduce else self._kept).to(total.dtype)  # [N, *b, 1]
+        number = (kept if weights is None else kept * _beside(weights.to(kept), kept.ndim)).sum(0)
+        return total, number.sum() if number.numel() == 1 else number if diagonal else number[..., None]
+
+    def stacked_grads(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
+        call = self._only_call
+        if call is None or self.sparse:
+            return None
+        g, rows = call.rule.stacked_grads(call.use.module, self._wide(call.grads)), len(call.grads) * self.num_examples
+        return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
+
+    def grad_gram(self, reduce: bool = False, diagonal: bool = False) -> Tensor:
+        """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`.
+
+        With `diagonal`, the diagonals alone [*b, o].
+        """
+        if not (reduce or diagonal) and len(self.calls) == 1 and self._masks[0] is None:
+            call = self.calls[0]
+            return call.rule.grad_gram(call.use.module, self._wide(call.grads))
+        g = self.grads.sum(2).flatten(0, 1) if reduce else self.grads.flatten(0, 2)
+        return g.square().sum(0) if diagonal else gram(g)
+
+    def _require_matrix(self) -> None:
+        if self.role is None:
+            layer, owner = self.layer, type(self.layer.uses[0].owner).__name__
+            if layer.roles:
+                raise UnsupportedError(
+                    f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
+                    f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
+                )
             raise UnsupportedError(
-                f"{layer.title} ({owner}) {kind}, so it has no Kronecker factors. Use DiagonalBlock or FullBlock for "
-                f"it, or write an AffineRule and register it with @register_rule({owner})."
+                f"{layer.title} ({owner}) {'is shared by several modules' if layer.tied else 'has no affine rule'}, so "
+                "it has no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule and "
+                f"register it with @register_rule({owner})."
             )
-        several = len(layer.roles) > 1  # else what is known of the role is known of the layer
-        if several and self.role is None:
-            raise UnsupportedError(
-                f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
-                f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
-            )
-        keys = layer.params if self.group is None else self.group.keys
-        role = self.role or layer.roles[0]
-        bias = layer.bias in keys and not (self.role is not None and self.role.transposed)
-        sparse = layer.sparse or (
-            several and all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
-        )
-        columns = (self.group or layer.groups[0]).layout.matrix_shape[-1]
-        return AffineRows(
-            layer,
-            self.calls,
-            self.num_examples,
-            self.mask,
-            layer.weight in keys,
-            bias,
-            sparse,
-            columns,
-            self._shared,
-            self.example_weights,
-        )
+
+    def _wide(self, t: Tensor) -> Tensor:
+        dtype = self.layer.accumulation_dtype
+        return t if t.dtype == dtype or not t.is_floating_point() else t.to(torch.promote_types(t.dtype, dtype))
+
+    @cached_property
+    def _only_call(self) -> Call | None:
+        """The call, if there is one, all of its positions count and it reads all matrices."""
+        call = self.calls[0]
+        self._require_matrix()
+        alone = len(self.calls) == 1 and self._masks[0] is None and call.rule.reads(call.use.module) is None
+        return call if alone else None
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for all."""
+        found: list[Tensor | None] = [None] * len(self.calls)
+        for k, call in enumerate(self.calls):
+            if not isinstance(call.rule, AffineRule) or (self.mask is None and not call.rule.sparse):
+                continue
+            kept = self._inputs[k].kept if call.rule.sparse else None
+            if self.mask is not None and self.mask.shape[1] == self._positions(k):
+                kept = self.mask if kept is None else self.mask & kept
+            found[k] = kept
+        return found
+
+    def _positions(self, k: int) -> int:
+        """Positions of one call: rows of the module's input per example."""
+        if (call := self.calls[k]).grads is None:
+            return self._inputs[k].shape[1]
+        return call.rule.grads(call.use.module, call.grads[:1]).shape[1:3].numel() // self.num_examples
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        """How many rows of each example count [N, *b, 1], or the same for all matrices [N, *1, 1]."""
+        total: Any = 0.0
+        for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
+            N, read = self.num_examples, call.rule.reads(call.use.module)
+            kept = torch.full((N,), self._positions(k), device=self.layer.device) if mask is None else mask.sum(1)
+            kept = _beside(kept, len(self.layer.groups[0].layout.matrix_shape))
+            total = total + (kept if read is None else kept * read[:, None])
+        return total
+
+    @cached_property
+    def _inputs(self) -> Any:
+        """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias; None of other rules."""
+        found = []
+        for call in self.calls:
+            a = call.rule.rows(call.use.module, self._wide(call.args[0])) if isinstance(call.rule, AffineRule) else None
+            shape = () if a is None or isinstance(a, SparseRows) else (-1, *a.shape[2:])
+            found.append(None if a is None else a.reshape(self.num_examples, *shape))
+        return found
+
+    @cached_property
+    def _grads(self) -> list[Any]:
+        """Gradients of the products of each call [V, N, S, *b, o], zero where they don't count; None of other rules."""
+        found = []
+        for call, mask in zip(self.calls, self._masks, strict=True):
+            if not isinstance(call.rule, AffineRule):
+                found.append(None)
+                continue
+            g = call.rule.grad_rows(call.use.module, self._wide(call.grads))
+            g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
+            found.append(g if mask is None else g * _beside(mask, g.ndim - 1))
+        return found
 
     # ---------------------------------------------------------------------------------------- gradients of each example
     @cached_property
@@ -170,7 +349,12 @@ class LayerBatch:
         if self.summed is not None:
             return self.summed
         if self._one_matrix:
-            return self.rows.outer_products() if self.rows.weight else self.rows.bias_grads()[..., None]
+            if not self.weight:
+                return self.bias_grads()[..., None]
+            total = outer_products(self._grads[0], self._inputs[0])
+            for g, a in zip(self._grads[1:], self._inputs[1:], strict=True):  # a cat along S would copy everything
+                total = total.add_(outer_products(g, a))
+            return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
         (group,) = self.layer.groups if self.group is None else (self.group,)
         grads = self.param_grads()
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
@@ -192,17 +376,15 @@ class LayerBatch:
             return sum(parts[1:], parts[0])
         C = C.to(self.layer.accumulation_dtype)
         right = None if right is None else right.to(C.dtype)
-        rows = self.rows if self._one_matrix and self.rows.weight else None
-        if rows is not None and rows.sparse:
-            assert isinstance(rows.inputs, SparseRows)
-            return rows.inputs.inner_products(rows.grads, C, right)
+        by_rows = self._one_matrix and self.weight
+        if by_rows and isinstance(self.inputs, SparseRows):
+            return self.inputs.inner_products(self.grads, C, right)
         parts = []
-        if rows is not None and (right is not None or (C.ndim == 3 and rows.grads.shape[2] == 1)):
+        if by_rows and (right is not None or (C.ndim == 3 and self.grads.shape[2] == 1)):
             products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
-            for piece in self._cut(_PIECE_BYTES, rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
-                a = piece.rows.inputs
-                assert isinstance(a, Tensor)
-                parts.append(row_products(piece.rows.grads, a, C, right))
+            for piece in self._cut(_PIECE_BYTES, self.grads.shape[2] * (sum(C.shape[-2:]) + products)):
+                assert isinstance(piece.inputs, Tensor)
+                parts.append(row_products(piece.grads, piece.inputs, C, right))
         else:
             columns = (C if right is None else C.mT @ right).flatten(1).T
             for piece in self.pieces():
@@ -220,20 +402,19 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
         """
-        rows = self.rows if self._one_matrix and self.summed is None and self.rows.weight else None
-        if rows is not None and rows.sparse and QA is None:
-            assert isinstance(rows.inputs, SparseRows)
-            found = rows.inputs.squared(rows.grads, QG)
+        by_rows = self._one_matrix and self.summed is None and self.weight
+        if by_rows and self.sparse and QA is None:
+            assert isinstance(self.inputs, SparseRows)
+            found = self.inputs.squared(self.grads, QG)
             return found if total is None else total.add_(found)
-        dense = rows is not None and not rows.sparse
+        dense = by_rows and not self.sparse
         from_rows = dense and not self._many_positions
         for piece in (self,) if self.summed is not None else self._row_pieces() if dense else self.pieces():
             if from_rows:
-                rows = piece.rows
-                ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
-                a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
-                assert isinstance(a, Tensor)
-                for g in rows.grads:
+                ones = self.bias and all("bias" in call.use.keys for call in piece.calls)  # else they are stored
+                a: Any = piece.inputs if not ones else piece._inputs[0] if len(piece.calls) == 1 else piece._inputs
+                a = torch.cat(a, 1) if isinstance(a, list) else a
+                for g in piece.grads:
                     total = squared_gradients(g, a, QG, QA, ones, total)
                 continue
             grads = piece.per_example_grads
@@ -245,21 +426,21 @@ class LayerBatch:
 
     def for_squares(self) -> Iterator[LayerBatch]:
         """Batches with all that `squared_grads` reads: gradients where these are smaller than the rows, else itself."""
-        rows = self.rows if self._one_matrix and len(self.layer.groups) == 1 else None
-        if rows is None or not rows.weight or rows.sparse or not self._many_positions:
+        by_rows = self._one_matrix and len(self.layer.groups) == 1 and self.weight and not self.sparse
+        if not by_rows or not self._many_positions:
             yield self
             return
         for part in self._row_pieces():
             grads = part.per_example_grads
-            yield replace(part, calls=[], mask=None, example_weights=None, _shared={}, summed=grads)
+            yield replace(part, calls=[], mask=None, example_weights=None, summed=grads)
 
     def _row_pieces(self) -> Iterator[LayerBatch]:
         columns = self.layer.groups[0].layout.matrix_shape[-1]
         size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
-        return self._cut(size, self._positions * columns)
+        return self._cut(size, self._shared_positions * columns)
 
     @property
-    def _positions(self) -> int:
+    def _shared_positions(self) -> int:
         """Of all calls and matrices, per example."""
         outputs = sum([call.grads.shape[1:].numel() for call in self.calls])  # examples · positions · b · o
         return outputs // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
@@ -268,14 +449,19 @@ class LayerBatch:
     def _many_positions(self) -> bool:
         """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or not."""
         *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
-        return self._positions > math.prod(batch) * max(rows, columns)
+        return self._shared_positions > math.prod(batch) * max(rows, columns)
+
+    @property
+    def _one_matrix(self) -> bool:
+        """Whether all calls multiply with the layer's matrix."""
+        return self.role is not None and not self.role.transposed
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
         keys, total = set(self.keys), {}
-        for call in self.calls:
-            for local, J in self._call_grads(call).items():
-                key = call.use.keys.get(local)
+        for k in range(len(self.calls)):
+            for local, J in self._call_grads(k).items():
+                key = self.calls[k].use.keys.get(local)
                 if key in keys:
                     J = J.unflatten(1, (self.num_examples, -1)).sum(2).to(self.layer.accumulation_dtype)
                     total[key] = total[key].add_(J) if key in total else J
@@ -285,42 +471,22 @@ class LayerBatch:
             total[key] = torch.zeros(V, N, *p.shape, dtype=self.layer.accumulation_dtype, device=p.device)
         return total
 
-    def _call_grads(self, call: Call) -> dict[str, Tensor]:
-        use = call.use
+    def _call_grads(self, k: int) -> dict[str, Tensor]:
+        """Gradients of the rows of one call in its parameters' own shapes: local name to [V, N * positions, *shape]."""
+        call, several = self.calls[k], isinstance(self.calls[k].grads, list)
+        module, mask = call.use.module, self.mask
         try:
             if isinstance(call.rule, AffineRule):
-                # By itself: others may multiply with a different matrix.
-                rows = AffineRows(self.layer, [call], self.num_examples, self.mask, True, False, False, 0, {})
-                return rows.call_grads(call)
-            several = not isinstance(call.grads, Tensor)
-            masked = [call.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
+                if mask is None or self._masks[k] is None:
+                    return call.rule.per_example_grads(module, call.args, call.kwargs, self._wide(call.grads))
+                return call.rule.split(module, outer_products(self._grads[k], self._inputs[k]), self._grads[k])
+            masked = [call.rule.masked(self._wide(g), mask) for g in (call.grads if several else [call.grads])]
             g = masked if several else masked[0]
-            return call.rule.example_grads(use.module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+            return call.rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
-            raise type(error)(f"{title(use.name)}: {error}") from error
-
-    # ------------------------------------------------------------------------------------------------------- internals
-    def _upcast(self, t: Tensor) -> Tensor:
-        return t.to(torch.promote_types(t.dtype, self.layer.accumulation_dtype)) if t.is_floating_point() else t
-
-    def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
-        """Pieces of `size` bytes if each example takes so many numbers, of one example at least."""
-        step = max(1, size // max(1, numbers * self.layer.accumulation_dtype.itemsize))
-        if step >= self.num_examples:
-            yield self
-            return
-        for start in range(0, self.num_examples, step):
-            yield self.examples(slice(start, start + step))
-
-    @property
-    def _one_matrix(self) -> bool:
-        """Whether all calls multiply with the layer's matrix."""
-        return len(self.layer.roles) == 1 or (self.role is not None and not self.role.transposed)
+            raise type(error)(f"{title(call.use.name)}: {error}") from error
 
 
-def _rows_of(t: Tensor, axis: int, at: slice | Tensor, N: int) -> Tensor:
-    """The rows of some examples on an axis with as many rows for each of N."""
-    positions = t.shape[axis] // N
-    t = t if positions == 1 else t.unflatten(axis, (N, positions))
-    t = t[:, at] if axis else t[at]
-    return t if positions == 1 else t.flatten(axis, axis + 1)
+def _beside(t: Tensor, ndim: int) -> Tensor:
+    """A tensor with as many axes of size 1 behind as to have `ndim`."""
+    return t.view(*t.shape, *[1] * (ndim - t.ndim))

@@ -25,17 +25,22 @@ from curvlinops_plus.linalg import Layout
 from curvlinops_plus.risk.parameters import common_dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Role:
     """Uses that multiply with the same matrix.
 
     Attributes:
         uses: The uses; their calls are positions that share the matrix.
         transposed: Whether it is the transpose of the layer's matrix.
+        sparse: Whether all inputs are `SparseRows`.
     """
 
     uses: tuple[ModuleUse, ...]
     transposed: bool = False
+    sparse: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sparse = all(_is_sparse(use) for use in self.uses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +89,8 @@ class Layer:
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        self.affine = self.sparse = bool(self.roles)
-        for role in self.roles:
-            for use in role.uses:
-                self.sparse &= _is_sparse(use) and not role.transposed
+        self.affine = bool(self.roles)
+        self.sparse = self.affine and all(role.sparse and not role.transposed for role in self.roles)
         for use in self.roles[0].uses if self.roles else self.uses[:1]:
             for local, key in use.keys.items():
                 if local == "bias":

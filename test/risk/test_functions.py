@@ -238,6 +238,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         TOKENS,
         "e h",
     ),
+    "embedding of words and of probabilities": (
+        lambda: Own(
+            lambda s, x: s.o(torch.tanh(s.e(x) + s.h(s.e(x)).softmax(-1) @ s.e.weight)).sum(1),
+            e=nn.Embedding(7, 3),
+            h=linear(3, 7),
+            o=linear(3, 2),
+        ),
+        TOKENS,
+        "e h o",
+    ),
     "tied autoencoder": (
         lambda: Own(lambda s, x: F.linear(torch.tanh(s.l(x)), s.l.weight.t()), l=linear(3, 4)),
         ROWS,

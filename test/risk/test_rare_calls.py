@@ -93,12 +93,12 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
 
     def consume(batch: LayerBatch) -> None:
         seen.append(batch.layer.name)
-        assert torch.equal(batch.rows.inputs[..., 0], expected)  # type: ignore[index]
-        total, count = batch.rows.input_gram()
+        assert torch.equal(batch.inputs[..., 0], expected)  # type: ignore[index]
+        total, count = batch.input_gram()
         close(total, expected.sum().reshape(1, 1))
         assert float(count) == float(expected.sum())
-        close(batch.rows.mean_inputs(), expected.amax(1)[:, None])
-        close(batch.per_example_grads[..., 0], (batch.rows.grads * expected[..., None]).sum(2))
+        close(batch.mean_inputs(), expected.amax(1)[:, None])
+        close(batch.per_example_grads[..., 0], (batch.grads * expected[..., None]).sum(2))
 
     risk = EmpiricalRisk(model, nn.MSELoss(), data, biases, **options)
     sweep(risk, find_layers(risk.model, risk.params), Exact(), consume)

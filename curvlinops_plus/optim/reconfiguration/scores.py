@@ -331,8 +331,8 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
     parts: list[Tensor] = []
 
     def consume(batch: LayerBatch) -> None:
-        if batch.layer.affine and len(batch.layer.roles) == 1 and not batch.rows.sparse:
-            a, g = batch.rows.inputs, batch.rows.grads
+        if batch.role is not None and not batch.sparse:
+            a, g = batch.inputs, batch.grads
             if isinstance(a, Tensor) and a.ndim == 3 and a.shape[1] == 1:
                 return parts.append(gram(a[:, 0].T) * gram(g[0, :, 0].T))
         J = torch.cat([t[0].reshape(batch.num_examples, -1) for t in batch.param_grads().values()], 1)
