@@ -9,8 +9,12 @@ from curvlinops_plus.optim.kfac import (
     WeightDecay,
 )
 from curvlinops_plus.optim.reconfiguration.damped_solve import CenteredFisherLinearOperator, SolveReport
-from curvlinops_plus.optim.reconfiguration.directions import Reconfiguration, fisher_inverse, stochastic_reconfiguration
-from curvlinops_plus.optim.reconfiguration.optimizer import StochasticReconfiguration
+from curvlinops_plus.optim.reconfiguration.directions import (
+    Reconfiguration,
+    StochasticReconfiguration,
+    fisher_inverse,
+    stochastic_reconfiguration,
+)
 
 __all__ = [
     "CenteredFisherLinearOperator",

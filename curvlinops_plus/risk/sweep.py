@@ -121,7 +121,8 @@ class RecordedPasses:
         """What the losses make of the outputs, as `EmpiricalRisk.run` returns them."""
         fs, ys, class_axes = outputs
         with plain_mode(self.risk.device.type):
-            return self.risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch)
+            values = self.recorder.own_pass  # streams don't add them up
+            return self.risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch, values)
 
     def send_back(
         self,

@@ -331,34 +331,6 @@ def test_how_the_damping_adapts(options: dict[str, Any], rho: float, expected: f
     assert LevenbergMarquardt(2.0, **options).adapted(2.0, rho) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "kinds"),
-    [
-        ({"approximation": {"0": FullBlock}}, [FullBlock, KFAC]),
-        ({"approximation": {nn.Linear: EKFAC}}, [EKFAC, EKFAC]),
-        ({"approximation": {"0": EKFAC}, "default": DiagonalBlock}, [EKFAC, DiagonalBlock]),
-    ],
-)
-def test_approximations_by_layer(options: dict[str, Any], kinds: list[Any]) -> None:
-    """Against `curvature` with the same options."""
-    model = net()
-    optimizer = KFACOptimizer(model, CE, 1.0, 0.0, 0.1, norm_constraint=None, **options, **EXACT)
-    assert [entry.approximation.kind for entry in optimizer.curvature.plan] == kinds
-    K, before = curvature(EmpiricalRisk(model, CE, [batch()]), **options).to_dense(), flat(model)
-    plain(optimizer, model, CE, *batch())
-    expected = torch.linalg.solve(K + 0.1 * torch.eye(len(K)).double(), gradient(model))
-    torch.testing.assert_close(before - flat(model), expected, rtol=1e-7, atol=1e-9)
-
-
-def test_statistics_and_inverses_come_when_they_are_due() -> None:
-    model, seen = net(), []
-    optimizer = KFACOptimizer(model, CE, statistics_every=3, inverse_every=2, **EXACT)
-    for _ in range(7):
-        plain(optimizer, model, CE, *batch())
-        seen.append((optimizer.last_step.examples, optimizer.last_step.refreshed))
-    assert seen == [(12, True), (0, False), (0, True), (12, False), (0, True), (0, False), (12, True)]
-
-
 # ------------------------------------------------------------------------- layers that are not called in every step
 def turn(optimizer: Any, model: Twisted, head: int, seed: int = 0) -> list[str]:
     """A step with one of the heads; the parameters that were left alone."""
@@ -446,37 +418,3 @@ def test_sparse_gradients(kind: Any) -> None:
             sgd.step()
         ends.append(flat(model))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------- float16
-@pytest.mark.parametrize("options", [{"inverse": "factored"}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
-@pytest.mark.parametrize("factor", [None, 1e-3])
-def test_float16(options: dict[str, Any], factor: float | None) -> None:
-    """A network in float16; or autocast under a gradient scaler, where most gradients are below float16's range."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
-    with torch.no_grad():
-        for layer in (model[2], model[4]):
-            layer.weight *= factor or 1.0
-    model = model.half() if factor is None else model
-    X, y, twin = torch.linspace(-9, 9, 384).view(64, 6).sin(), torch.arange(64) % 3, copy.deepcopy(model).double()
-    options = {**EXACT, **options}
-    half, double = (KFACOptimizer(m, CE, **options) for m in (model, twin))
-    if factor is None:
-        plain(half, model, CE, X.half(), y)
-        X = X.half()
-    else:
-        scaler = torch.amp.GradScaler("cpu")
-        with torch.autocast("cpu", dtype=torch.float16):
-            value = CE(model(X), y)
-        scaler.scale(value).backward()
-        scaler.step(half)
-    plain(double, twin, CE, X.double(), y)
-    rtol = 2e-2 if factor is None else 6e-2
-    ours, theirs = (
-        torch.cat([state["velocity"].flatten().double() for state in each.state.values()]) for each in (half, double)
-    )
-    assert torch.dist(ours, theirs) <= rtol * theirs.norm()
-    for name in ("lr", "quadratic_change", "rho"):
-        mine, other = getattr(half.last_step, name), getattr(double.last_step, name)
-        assert mine == (other if other is None else pytest.approx(other, rel=rtol)), name

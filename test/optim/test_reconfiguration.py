@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, UnsupportedError
 from curvlinops_plus.optim import StochasticReconfiguration, fisher_inverse
 from curvlinops_plus.optim import stochastic_reconfiguration as sr
-from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.optim.reconfiguration.damped_solve import smoothed_pseudo_inverse
+from curvlinops_plus.optim.reconfiguration.scores import LogAmplitude
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, rbm, real_net
 
@@ -76,21 +76,6 @@ def test_defaults(name: str) -> None:
         assert type(direction) is type(problem.params)
         found, params = (list(t.values()) if isinstance(t, dict) else t for t in (direction, problem.params))
         assert [(d.shape, d.dtype) for d in found] == [(p.shape, p.dtype) for p in params]
-
-
-def test_holomorphic_in_complex_algebra() -> None:
-    """Netket's way: `(O† O + λ)⁻¹ O† ε` with complex matrices."""
-    problem = complex_rbm(9, "holomorphic")
-    params = [p.clone().requires_grad_() for p in problem.params.values()]
-    values = problem.log_psi(dict(zip(problem.params, params)), problem.samples)
-    # PyTorch's gradient of a complex output is the conjugate of the derivative.
-    rows = [torch.autograd.grad(v, params, torch.ones_like(v), retain_graph=True) for v in values]
-    J = torch.stack([torch.cat([g.flatten() for g in row]).conj() for row in rows])
-    O, target = (J - J.mean(0)) / 3, (problem.costs - problem.costs.mean()) / 3
-    expected = torch.linalg.solve(O.mH @ O + LAMBDA * torch.eye(O.shape[1], dtype=C128), O.mH @ target)
-    for mode in MODES:
-        direction, _ = sr(*problem.args, problem.costs, LAMBDA, mode, amplitude="holomorphic")
-        assert close(torch.cat([d.flatten() for d in direction.values()]), expected)
 
 
 def test_a_diagonal_shift_without_damping() -> None:
@@ -292,23 +277,30 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         r"violate the Cauchy-Riemann",  # one of several parameters is enough
         holomorphic(lambda p, x: x.to(C128) @ p[0] + p[1].conj() * x.square().sum(1), ONES.to(C128), ONES[0].to(C128)),
     ),
-    (ValueError, r"log_psi returned shape \[9, 4\] for 9 samples", lambda: sr(lambda p, x: x * p[0], [ONES], X, E)),
-    (ValueError, r"log_psi returned a tuple .*return log\|ψ\|", lambda: sr(lambda p, x: (x, x), [ONES], X, E)),
-    (TypeError, r"`params` to be a list, .* got tensor", lambda: sr(lambda p, x: x @ p, ONES, X, E)),
-    (TypeError, r"`params` to be .* got \[\]", lambda: sr(lambda p, x: x @ p, [], X, E)),
+    (ValueError, r"log_psi returned \[9, 4\] for 9 samples", lambda: sr(lambda p, x: x * p[0], [ONES], X, E)),
+    (
+        ValueError,
+        r"returned .*tuple.* 9 samples.*return log\|ψ\|",
+        lambda: sr(lambda p, x: (x, x), [ONES], X, E),
+    ),
+    (TypeError, r"`params` of a function to be a list, .* got tensor", lambda: sr(lambda p, x: x @ p, ONES, X, E)),
+    (TypeError, r"`params` of a .* got \[\]", lambda: sr(lambda p, x: x @ p, [], X, E)),
     (ValueError, r"is not a parameter of the model", lambda: sr(NET.log_psi, [ONES], X, E)),
     (ValueError, r"along their first axis; got the lengths \{9, 3\}", lambda: sr(*NET.args[:2], (X, ONES[:3]), E)),
-    (UnsupportedError, r"log_psi draws random numbers", lambda: sr(RANDOM, None, X, E)),
+    (UnsupportedError, r"draws random numbers", lambda: sr(RANDOM, None, X, E)),
     (ValueError, r"Expected more than 1 value per channel when training", lambda: sr(NORMED, None, X, E)),
-    (UnsupportedError, r"depend on one sample only", lambda: sr(lambda p, x: (x @ p[0]).log_softmax(0), [ONES], X, E)),
-    (ValueError, r"previous: .*expected", lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES))),
-    (ValueError, r"grad: .*missing \['decay'", lambda: fisher_inverse(*NET.args[:2])({}, X)),
-    (ValueError, r"expected one vector, got 2 columns", lambda: fisher_inverse(*NET.args[:2])(torch.ones(37, 2), X)),
+    (
+        UnsupportedError,
+        r"function of one sample",
+        lambda: sr(lambda p, x: (x @ p[0]).log_softmax(0), [ONES], X, E),
+    ),
+    (ValueError, r"expected", lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES))),
+    (ValueError, r"missing \['decay'", lambda: fisher_inverse(*NET.args[:2])({}, X)),
+    (ValueError, r"Expected one vector, got 2 columns", lambda: fisher_inverse(*NET.args[:2])(torch.ones(37, 2), X)),
     (NumericsError, r"grad has NaN", lambda: fisher_inverse(*NET.args[:2])(torch.full((37,), INF), X)),
     (ValueError, 'norm to be "euclidean" or "fisher", got \'max\'', optimizer(norm="max")),
     (ValueError, "lr to be a finite number of at least 0, got -1", optimizer(lr=-1)),
     (ValueError, "norm_constraint to be a finite number of at least 0, got -1", optimizer(norm_constraint=-1)),
-    (ValueError, "one parameter group", lambda: optimizer()().add_param_group({"params": [nn.Parameter(ONES)]})),
     (ValueError, r"damping to be .* at least 0, got -1\.0", lambda: optimizer(damping=lambda step: -1.0)().step(X, E)),
 ]
 

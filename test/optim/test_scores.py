@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
-from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores, recorded_kernel
+from curvlinops_plus.optim.reconfiguration.scores import Ensemble, LogAmplitude, Scores, recorded_kernel
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net, tensors
 
@@ -139,8 +138,7 @@ def test_kernel_from_layers(make: Callable[[], nn.Module]) -> None:
     e = Ensemble(LogAmplitude(net, None), normal(9, 4) if isinstance(net, Net) else x)
     J = torch.cat([J for _, J in e.jacobians()])[:, 0]
     recorded = recorded_kernel(e)
-    assert recorded is not None
-    assert close(recorded, J @ J.T, 1e-10) != isinstance(net, Sneaky)
+    assert isinstance(net, Sneaky) if recorded is None else close(recorded, J @ J.T, 1e-10)
     assert close(Scores(e, False).kernel(), Scores(e, True).kernel())
 
 
@@ -158,21 +156,6 @@ def test_nothing_of_the_users_changes() -> None:
     assert [p.requires_grad for p in params] == [False] + 5 * [True]
     assert [p.grad is not None for p in params] == [False] * 4 + [True, False]
     assert not any(m._forward_hooks for m in net.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_lower_precision(dtype: torch.dtype) -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
-    x = normal(12, 4, dtype=dtype)
-    S = CenteredFisherLinearOperator(net, None, x)
-    assert S.dtype == torch.float32
-    net64 = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    net64.load_state_dict(net.state_dict())
-    exact = CenteredFisherLinearOperator(net64, None, x.double()).to_dense()
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert close(S.to_dense().double(), exact, tolerance)
-    v = torch.ones(S.shape[1])
-    assert close((S @ v).double(), exact @ v.double(), tolerance)
 
 
 def test_every_device(device: torch.device) -> None:

@@ -26,32 +26,34 @@ class Products:
 
     def __init__(self, K: BlockDiagonal, names: Sequence[Sequence[str]]) -> None:
         self._sizes = [[K.layouts[name].dim for name in group] for group in names]
-        self._bases: list[tuple[int, Tensor, Tensor]] = []  # of `(G ⊗ A) diag(values) (G ⊗ A)ᵀ`
+        #: Places of `(G ⊗ A) diag(values) (G ⊗ A)ᵀ` and of `G ⊗ A`; their shapes and both factors, transposed and not.
+        self._bases: dict[int, tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]] = {}
+        self._factors: dict[int, tuple[torch.Size, Tensor, Tensor]] = {}
         self._values: list[Tensor] = []
-        self._factors: list[tuple[int, Tensor, Tensor]] = []  # of `G ⊗ A`
         self._others = {}
         for n, block in enumerate(K.blocks[name] for group in names for name in group):
             pair = block.basis if isinstance(block, Eigendecomposed) else block
-            if (
-                not (isinstance(pair, Kronecker) and isinstance(pair.G, Dense) and isinstance(pair.A, Dense))
-                or pair.batch
-            ):
+            if not (isinstance(pair, Kronecker) and isinstance(pair.G, Dense) and isinstance(pair.A, Dense)):
                 self._others[n] = block
                 continue
-            (self._factors if pair is block else self._bases).append((n, pair.G.matrix, pair.A.matrix))
+            G, A = pair.G.matrix, pair.A.matrix
+            shape = torch.Size((*G.shape[:-1], A.shape[-1]))
             if isinstance(block, Eigendecomposed):
-                self._values.append(block.values.view(len(pair.G.matrix), -1))
+                self._bases[n] = shape, G, A, G.mT, A.mT
+                self._values.append(block.values.view(shape))
+            else:
+                self._factors[n] = shape, G, A.mT
 
     def of(self, vectors: Vectors) -> Vectors:
         """`K v`."""
         parts = [part for v, sizes in zip(vectors, self._sizes, strict=True) for part in v.split(sizes)]
-        inner = [G.mT @ parts[n].view(len(G), len(A)) @ A for n, G, A in self._bases]
+        inner = [Gt @ parts[n].view(shape) @ A for n, (shape, _, A, Gt, _) in self._bases.items()]
         if inner:
             _foreach_mul_(inner, self._values)
-        for (n, G, A), t in zip(self._bases, inner, strict=True):
-            parts[n] = (G @ t @ A.mT).view(-1)
-        for n, G, A in self._factors:
-            parts[n] = (G @ parts[n].view(len(G), len(A)) @ A.mT).view(-1)
+        for (n, (_, G, _, _, At)), t in zip(self._bases.items(), inner, strict=True):
+            parts[n] = (G @ t @ At).flatten()
+        for n, (shape, G, At) in self._factors.items():
+            parts[n] = (G @ parts[n].view(shape) @ At).flatten()
         for n, block in self._others.items():
             parts[n] = block._matmat(parts[n][:, None])[:, 0]
         of_blocks = iter(parts)
@@ -187,11 +189,11 @@ class Flat:
             sign: -1 to go up.
         """
         self.options, self.scale = [options[k] for k in self.groups], 1.0
-        self._shrink = [options[k].decay("decoupled") for k in self._owners]
+        self._shrink = [options[k].decoupled for k in self._owners]
         _foreach_copy_(self._entries, self._taken_apart([gradient[key] for key in self.keys]))
         if sign < 0:
             _foreach_neg_(self.gradient)
-        coupled = [o.decay("coupled") for o in self.options]
+        coupled = [o.coupled for o in self.options]
         if any(coupled):
             for entries, p, (k, *_) in zip(self._entries, self._taken_apart(self.params), self._places, strict=True):
                 entries.add_(p, alpha=coupled[k])
@@ -257,7 +259,7 @@ class Flat:
         """The squared norm of those of these numbers together, times their learning rates."""
         total: Any = 0.0
         for k in at:
-            (v, curved), (lr, _), λ = vectors[k], self.options[k].rates, self.options[k].of_blocks[2]
+            (v, curved), (lr, _), λ = vectors[k], self.options[k].rates, self.options[k].shift
             shift = {"damped": λ, "fisher": 0.0, "euclidean": 1.0}[norm]
             total = total + lr**2 * (shift * v.dot(v) + (0.0 if norm == "euclidean" else v.dot(curved)))
         return float(total)

@@ -26,7 +26,6 @@ from curvlinops_plus.optim.kfac.policies import (
     NormConstraint,
     StepReport,
     WeightDecay,
-    as_policy,
     number,
     one_of,
 )
@@ -167,7 +166,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         if raw != self._raw:
-            self._check_options([self._of_group(group) for group in self.param_groups])
+            self._check_options([GroupOptions(group) for group in self.param_groups])
             self._raw = raw
 
     def _check_options(self, options: list[GroupOptions]) -> None:
@@ -177,17 +176,10 @@ class KFACPreconditioner(torch.optim.Optimizer):
             if c is not None and c.norm != "euclidean" and self._power != -1:
                 raise ValueError(f"A norm constraint in the {c.norm} norm is for inverses, and not for power=.")
 
-    def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
-        constraint = as_policy(NormConstraint, group["norm_constraint"])
-        return GroupOptions(1.0, 0.0, number("damping", group["damping"]), constraint, WeightDecay(0.0))
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: no layer is recorded for parameters that the optimizer was made without."""
         if hasattr(self, "curvature"):
-            raise ValueError(
-                "No layer is recorded for parameters that come later. Give all of them to the constructor: those "
-                "without gradient are left alone until they have one."
-            )
+            raise ValueError("No layer is recorded for parameters that come later; give all to the constructor.")
         super().add_param_group(param_group)
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -301,10 +293,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
         return loss
 
     def _finish_and_step(self, report: StepReport) -> None:
-        gradients = {
-            self._keys[p]: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        }
-        gradients = {key: g.to_dense() if g.is_sparse else g for key, g in gradients.items()}
+        found = {self._keys[p]: p.grad for group in self.param_groups for p in group["params"]}
+        gradients = {key: g.to_dense() if g.is_sparse else g for key, g in found.items() if g is not None}
         heard, kept, uncalled, error = self._finish_statistics()
         if gradients and not isfinite(norm(list(gradients.values()))):
             bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
@@ -418,7 +408,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
                         f"damping with weight decay, norm constraint) are {first.of_blocks} and {other.of_blocks}. Put "
                         "them in one group. Weight decay of weights alone is possible if it is decoupled, a number."
                     )
-            found[name] = first.of_blocks[2]
+            found[name] = first.shift
         return found
 
     def _of_blocks(self, dampings: dict[str, float]) -> Any:
@@ -618,18 +608,13 @@ class KFACOptimizer(KFACPreconditioner):
             **risk_options,
         )
 
-    def _of_group(self, group: Mapping[str, Any]) -> GroupOptions:
-        lr, momentum = (v if (v := group[name]) == "adaptive" else number(name, v) for name in ("lr", "momentum"))
-        decay = as_policy(WeightDecay, group["weight_decay"]) or WeightDecay(0.0)
-        return super()._of_group(group)._replace(lr=lr, momentum=momentum, weight_decay=decay)
-
     def _check_options(self, options: list[GroupOptions]) -> None:
         super()._check_options(options)
-        self._adaptive = any("adaptive" in each[:2] for each in options)
+        self._adaptive = any("adaptive" in each.coefficients for each in options)
         if self.trust is None and (self._adaptive or self._levenberg is not None or self._reject is not None):
             self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
         self._hooks.keeps = self._looks_again
-        for name, values in zip(("lr", "momentum"), list(zip(*options))[:2]) if self._adaptive else ():
+        for name, values in zip(("lr", "momentum"), zip(*(each.coefficients for each in options))):
             if "adaptive" in values and len(set(values)) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
         if self._adaptive and any(each.norm_constraint is not None for each in options):
@@ -648,7 +633,9 @@ class KFACOptimizer(KFACPreconditioner):
         model, w, rates = None, [1.0, 1.0], [o.rates for o in flat.options]
         if self.trust is not None and self._adaptive:
             model = self.trust.model(flat, flat.along())
-            w = model.minimizer([None if any(o[k] == "adaptive" for o in flat.options) else 1.0 for k in (0, 1)])
+            w = model.minimizer(
+                [None if any(o.coefficients[k] == "adaptive" for o in flat.options) else 1.0 for k in (0, 1)]
+            )
         report.lr, report.momentum = (sorted({w[k] * rate[k] for rate in rates}) for k in (0, 1))
         shrinks = flat.combine(w, undoable=self._reject is not None)
         report.scale, report.update_norm = flat.scale, norm(flat.displacement)

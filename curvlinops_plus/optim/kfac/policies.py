@@ -3,10 +3,10 @@ step has done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from math import inf, isfinite, isnan
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
@@ -139,38 +139,29 @@ class WeightDecay:
         one_of("kind", self.kind, "decoupled", "coupled", "in_loss")
 
 
-class GroupOptions(NamedTuple):
-    """The options of a parameter group in a step.
+class GroupOptions:
+    """The options of a parameter group in a step, as they are read.
 
     Attributes:
-        lr: Learning rate, or "adaptive".
-        momentum: Momentum, or "adaptive".
+        coefficients: Learning rate and momentum, numbers or "adaptive".
+        rates: The same, 1 where they are adaptive.
+        decoupled, coupled: The weight decay, if it is of this kind.
+        in_curvature: The weight decay that is added to the diagonal of the curvature.
+        shift: Beside the curvature: the damping with that.
+        of_blocks: What all parameters of a block have in common.
     """
 
-    lr: Any
-    momentum: Any
-    damping: float
-    norm_constraint: NormConstraint | None
-    weight_decay: WeightDecay
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Learning rate and momentum, 1 where they are adaptive."""
-        return (1.0 if self.lr == "adaptive" else self.lr), (1.0 if self.momentum == "adaptive" else self.momentum)
-
-    @property
-    def in_curvature(self) -> float:
-        """The weight decay that is added to the diagonal of the curvature."""
-        return self.weight_decay.strength - self.decay("decoupled")
-
-    @property
-    def of_blocks(self) -> tuple[Any, ...]:
-        """What all parameters of a block have in common: the damping with weight decay in the curvature."""
-        return self.lr, self.momentum, self.damping + self.in_curvature, self.norm_constraint
-
-    def decay(self, kind: str) -> float:
-        """The weight decay, if it is of this kind."""
-        return self.weight_decay.strength if self.weight_decay.kind == kind else 0.0
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        given = {"lr": group.get("lr", 1.0), "momentum": group.get("momentum", 0.0)}
+        self.coefficients: list[Any] = [v if v == "adaptive" else number(name, v) for name, v in given.items()]
+        self.rates = [1.0 if v == "adaptive" else float(v) for v in self.coefficients]
+        self.damping = number("damping", group["damping"])
+        self.norm_constraint: NormConstraint | None = as_policy(NormConstraint, group["norm_constraint"])
+        decay = as_policy(WeightDecay, group.get("weight_decay")) or WeightDecay(0.0)
+        self.decoupled, self.coupled = (decay.strength * (decay.kind == kind) for kind in ("decoupled", "coupled"))
+        self.in_curvature = decay.strength - self.decoupled
+        self.shift = self.damping + self.in_curvature
+        self.of_blocks = (*self.coefficients, self.shift, self.norm_constraint)
 
 
 @dataclass

@@ -11,27 +11,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError
+from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError, level_of_user
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
 from curvlinops_plus.linalg.numerics import damped_cholesky
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.linalg.solvers import cg
-from curvlinops_plus.optim.reconfiguration.amplitude import (
+from curvlinops_plus.optim.reconfiguration.scores import (
     Amplitude,
+    Ensemble,
     LogAmplitude,
     LogPsi,
     Params,
+    Scores,
     as_real,
     full_precision_no_grad,
 )
-from curvlinops_plus.optim.reconfiguration.scores import Ensemble, Scores
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
 Solver = Literal["cholesky", "cg"]
@@ -119,17 +120,19 @@ class CenteredFisherLinearOperator(LinearOperator):
         """`S @ X`; also lists and dicts of complex tensors."""
         if not isinstance(X, (Mapping, list, tuple)):
             return super().__matmul__(X)
-        named = isinstance(X, Mapping)
-        items = dict(X) if named else dict(enumerate(X))
-        if not any(isinstance(t, Tensor) and t.is_complex() for t in items.values()):
-            return super().__matmul__(X)
-        params = self.scores.ensemble.psi.params
-        # Number of axes of each complex parameter.
-        ndim = {key: p.ndim for key, p in (params.items() if named else enumerate(params.values())) if p.is_complex()}
-        real = {key: _split_complex(t, ndim.get(key)) for key, t in items.items()}
-        Y = super().__matmul__(real if named else type(X)(real.values()))
-        result = {key: _join_complex(t, ndim.get(key)) for key, t in (Y.items() if named else enumerate(Y))}
-        return result if named else type(X)(result.values())
+        own = self.scores.ensemble.psi.params
+        params = [own.get(name) for name in X] if isinstance(X, Mapping) else [*own.values()]
+
+        def changed(tree: Any, change: Callable[[Tensor, int], Tensor]) -> Any:  # columns come last
+            tensors = [tree[name] for name in X] if isinstance(X, Mapping) else tree
+            found = [
+                t if p is None or not p.is_complex() else change(t, p.ndim)
+                for p, t in zip(params, tensors, strict=True)
+            ]
+            return dict(zip(X, found)) if isinstance(X, Mapping) else type(X)(found)
+
+        Y = super().__matmul__(changed(X, lambda t, ndim: as_real(t).movedim(-1, ndim)))
+        return changed(Y, lambda t, ndim: torch.view_as_complex(t.movedim(ndim, -1).contiguous()))
 
     def _to_dense(self) -> Tensor:
         with full_precision_no_grad(self.device):
@@ -142,14 +145,6 @@ class CenteredFisherLinearOperator(LinearOperator):
     @property
     def trace(self) -> Tensor:
         return self.diagonal().sum()
-
-
-def _split_complex(t: Tensor, ndim: int | None) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
-    return t if ndim is None or not t.is_complex() else as_real(t).movedim(-1, ndim)
-
-
-def _join_complex(t: Tensor, ndim: int | None) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
-    return t if ndim is None else torch.view_as_complex(t.movedim(ndim, -1).contiguous())
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,7 @@ class DampedSystem:
         # The kernel of a module's layers needs no derivatives.
         recorded = mode == "kernel" and ensemble.psi.module is not None and not diagonal_shift
         scores = Scores(ensemble, stored=mode != "lazy" and not recorded)
-        self.D: Tensor | None = None
+        self.D = torch.ones((), dtype=scores.dtype, device=scores.device)
         if diagonal_shift:
             squares = scores.variances() + damping / diagonal_shift
             self.D = torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
@@ -240,40 +235,32 @@ class DampedSystem:
         elif mode == "kernel":
             self.matrix = Dense(scores.kernel(), Structure.PSD)
 
-    def direction(self, target: Tensor) -> tuple[Tensor, SolveReport]:  # [n·c] -> [P]
-        """The `d` of least `|Ō d - target|² + |d|²_M`, with `M = λI + ε diag(S)`: `(S + M)⁻¹ Ōᵀ target`."""
-        if self.mode != "kernel":
-            d, report = self._solve(self.transpose(target))
-        else:
-            x, report = self._solve(target)
-            d = self.transpose(x)
-        return self.from_unknowns(d), report
+    def direction(
+        self, target: Tensor, momentum: float = 0.0, phi: Tensor | None = None
+    ) -> tuple[Tensor, SolveReport]:  # [n·c], [P] -> [P]
+        """The `δ` of least `|Ō δ - target|² + |δ - μ φ|²_M`, with `M = λI + ε diag(S)`.
+
+        Without `φ` it is `(S + M)⁻¹ Ōᵀ target`. SPRING: with `δ = d + μ φ` the problem is one without it, for `d` and
+        `target - μ Ō φ`.
+        """
+        start = 0.0 if phi is None else momentum * phi
+        if phi is not None and momentum:
+            target = target - self.scores @ (self.D * start)
+        x, report = self._solve(target if self.mode == "kernel" else self.scores.T @ target)
+        return (self.scores.T @ x if self.mode == "kernel" else x) / self.D + start, report
 
     def inverse(self, g: Tensor) -> tuple[Tensor, SolveReport]:  # [P] -> [P]
         """`(S + M)⁻¹ g`."""
-        g = self.from_unknowns(g)
-        if self.mode != "kernel":
-            x, report = self._solve(g)
-        else:  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
-            y, report = self._solve(self.product(g))
-            x = (g - self.transpose(y)) / self.shift
-        return self.from_unknowns(x), report
+        g = g / self.D
+        x, report = self._solve(self.scores @ g if self.mode == "kernel" else g)
+        if self.mode == "kernel":  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
+            x = (g - self.scores.T @ x) / self.shift
+        return x / self.D, report
 
-    def product(self, unknowns: Tensor) -> Tensor:  # [P] -> [n·c]
-        """`Ō δ` of unknowns `D δ`."""
-        return self.scores._matmat(unknowns[:, None])[:, 0]
-
-    def transpose(self, x: Tensor) -> Tensor:  # [n·c] -> [P]
-        """`D⁻¹ Ōᵀ x`."""
-        return self.scores._rmatmat(x[:, None])[:, 0]
-
-    def to_unknowns(self, v: Tensor) -> Tensor:
-        """`D v`."""
-        return v if self.D is None else v * self.D
-
-    def from_unknowns(self, v: Tensor) -> Tensor:
-        """`D⁻¹ v`."""
-        return v if self.D is None else v / self.D
+    def square(self, direction: Tensor) -> Tensor:
+        """`⟨δ, (S + M) δ⟩`."""
+        unknowns = self.D * direction
+        return (self.scores @ unknowns).square().sum() + self.shift * unknowns.square().sum()
 
     def _solve(self, b: Tensor) -> tuple[Tensor, SolveReport]:
         """`(matrix + shift)⁻¹ b`."""
@@ -293,13 +280,9 @@ class DampedSystem:
                     "Add a damping."
                 ) from None
             if self.shift > 0:
-                warnings.warn(
-                    f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in {M.dtype}; "
-                    f"solved with a smoothed pseudo-inverse of rank {rank}. Compute in float64, or take a larger "
-                    "damping.",
-                    CurvatureWarning,
-                    stacklevel=2,
-                )
+                words = f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in "
+                words += f"{M.dtype}; solved with a pseudo-inverse of rank {rank}. Use float64, or a larger damping."
+                warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
         residual, size = (float(torch.linalg.vector_norm(v)) for v in (b - M @ x - self.shift * x, b))
         return x, SolveReport(self.mode, solver, len(b), residual / size if size else 0.0, rank, condition)
 
@@ -311,11 +294,8 @@ class DampedSystem:
             x, info = cg(self.matrix.shift(self.shift), b, x0=b, tol=tol, max_iter=self.max_iter)
         residual = float(info.relative_residual[0])
         if self.tol is None and not residual <= torch.finfo(b.dtype).eps ** 0.5:
-            warnings.warn(
-                f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: {info.reason}.",
-                CurvatureWarning,
-                stacklevel=2,
-            )
+            words = f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: {info.reason}."
+            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
 
@@ -326,9 +306,7 @@ def check_options(mode: Mode, solver: Solver | None, momentum: float = 0.0, **nu
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
     if solver not in (None, *get_args(Solver)) or (mode, solver) == ("lazy", "cholesky"):
-        raise ValueError(
-            f'Expected solver to be None, "cholesky" or "cg", in mode="lazy" None or "cg"; got {solver!r}.'
-        )
+        raise ValueError(f'Expected solver to be None, "cg" or, unless lazy, "cholesky", got {solver!r}.')
     for name, value in numbers.items():
         if not 0 <= value < float("inf"):
             raise ValueError(f"Expected {name} to be a finite number of at least 0, got {value!r}.")

@@ -1,4 +1,18 @@
-"""Centred log-derivatives `Ō` of weighted samples, as linear operators.
+"""Log-amplitudes `log ψ(θ, x)` as functions of real tensors, and their centred derivatives `Ō` over weighted samples.
+
+There are three kinds of amplitude, as in netket. `O` are the derivatives of `log ψ`:
+
+| `amplitude` | log ψ | parameters | `O` of one sample |
+| --- | --- | --- | --- |
+| "real" | real; of a complex one the real part, `log|ψ|` | real or complex | `∇ log|ψ|`, one row |
+| "complex" | complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows |
+| "holomorphic" | complex and holomorphic in the parameters | all complex | complex derivative, one row |
+
+All else works with real numbers. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`, its real and imaginary
+parts (`torch.view_as_real`), and two rows are two numbers per sample. A holomorphic function has the same two rows as a
+complex one, but the second follows from the first (Cauchy-Riemann equations), which halves the derivatives and their
+memory. The gradient of a real function with respect to a complex parameter is that with respect to the real part plus
+`i` times that with respect to the imaginary part, as in `p.grad`. Then
 
     Ō = √W (I - 1 wᵀ) J        [n·c, P]
 
@@ -11,27 +25,132 @@ Shapes: P real numbers in the parameters, n samples, c components; rows of `Ō` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
+from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
-from curvlinops_plus.linalg.numerics import standard_normal
-from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers, named_params
 from curvlinops_plus.risk.batches import to_device
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.sweep import sweep
+
+Amplitude = Literal["real", "complex", "holomorphic"]
+LogPsi = nn.Module | Callable[[Any, Any], Tensor]
+Params = Sequence[Tensor] | Mapping[str, Tensor] | None
+
+
+class LogAmplitude:
+    """`log ψ` as a function of real tensors.
+
+    Args:
+        log_psi: A module called with samples, or a function `(params, samples)`; returns `[n]` or `[n, 1]`, one number
+            per sample, each of which depends on its own sample only.
+        params: A list, tuple or dict of tensors; of a module its own (None: all that require a gradient).
+        amplitude: "real", "complex" or "holomorphic".
+
+    Raises:
+        ValueError: If `amplitude` is unknown, or parameters are of a kind that does not match it.
+        TypeError: If `params` is no collection of tensors.
+    """
+
+    def __init__(self, log_psi: LogPsi, params: Params, amplitude: Amplitude = "real") -> None:
+        if amplitude not in get_args(Amplitude):
+            raise ValueError(f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}.")
+        self.kind, self.function = amplitude, log_psi
+        self.container: Any = dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
+        self.module = log_psi if isinstance(log_psi, nn.Module) else None
+        if self.module is not None:
+            self.params = named_params(self.module, params)
+            names = {id(p): name for name, p in self.module.named_parameters()}
+            self._names = {key: names[id(p)] for key, p in self.params.items()}
+        elif isinstance(params, (Mapping, list, tuple)) and params:
+            self.params = dict(params if isinstance(params, Mapping) else ((str(k), p) for k, p in enumerate(params)))
+        else:
+            raise TypeError(f"Expected `params` of a function to be a list, tuple or dict of tensors; got {params!r}.")
+        self.device, self.dtype = next(iter(self.params.values())).device, torch.float32
+        for p in self.params.values():  # the real dtype in which all are combined
+            self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
+        real = [name for name, p in self.params.items() if not p.is_complex()]
+        if self.kind == "holomorphic" and real:
+            raise ValueError(
+                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex" for both kinds.'
+            )
+        self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the parameters' current values as real tensors, in their own precision."""
+        with torch.inference_mode(False):
+            return {name: as_real(p.detach()).clone() for name, p in self.params.items()}
+
+    def __call__(self, values: Mapping[str, Tensor], samples: Any) -> Tensor:  # {name: real}, m samples -> [m, c]
+        """`log ψ` of m samples, with c = 1 number per sample or 2, real and imaginary part."""
+        given = {name: torch.view_as_complex(v) if self.params[name].is_complex() else v for name, v in values.items()}
+        if self.module is not None:
+            out = functional_call(self.module, {self._names[name]: v for name, v in given.items()}, (samples,))
+        else:
+            out = self.function(given if self.container is dict else self.container(given.values()), samples)
+        m = len(tree_leaves(samples)[0])
+        if not isinstance(out, Tensor) or out.shape not in ((m,), (m, 1)):
+            raise ValueError(
+                f"log_psi returned {list(out.shape) if isinstance(out, Tensor) else type(out)} for {m} samples; "
+                f"expected log ψ of each sample, [{m}] or [{m}, 1]. (Sign and log|ψ| apart: return log|ψ|, or "
+                "torch.complex(log|ψ|, phase) for a complex amplitude.)"
+            )
+        out = out.reshape(m)
+        if not out.is_complex():
+            if self.kind == "holomorphic":
+                raise ValueError(f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.')
+            return out[:, None]
+        return out.real[:, None] if self.kind == "real" else torch.stack((out.real, out.imag), 1)
+
+    def read(self, given: Any) -> Tensor:  # list, tuple or dict like the parameters, or flat -> [P]
+        """A vector given in the container and shapes of the parameters, as a flat real tensor.
+
+        Raises:
+            ValueError: If shapes, names or number of tensors are not those of the parameters.
+        """
+        tree = given
+        if isinstance(given, Mapping):
+            tree = self.space.flatten({name: as_real(t) for name, t in given.items()})
+        elif not isinstance(given, Tensor):
+            tree = self.space.flatten([as_real(t) for t in given])
+        X, form = self.space.read(tree.detach().to(self.device, self.dtype), self.dtype, self.device)
+        if form.columns:
+            raise ValueError(f"Expected one vector, got {X.shape[1]} columns.")
+        return X[:, 0]
+
+    def write(self, v: Tensor, like: Any = None) -> Any:  # [P] -> like the parameters
+        """A flat vector in the container, shapes and dtypes of the parameters; flat if `like` is a flat tensor."""
+        if isinstance(like, Tensor):
+            return v.to(like.dtype)
+        named = {
+            name: (torch.view_as_complex(t.contiguous()) if p.is_complex() else t).to(p.dtype)
+            for (name, t), p in zip(self.space.unflatten(v).items(), self.params.values(), strict=True)
+        }
+        kind: Any = self.container if like is None else dict if isinstance(like, Mapping) else type(like)
+        return named if kind is dict else kind(named.values())
+
+
+@contextmanager
+def full_precision_no_grad(device: torch.device) -> Iterator[None]:
+    """Context without autograd graph and autocast, whatever the modes of the caller."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def as_real(t: Tensor) -> Tensor:  # [*s] -> [*s], or [*s, 2] of a complex tensor
+    """A complex tensor as its real and imaginary parts."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 class Ensemble:
@@ -96,23 +215,20 @@ class Ensemble:
         with self.running(), torch.no_grad():
             before = RandomState.now(self.psi.device)
             out = torch.cat([self.psi(self.free, chunk) for chunk in self.chunks])
-            if before != RandomState.now(self.psi.device):
-                raise UnsupportedError(
-                    "log_psi draws random numbers (dropout in training mode?), so that its derivatives are random. "
-                    "Call .eval() first, or make the randomness part of the samples."
-                )
-            if bool((bad := ~torch.isfinite(out).all(1)).any()):
-                raise NumericsError(
-                    f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, for parameters "
-                    "that diverged, or for overflow; leave such samples out."
-                )
+            random = before != RandomState.now(self.psi.device)
             last = self.psi(self.free, tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1]))
+        if bool((bad := ~torch.isfinite(out).all(1)).any()):
+            raise NumericsError(
+                f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, for parameters that "
+                "diverged, or for overflow; leave such samples out."
+            )
         tolerance = torch.finfo(out.dtype).eps ** 0.5
-        if not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
+        if random or not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
             raise UnsupportedError(
-                f"log_psi gives {out[-1].tolist()} for the last sample among others and {last[0].tolist()} for that "
-                "sample alone; each of its outputs must depend on one sample only. (Batch norm in training mode? Call "
-                ".eval() first. A normalisation over the batch? It does not matter here, leave it out.)"
+                f"log_psi gives {out[-1].tolist()} for the last sample among others, {last[0].tolist()} for it alone"
+                f"{', and draws random numbers' if random else ''}; each output must be a function of one sample. "
+                "(Dropout or batch norm in training mode? Call .eval() first. A normalisation over the batch? It does "
+                "not matter here, leave it out.)"
             )
         return out
 
@@ -124,9 +240,8 @@ class Ensemble:
         error, size = (imag - 1j * real).abs().amax(), real.abs().amax() + imag.abs().amax()
         if float(error) > 1e3 * torch.finfo(real.dtype).eps * float(size):
             raise ValueError(
-                f'amplitude="holomorphic": log ψ is not holomorphic in its parameters, its derivatives violate the '
-                f"Cauchy-Riemann equations by {float(error / size):.1e}. (Does it use .real, .imag, abs() or conj() of "
-                'something that depends on them?) Use amplitude="complex".'
+                "log ψ is not holomorphic in its parameters, its derivatives violate the Cauchy-Riemann equations by "
+                f'{float(error / size):.1e}. (Does it use .real, .imag, abs() or conj()?) Use amplitude="complex".'
             )
 
     def jacobians(self) -> Iterator[tuple[slice, Tensor]]:
@@ -155,8 +270,8 @@ class Ensemble:
         except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             graph = _Graph(self, chunk)
             basis = torch.eye(graph.out.numel(), dtype=graph.out.dtype, device=graph.out.device)
-            found = basis.view(*graph.out.shape, *graph.out.shape)[:, :rows].flatten(0, 1)
-            return torch.stack([self.psi.space.flatten(graph.backward(u)) for u in found]).unflatten(0, (-1, rows))
+            found = [self.psi.space.flatten(graph.backward(u)) for u in basis.view(-1, *graph.out.shape)]
+            return torch.stack(found).unflatten(0, graph.out.shape)[:, :rows]
 
 
 def name_samples(bad: Tensor, start: int = 0) -> str:
@@ -173,30 +288,22 @@ def name_samples(bad: Tensor, start: int = 0) -> str:
 class _Graph:
     """A forward pass of some samples, with what is needed to multiply with its Jacobian and the transpose of it.
 
-    `J v` is the derivative of `wᵀ J` with respect to `w`.
+    `J v` is the derivative of `wᵀ J v` with respect to `w`.
     """
 
     def __init__(self, ensemble: Ensemble, chunk: Any) -> None:
         self.leaves = {name: v.detach().requires_grad_() for name, v in ensemble.free.items()}
         self.out = ensemble.psi(self.leaves, chunk)  # [m, c]
-        self.w = torch.zeros_like(self.out, requires_grad=True)
-
-    @cached_property
-    def back(self) -> dict[str, Tensor]:
-        """`Jᵀ w`, with a graph to `w`."""
-        leaves = list(self.leaves.values())
-        found = torch.autograd.grad(self.out, leaves, self.w, create_graph=True, allow_unused=True)
-        return {name: g for name, g in zip(self.leaves, found, strict=True) if g is not None and g.requires_grad}
+        self.w, self._back = torch.zeros_like(self.out, requires_grad=True), None
 
     def forward(self, v: dict[str, Tensor]) -> Tensor:  # {name: [*s]} -> [m, c]
-        along = [v[name].to(g.dtype) for name, g in self.back.items()]
-        return torch.autograd.grad(list(self.back.values()), self.w, along, retain_graph=True, materialize_grads=True)[
-            0
-        ]
+        self._back = self._back or self.backward(self.w, create_graph=True)  # Jᵀ w, with a graph to w
+        product = torch.stack([(g * v[name].to(g.dtype)).sum() for name, g in self._back.items()]).sum()
+        return torch.autograd.grad(product, self.w, retain_graph=True, materialize_grads=True)[0]
 
-    def backward(self, u: Tensor) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
-        leaves = list(self.leaves.values())
-        found = torch.autograd.grad(self.out, leaves, u.to(self.out.dtype), retain_graph=True, materialize_grads=True)
+    def backward(self, u: Tensor, create_graph: bool = False) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
+        options = {"retain_graph": True, "materialize_grads": True, "create_graph": create_graph}
+        found = torch.autograd.grad(self.out, [*self.leaves.values()], u.to(self.out.dtype), **options)
         return dict(zip(self.leaves, found, strict=True))
 
 
@@ -269,27 +376,21 @@ class Scores(LinearOperator):
         return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1)) if self.matrix.is_complex() else X
 
     def kernel(self) -> Tensor:
-        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel.
-
-        Of products: from recorded layers if they give the same as autograd on a random vector, `uᵀ Ō Ōᵀ u = |Ōᵀ u|²`.
-        """
-        recorded = self.matrix is None and len(self.ensemble.chunks) == 1 and self._scale is None
-        if recorded and (plain := recorded_kernel(self.ensemble)) is not None:
-            kernel = self.centred(self.centred(plain).T)
-            u = standard_normal(1, len(kernel), torch.Generator().manual_seed(0), kernel)
-            form, square = (u.T @ kernel @ u)[0, 0], self._rmatmat(u).square().sum()
-            # Rounding is relative to the kernel before it was centred.
-            room = torch.finfo(kernel.dtype).eps ** 0.5 * (square + plain.diagonal().mean())
-            if bool((form - square).abs() <= room):
-                return kernel
-        M = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
-        assert M is not None
+        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel; of products from recorded layers, where they can be."""
+        records = self.matrix is None and len(self.ensemble.chunks) == 1 and self._scale is None
+        if records and (plain := recorded_kernel(self.ensemble)) is not None:
+            return self.centred(self.centred(plain).T)
+        M = self._stored()
         return _as_blocks(M @ M.mH) if M.is_complex() else gram(M.T)
+
+    def _stored(self) -> Tensor:
+        found = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
+        assert found is not None
+        return found
 
     def covariance(self) -> Tensor:
         """`S = Ōᵀ Ō` [P, P]."""
-        M = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
-        assert M is not None
+        M = self._stored()
         return _as_blocks(M.mH @ M) if M.is_complex() else gram(M)
 
     def variances(self) -> Tensor:
@@ -297,12 +398,13 @@ class Scores(LinearOperator):
         if self.matrix is not None:
             squares = self.matrix.abs().square().sum(0)
             return squares.repeat_interleave(2) if self.matrix.is_complex() else squares
-        w, holomorphic = self.ensemble.weights, self.ensemble.psi.kind == "holomorphic"
+        w, columns = self.ensemble.weights, 0.0
         mean = sum(torch.tensordot(w[at], J, dims=1) for at, J in self.ensemble.jacobians())
-        total = sum(torch.tensordot(w[at], (J - mean).square(), dims=1) for at, J in self.ensemble.jacobians())
-        assert isinstance(total, Tensor)
-        squares = total.sum(0)
-        return squares.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else squares
+        for at, J in self.ensemble.jacobians():
+            columns = columns + torch.tensordot(w[at], (J - mean).square(), dims=1).sum(0)
+        assert isinstance(columns, Tensor)
+        holomorphic = self.ensemble.psi.kind == "holomorphic"
+        return columns.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else columns
 
 
 class _Ones(Vectors):
@@ -319,16 +421,13 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
     """`J Jᵀ` [n, n] of a real module, neither centred nor weighted; None if its layers can't be recorded.
 
     A layer `W a + b` without weight sharing, whose derivatives are `g (a, 1)ᵀ`, adds `(a aᵀ) ∘ (g gᵀ)`; others add the
-    inner products of their derivatives. Nobody compares these with autograd here.
+    inner products of their derivatives. Derivatives of three samples are compared with those of autograd.
 
     Cost: one forward and one backward pass, and n² products per input and output of each layer.
     """
-    psi = ensemble.psi
-    if psi.module is None or any(
-        t.is_complex() for t in (*psi.params.values(), psi(ensemble.free, ensemble.chunks[0]))
-    ):
+    psi, parts = ensemble.psi, list[Tensor]()
+    if psi.module is None or ensemble.components > 1 or any(p.is_complex() for p in psi.params.values()):
         return None
-    parts: list[Tensor] = []
 
     def consume(batch: LayerBatch) -> None:
         if batch.role is not None and not batch.sparse:
@@ -347,14 +446,12 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
             psi.params,
             output=lambda out: (out.real if out.is_complex() else out).reshape(-1),
             batch_size_fn=lambda X: len(tree_leaves(X)[0]),
-            check=False,
         )
-        layers = find_layers(risk.model, risk.params, False)
         with ensemble.running():
-            totals = sweep(risk, layers, _Ones(), consume)
+            sweep(risk, find_layers(risk.model, risk.params, False), _Ones(), consume)
     except (NotImplementedError, ValueError):  # not supported by recording
         return None
-    return sum(parts, zeros).to(psi.dtype) if totals.reached == set(range(len(layers))) else None
+    return sum(parts, zeros).to(psi.dtype)
 
 
 def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
