@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
@@ -24,16 +24,20 @@ from curvlinops_plus.blocks.plan import (
     warn_of_replaced,
 )
 from curvlinops_plus.blocks.state import (
+    APPROXIMATIONS,
     Fingerprint,
     about,
-    arguments_of,
     changed_parameters,
+    checked,
     difference,
     fingerprint,
+    from_data,
     take_state,
+    vectors_of,
 )
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.blocks.verify import Verification, verify
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Deferred,
@@ -48,6 +52,7 @@ from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import checked_bytes, takes_risk
 
@@ -474,28 +479,31 @@ class BlockwiseLinearOperator(Deferred):
             >>> bool((loaded.diagonal() == K.diagonal() / 2).all())
             True
         """
-        return restore(
-            cls,
-            state_dict,
-            model=model,
-            data=data,
-            params=params,
-            loss=loss,
-            approximations=approximations,
-            vectors=vectors,
-            owned=owned,
-            **risk_options,
-        )
-
-
-def restore(
-    cls: type[BlockwiseLinearOperator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any
-) -> Any:
-    """`cls.from_state_dict` for every class."""
-    K = cls.__new__(cls)
-    BlockwiseLinearOperator.__init__(K, **arguments_of(state_dict, **arguments), owned=owned, compute=False)
-    take_state(K, state_dict)
-    return K
+        state = checked(state_dict)
+        plan = state["plan"]
+        if loss is None:
+            try:
+                loss = rebuild_losses(plan["loss"])
+            except UnsupportedError as error:
+                raise ValueError(
+                    f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
+                    "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
+                ) from error
+        risk = EmpiricalRisk(model, loss, () if data is None else data, params, **state["options"], **risk_options)
+        risk.reads = rebuild_reads(risk, plan["reads"])
+        separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
+        names = {layer.name for layer in layers_of(risk, separate)}  # what differs is told when the state is taken
+        of_layers = {
+            name: Approximation(*from_data(own["approximation"], known, "approximations=[...]"))
+            for name, own in plan["layers"].items()
+            if name in names
+        }
+        vectors = vectors_of(plan["vectors"]) if vectors is None else vectors
+        options: Any = {"vectors": vectors, "separate_weight_and_bias": separate, "owned": owned, "compute": False}
+        K = cls.__new__(cls)
+        BlockwiseLinearOperator.__init__(K, risk, of_layers, **options)
+        take_state(K, state)
+        return K
 
 
 @takes_risk

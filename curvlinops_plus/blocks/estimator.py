@@ -178,7 +178,7 @@ class CurvatureEstimator:
         # With fully sharded parameters the layers have other tensors in it, and scaled gradients are no derivatives.
         modules = (use.module for entry in self.plan for use in entry.layer.uses)
         scales = any(getattr(module, "scale_grad_by_freq", False) for module in modules)
-        records = batch.num_examples and not (self._looks_first or self.risk.whole or scales)
+        records = batch.num_examples and not (self._looks_first or self.risk.sharded or scales)
         return Hearing(batch, self._passes(own_pass=False) if records else None, self._add, self._add_by_own_pass)
 
     def _passes(self, own_pass: bool = True) -> RecordedPasses:

@@ -108,32 +108,27 @@ class Hearing:
         """
         batch, error = replace(self.batch, y=y), None
         try:
-            if self._passes is not None:
-                self._phase.close()
-                outputs = self._outputs(self._passes, batch)
-                if self._passes.recorder.doubt is None:
-                    return self._send_back(self._passes, batch, outputs, decay)
+            self._phase.close()
+            if self._passes is not None and self._send_back(self._passes, batch, decay):
+                return
         except OutsideReads as found:
             error = found
         finally:
             self.close()
         self._own_pass(batch, decay, error)
 
-    def _outputs(self, passes: RecordedPasses, batch: Batch) -> tuple[Any, Any, Any]:
-        """What the losses read of the model's output."""
-        risk = passes.risk
-        read = risk.read_output(self._output, batch)
+    def _send_back(self, passes: RecordedPasses, batch: Batch, decay: float | None) -> bool:
+        """Whether the batch was added; it is not where the recording is in doubt."""
+        risk, recorder = passes.risk, passes.recorder
+        outputs = risk.read_output(self._output, batch)
         trained = passes.vectors.backward and any(p.requires_grad for p in risk.params.values())
-        if trained and not any(f.requires_grad for f in read[0]):
-            raise passes.recorder.doubt or ValueError(
+        if trained and not any(f.requires_grad for f in outputs[0]):
+            raise recorder.doubt or ValueError(
                 "The output of the model has no graph, so nothing can be backpropagated from it. Is there a "
                 "`.detach()` in the model?"
             )
-        return read
-
-    def _send_back(
-        self, passes: RecordedPasses, batch: Batch, outputs: tuple[Any, Any, Any], decay: float | None
-    ) -> None:
+        if recorder.doubt is not None:
+            return False
         terms = passes.terms(batch, outputs)
 
         def show(consume: Consumer, draws: Draws) -> Totals:
@@ -153,6 +148,7 @@ class Hearing:
         finally:
             for f, grad in kept:
                 f.grad = grad
+        return True
 
 
 @contextmanager
@@ -162,26 +158,24 @@ def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: If it was not called exactly once.
     """
-    calls: list[nn.Module] = []
+    calls = 0
 
     def begin(module: nn.Module, args: Any) -> None:
-        calls.append(module)
-        if len(calls) == 1:  # others are refused at the end
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # others are refused at the end
             heard.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        if len(calls) == 1:
+        if calls == 1:
             heard.end(output)
 
     with eager, ExitStack() as hooks:  # before a compiled model is called
-        for handle in (
-            model.register_forward_pre_hook(own_calls(begin)),
-            model.register_forward_hook(own_calls(end)),
-        ):
-            hooks.callback(handle.remove)
+        hooks.callback(model.register_forward_pre_hook(own_calls(begin)).remove)
+        hooks.callback(model.register_forward_hook(own_calls(end)).remove)
         yield
-    if len(calls) != 1:
+    if calls != 1:
         raise ValueError(
-            f"The model was called {len(calls)} times inside `listen`, expected once, on the batch that `listen` was "
+            f"The model was called {calls} times inside `listen`, expected once, on the batch that `listen` was "
             "given. Call it once there; evaluate outside."
         )

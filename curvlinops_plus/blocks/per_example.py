@@ -1,13 +1,24 @@
-"""Blocks for any layer: exact diagonal and full blocks from per-example gradients, and a multiple of the identity."""
+"""Blocks made of per-example gradients: the exact diagonal, the whole block, and Kronecker products near to it.
+
+With `J [o, i]` the gradient of one example for one vector backpropagated, as a matrix, the exact block of an affine
+layer is `F = c Σ vec(J) vec(J)ᵀ`. The Kronecker products that keep its trace (`TNT`) or are nearest to it are made of
+its two contractions, `c Σ J A Jᵀ` and `c Σ Jᵀ G J`; `[*b]` stands for the matrices of a layer that has several (groups
+of a convolution). A multiple of the identity needs no gradients.
+"""
 
 from __future__ import annotations
 
-from math import isfinite
+from abc import abstractmethod
+from math import isfinite, prod
+
+import torch
+from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Structure
+from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
+from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 
@@ -130,3 +141,258 @@ class ScaledIdentity(Accumulator):
         assert self.group is not None
         size = (self.group.layout.dim,)
         return self.number * IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype)
+
+
+# --------------------------------------------------------------------------------------------------- Kronecker products
+
+
+class KroneckerBlock(Accumulator):
+    """A base for approximations with one Kronecker product per block. Arguments as for `Accumulator`, and:
+
+    Args:
+        max_factor_bytes: The largest factor that is built.
+
+    Raises:
+        UnsupportedError: If a factor would be larger.
+
+    A separate bias block is one matrix, which is kept exactly: `c Σ ĝ ĝᵀ` of the gradients summed over positions.
+    Subclasses define the block of the weight.
+    """
+
+    affine = True
+    needs_gradients = True
+
+    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_factor_bytes: int) -> None:
+        super().__init__(layer, group, scale)
+        assert group is not None
+        *batch, o, i = self.shape = group.layout.matrix_shape
+        self.has_weight = layer.weight in group.keys
+        number = prod(batch) * layer.accumulation_dtype.itemsize
+        self.factor_bytes = {"G": number * o**2} | ({"A": number * i**2} if self.has_weight else {})
+        for name, size in self.factor_bytes.items():
+            if size > max_factor_bytes:
+                raise UnsupportedError(
+                    f"{layer.title}: its factor {name} takes {size / 2**30:.1f} GiB, above the limit of "
+                    f"{max_factor_bytes} bytes. Use KFAC, EKFAC or DiagonalBlock for this layer, which take diagonals, "
+                    f"or give {type(self).__name__} a larger limit."
+                )
+
+    def update(self, batch: LayerBatch) -> None:
+        if self.has_weight:
+            self.add_weight(batch)
+        else:
+            self.add("G", batch.grad_gram(reduce=True))
+
+    def needs(self) -> Needs:
+        size = sum(self.factor_bytes.values())
+        return Needs(2 * size, size)
+
+    def finish(self) -> LinearOperator | Accumulator:
+        return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
+
+    @abstractmethod
+    def add_weight(self, batch: LayerBatch) -> None:
+        """`update` for a block with a weight."""
+
+    @abstractmethod
+    def finish_weight(self) -> LinearOperator | Accumulator:
+        """`finish` for a block with a weight."""
+
+
+class TNT(KroneckerBlock):
+    """The trace-normalised Kronecker block `G ⊗ A / tr(F)` with `G = c Σ J Jᵀ` and `A = c Σ Jᵀ J`.
+
+    Its trace is the exact block's, since `tr G = tr A = tr F`. Without weight sharing `A` is the mean of
+    `‖g‖² a aᵀ`: each input is weighted by its squared gradient norm. Arguments as for `Accumulator`, and:
+
+    Args:
+        max_bytes: The largest factor that is built, 2 GiB by default.
+
+    Raises:
+        UnsupportedError: If a factor would be larger than `max_bytes`, or nothing is backpropagated.
+
+    Cost: one sweep; for layers with many positions per-example gradients in pieces of a few megabytes.
+
+    Source: Ren and Goldfarb 2021, "Tensor Normal Training for Deep Learning Models".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, FullBlock, curvature
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.rand(4, 3), torch.zeros(4, 2))])
+        >>> bool(torch.isclose(curvature(risk, TNT).trace, curvature(risk, FullBlock).trace))
+        True
+    """
+
+    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
+        super().__init__(layer, group, scale, max_bytes)
+
+    def add_weight(self, batch: LayerBatch) -> None:
+        self.add("G", contraction(batch, "G"))
+        self.add("A", contraction(batch, "A"))
+
+    def finish_weight(self) -> LinearOperator:
+        G, A = self.value("G"), self.value("A")
+        trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        return kronecker(G / torch.where(trace > 0, trace, torch.ones_like(trace)), A)
+
+
+class NearestKronecker(KroneckerBlock):
+    """The Kronecker product `G ⊗ A` nearest to a layer's exact block: no KFAC is nearer. Also known as KFOC.
+
+    Rearranged, with pairs of rows against pairs of columns, a Kronecker product has rank one, and the best one is the
+    leading singular pair of that matrix `R(F)`, whose products are the two contractions. Blocks up to `max_bytes` are
+    formed and decomposed. For larger ones the data is read again: the first sweep computes KFAC's `A`, and each one
+    after it the best factor for the other one given, `G`, `A`, `G`, …. Both factors are symmetric and positive
+    semi-definite, with equal mean eigenvalues. Arguments as for `Accumulator`, and:
+
+    Args:
+        power_iterations: Sweeps after KFAC's for blocks that are not formed. The distance to `F` never grows; what it
+            has above the least shrinks by `(σ₂/σ₁)²` per sweep, with `σ` the singular values of `R(F)`. With one it is
+            at most KFAC's already.
+        max_bytes: The largest block that is formed, 64 MiB by default; 0 for none. The decomposition takes seconds at
+            that size.
+        max_factor_bytes: The largest factor that is built, 2 GiB by default.
+
+    Raises:
+        ValueError: If `power_iterations` is less than one.
+        UnsupportedError: If a factor would be larger than `max_factor_bytes`, or nothing is backpropagated.
+
+    Cost: one sweep and `o² i²` numbers, or `1 + power_iterations` sweeps and no more memory than KFAC.
+
+    Sources: Van Loan and Pitsianis 1993, "Approximation with Kronecker products"; Schnaus et al. 2021, "Kronecker-
+    factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import KFAC, EmpiricalRisk, FullBlock, curvature
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.rand(9, 3), torch.zeros(9, 2))])
+        >>> exact, kfac, nearest = (curvature(risk, kind).to_dense() for kind in (FullBlock, KFAC, NearestKronecker))
+        >>> bool((nearest - exact).norm() < (kfac - exact).norm())
+        True
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: LossScale,
+        power_iterations: int = 3,
+        max_bytes: int = 2**26,
+        max_factor_bytes: int = 2 * 2**30,
+    ) -> None:
+        super().__init__(layer, group, scale, max_factor_bytes)
+        if power_iterations < 1:
+            raise ValueError(f"power_iterations={power_iterations}: expected at least 1. Without any it is KFAC.")
+        self.power_iterations = power_iterations
+        *batch, o, i = self.shape
+        self.block_bytes = prod(batch) * (o * i) ** 2 * layer.accumulation_dtype.itemsize
+        #: Whether the block is formed.
+        self.formed = self.block_bytes <= max_bytes
+
+    @property
+    def sweeps(self) -> int:
+        return 1 if self.formed or not self.has_weight else 1 + self.power_iterations
+
+    def needs(self) -> Needs:
+        factors = super().needs().kept
+        # The block in two forms and its decomposition, or KFAC's factors and those of a sweep.
+        return Needs(3 * self.block_bytes * (self.formed and self.has_weight) + 2 * factors, factors)
+
+    def add_weight(self, batch: LayerBatch) -> None:
+        if self.formed:
+            self.add("F", gram(batch.per_example_grads.flatten(-2).flatten(0, 1)))
+        elif len(self.layer.roles) > 1:  # TNT's
+            self.add("A", contraction(batch, "A"))
+        elif batch.first:
+            self.add("A", *batch.input_gram())
+
+    def finish_weight(self) -> LinearOperator | Accumulator:
+        if self.formed:
+            F = self.value("F").unflatten(-1, self.shape[-2:]).unflatten(-3, self.shape[-2:])  # [*b, o, i, p, j]
+            return kronecker(*nearest_to_matrix(F.transpose(-3, -2)))
+        A = self.value("A")
+        A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
+        return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
+
+
+class PowerStep(Accumulator):
+    """One of `NearestKronecker`'s sweeps: the best factor for the other one given.
+
+    `argmin_G |F - G ⊗ A| = c Σ J A Jᵀ / |A|²`, and likewise for `A`: half a step of the power iteration on `R(F)`.
+
+    Args:
+        given: That factor.
+        side: Which one it is, "G" or "A".
+        left: The number of remaining sweeps, this one included.
+    """
+
+    affine = True
+    constants = ("given",)
+
+    def __init__(
+        self, layer: Layer, group: Group | None, scale: LossScale, given: Tensor, side: str, left: int
+    ) -> None:
+        super().__init__(layer, group, scale)
+        self.given, self.side, self.left = given, side, left
+
+    @property
+    def sweeps(self) -> int:
+        return self.left
+
+    def update(self, batch: LayerBatch) -> None:
+        self.add("found", contraction(batch, "G" if self.side == "A" else "A", self.given))
+
+    def finish(self) -> LinearOperator | Accumulator:
+        square = self.given.square().sum((-2, -1), keepdim=True)
+        found = self.value("found") / torch.where(square > 0, square, torch.ones_like(square))
+        if self.left == 1:
+            return kronecker(*((found, self.given) if self.side == "A" else (self.given, found)))
+        found, _ = balanced(found, self.given)
+        return PowerStep(self.layer, self.group, self.scale, found, "G" if self.side == "A" else "A", self.left - 1)
+
+
+def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i]
+    """The block of two positive semi-definite factors."""
+    G, A = balanced(G, A)
+    return Kronecker(Dense(G, Structure.PSD), Dense(A, Structure.PSD))
+
+
+def contraction(batch: LayerBatch, name: str, other: Tensor | None = None) -> Tensor:
+    """`Σ_{v,n} J A Jᵀ`, [*b, o, o], for `name` "G", or `Σ_{v,n} Jᵀ G J`, [*b, i, i], for "A".
+
+    Args:
+        other: The symmetric matrix between them; default: the identity.
+
+    Cost: without weight sharing that of two Gram matrices, otherwise `o i (o + i)` operations per example and vector,
+    or those of the rows where these are fewer.
+    """
+    if _by_rows(batch):
+        a, g = batch.inputs, batch.grads  # [N, S, *b, i], [V, N, S, *b, o]
+        assert isinstance(a, Tensor)
+        rows, x = (g, a[None]) if name == "G" else (a[None], g)
+        y = x if other is None else torch.einsum("vns...i,...ij->vns...j", x, other)
+        between = torch.einsum("vns...i,vnt...i->vn...st", y, x).sum(0)  # positions that share the weight
+        # It belongs to a vector if g is inside.
+        total = torch.einsum("vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, rows), rows)
+        return (total + total.mT) / 2
+    total = None
+    for piece in batch.pieces():
+        J = piece.per_example_grads if name == "G" else piece.per_example_grads.mT
+        left = J if other is None else torch.einsum("vn...oi,...ij->vn...oj", J, other)
+        part = torch.einsum("vn...oi,vn...pi->...op", left, J)
+        total = part if total is None else total + part
+    assert total is not None
+    return (total + total.mT) / 2
+
+
+def _by_rows(batch: LayerBatch) -> bool:
+    """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
+    if len(batch.layer.roles) > 1 or batch.layer.sparse:
+        return False
+    S, (o, i) = batch.grads.shape[2], (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:]
+    return S * (o + i) <= max(o * i, o + i)

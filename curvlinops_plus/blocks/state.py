@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from io import BytesIO
@@ -21,20 +21,18 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.accumulator import Approximation
 from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.kronecker_blocks import TNT, NearestKronecker
-from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
+from curvlinops_plus.blocks.per_example import TNT, DiagonalBlock, FullBlock, NearestKronecker, ScaledIdentity
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
-from curvlinops_plus.risk.function_reads import describe_reads, layers_of, rebuild_reads
-from curvlinops_plus.risk.losses import rebuild_losses
+from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.parameters import parameter_sums
 
 VERSION = 1
@@ -194,7 +192,7 @@ def take_state(K: Any, given: Any) -> None:
     mine = plan_of(fitting)
     if K.adopts_vectors and plan["vectors"]["kind"] == mine["vectors"]["kind"]:
         mine["vectors"] = plan["vectors"]
-        fitting.vectors = _vectors(plan["vectors"], [type(K.vectors)])
+        fitting.vectors = vectors_of(plan["vectors"], [type(K.vectors)])
     if found := difference(plan, mine):
         where, theirs, ours = found
         raise ValueError(f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}.")
@@ -220,46 +218,8 @@ def take_state(K: Any, given: Any) -> None:
         K.scale, K.structure = state["scale"], Structure.PSD if state["scale"] >= 0 else Structure.SYMMETRIC
 
 
-def arguments_of(
-    given: Any,
-    *,
-    model: nn.Module,
-    data: Iterable[Any] | None,
-    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
-    loss: Any = None,
-    approximations: Iterable[type[Accumulator]] = (),
-    vectors: Vectors | None = None,
-    **risk_options: Any,
-) -> dict[str, Any]:
-    """The arguments of the operator that a state describes, see `BlockwiseLinearOperator.from_state_dict`."""
-    state = checked(given)
-    plan = state["plan"]
-    if loss is None:
-        try:
-            loss = rebuild_losses(plan["loss"])
-        except UnsupportedError as error:
-            raise ValueError(
-                f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
-                "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
-            ) from error
-    risk = EmpiricalRisk(model, loss, () if data is None else data, params, **state["options"], **risk_options)
-    risk.reads = rebuild_reads(risk, plan["reads"])
-    separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
-    names = {layer.name for layer in layers_of(risk, separate)}  # what differs is told when the state is taken
-    of_layers = {
-        name: Approximation(*from_data(own["approximation"], known, "approximations=[...]"))
-        for name, own in plan["layers"].items()
-        if name in names
-    }
-    return {
-        "risk": risk,
-        "approximation": of_layers,
-        "vectors": _vectors(plan["vectors"]) if vectors is None else vectors,
-        "separate_weight_and_bias": separate,
-    }
-
-
-def _vectors(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
+def vectors_of(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
+    """What `as_data` described, of this package or of one's own."""
     kind, options = from_data(data, [*VECTORS, *own], f"vectors={data['kind']}(...)")
     return kind(**options)
 

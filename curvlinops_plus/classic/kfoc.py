@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.kronecker_blocks import NearestKronecker
+from curvlinops_plus.blocks.per_example import NearestKronecker
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
 

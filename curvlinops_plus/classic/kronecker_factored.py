@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.state import fingerprint
@@ -188,16 +188,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         Raises:
             ValueError: If the state is foreign, cut off, or does not fit.
         """
-        K = restore(
-            cls,
-            state_dict,
-            model=model_func,
-            data=data,
-            params=params,
-            loss=loss_func,
-            batch_size_fn=batch_size_fn,
-            **options,
-        )
+        options["batch_size_fn"] = batch_size_fn
+        K = super().from_state_dict(state_dict, model_func, data, params, loss=loss_func, **options)
         K.check_deterministic = check_deterministic
         return K
 

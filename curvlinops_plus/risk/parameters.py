@@ -163,6 +163,11 @@ class ModelParameters:
                 table.clear()
                 table.update(hooks | since)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the processes have parts of some parameters."""
+        return bool(self._spread)
+
     def whole(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Key to the whole of a parameter of the model; itself if it is not spread over processes."""
         whole = {id(part): p for part, p in self._spread.values()}

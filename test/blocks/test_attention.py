@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -15,13 +14,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
-    Accumulator,
-    EmpiricalRisk,
-    ForwardOnly,
     FullBlock,
-    curvature,
 )
-from curvlinops_plus.linalg import Diagonal
 
 E, HEADS = 4, 2
 
@@ -147,45 +141,6 @@ def test_each_parameter_by_itself(form: str) -> None:
     for chosen in (["in_proj_bias"], ["out_proj.bias", "in_proj_bias"]):
         params = {f"attn.{name}": p.model.attn.get_parameter(name) for name in chosen}
         check(Problem(replace(p.net, params=lambda model, own=params: own), p.loss, p.data))
-
-
-# ------------------------------------------------------------------------------------------------- what is recorded
-
-
-class Calls(Accumulator):
-    """Counts what a layer was called in one batch."""
-
-    per_group = False
-    seen: dict[str, int] = {}  # noqa: RUF012 (one test reads it at a time)
-
-    def update(self, batch: Any) -> None:
-        Calls.seen[self.layer.name] = len(batch.calls)
-        self.add("one", torch.ones(1, dtype=torch.float64))
-
-    def finish(self) -> Any:
-        shapes = {group.name: group.layout.matrix_shape for group in self.layer.groups}
-        return {name: Diagonal(torch.ones(prod(shape), dtype=torch.float64)) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("frozen", "vectors"), [(False, None), (True, ForwardOnly())])
-def test_a_forward_pass_gives_these_layers(form: str, frozen: bool, vectors: Any) -> None:
-    """What recording sees of attention rests on PyTorch's insides: this must hold in every version."""
-    p = attention(form)
-    params = list(p.model.parameters())
-    if frozen:
-        p.model.requires_grad_(False)
-    Calls.seen = {}
-    risk = EmpiricalRisk(p.model, p.loss, p.data, params, **p.net.options)
-    curvature(risk, Calls, vectors=vectors).compute()
-    expected = {"before": 1, "head": 1, "attn.out_proj": 1}
-    if "three sizes" in form:
-        expected |= {f"attn.{part}_proj": 1 for part in "qkv"}
-        if FORMS[form].options.get("bias", True):
-            expected["attn.in_proj_bias"] = 3
-    else:
-        expected["attn.in_proj"] = FORMS[form].calls
-    assert Calls.seen == expected
 
 
 class Encoder(nn.Module):

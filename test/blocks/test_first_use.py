@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from curvlinops_plus import (
     EKFACLinearOperator,
     EmpiricalRisk,
     GGNDiagonalLinearOperator,
-    KFACInverseLinearOperator,
     KFACLinearOperator,
     curvature,
 )
@@ -55,18 +53,6 @@ LAZY = [KFACLinearOperator, EKFACLinearOperator, GGNDiagonalLinearOperator]
 CHANGES = [write_data, replace_data, load]
 
 
-USES: dict[str, Callable[[Any], Any]] = {
-    "trace": lambda K: K.trace,
-    "classic inverse": lambda K: KFACInverseLinearOperator(K, damping=0.1) @ torch.ones(26, dtype=torch.float64),
-    "product": lambda K: K @ torch.ones(26, dtype=torch.float64),
-    "dense": lambda K: K.to_dense(),
-    "inverse": lambda K: K.inverse(0.1),
-    "multiple": lambda K: 2 * K,
-    "to": lambda K: K.to(dtype=torch.float32),
-    "blocks": lambda K: K.blocks,
-}
-
-
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, {"0": EKFAC}])
 def test_curvature_is_that_of_the_parameters_when_it_is_called(approximation: Any) -> None:
     """Nothing is kept from one computation to the next one; one that fails leaves what was there."""
@@ -102,15 +88,6 @@ def test_parameters_that_change_before_the_first_use_are_named(cls: Any, change:
     change(model)
     with pytest.raises(RuntimeError, match=r"\['model.0.weight'\] have changed"):  # outputs depend on it
         _ = last.trace
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_every_first_use_is_one(use: Any) -> None:
-    model = network()
-    K = lazy(model)
-    write_data(model)
-    with pytest.raises(RuntimeError, match="computed at its first use"):
-        use(K)
 
 
 def test_eigenvalues_follow_at_the_parameters_of_the_factors() -> None:

@@ -30,8 +30,7 @@ from curvlinops_plus import (
     ScaledIdentity,
     curvature,
 )
-from curvlinops_plus.blocks import kronecker_blocks
-from curvlinops_plus.blocks.estimator import CurvatureEstimator
+from curvlinops_plus.blocks import per_example
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_to_matrix
 from curvlinops_plus.risk import layer_batch
@@ -212,15 +211,6 @@ def test_scaled_identity() -> None:
     close(mixed.to_dense()[:25, :25], torch.eye(25))
 
 
-@pytest.mark.parametrize("kind", [TNT, NearestKronecker, ScaledIdentity])
-def test_blocks_of_one_sweep_are_kept_up_batch_by_batch(kind: Any) -> None:
-    p = problem("mlp")
-    estimator = CurvatureEstimator(p.risk(), kind)
-    for batch in p.data:
-        estimator.update(batch)
-    close(estimator.operator.to_dense(), p.curvature(kind).to_dense())
-
-
 # ----------------------------------------------------------------------------------------------------- pieces and paths
 
 
@@ -233,7 +223,7 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
     for by_rows in (True, False):
         if not (by_rows and name == "tied"):  # two roles have no common rows
             monkeypatch.setattr(
-                kronecker_blocks, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse
+                per_example, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse
             )
         monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):

@@ -121,27 +121,6 @@ def test_operations_on_a_large_table(approximation: str) -> None:
                 assert bool(t.isfinite().all()), name
 
 
-def test_the_embedding_alone_is_the_same_as_a_small_one() -> None:
-    """Tokens that never occur change nothing: rows 0 to 9 of a large table against a table of 10."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        large, small = classifier().double(), classifier(10).double()
-        x, y = torch.randint(10, (N, S)), torch.randint(2, (N,))
-    with torch.no_grad():
-        small.table.weight.copy_(large.table.weight[:10])
-        small.body.load_state_dict(large.body.state_dict())
-        small.head.load_state_dict(large.head.state_dict())
-    loss, at = nn.CrossEntropyLoss(), slice(0, 10 * D)
-    for name, kind in APPROACHES.items():
-        one, other = (curvature(EmpiricalRisk(m, loss, [(x, y)]), kind) for m in (large, small))
-        diagonal = one.blocks["table"].diagonal()
-        # Layers' matrices are [d, tokens]; the diagonal of the whole is in the order of the parameters, [tokens, d].
-        assert diagonal.numel() == TABLE
-        assert torch.allclose(one.diagonal()[at], other.diagonal()[at], rtol=1e-9, atol=1e-14), name
-        assert not one.diagonal()[at.stop : TABLE].any(), name
-        assert torch.allclose(one.trace, other.trace, rtol=1e-9), name
-
-
 def test_sums_and_factors_end_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those of all layers are there while eigenvectors are computed."""
     seen: list[weakref.ref[Any]] = []

@@ -45,9 +45,6 @@ def untied(p: Problem, use: Callable[[nn.Module], nn.Module]) -> Problem:
     return Problem(replace(p.net, model=model), p.loss, p.data)
 
 
-# ---------------------------------------------------------------------------------------------------- exact blocks
-
-
 # --------------------------------------------------------------------------------------------------------- factors
 
 

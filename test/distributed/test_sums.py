@@ -67,18 +67,6 @@ def test_vectors(processes: Processes, vectors: str) -> None:
         close(GGN(shared, sent).to_dense(), by_one(processes, lambda: GGN(p.risk(), sent).to_dense()))
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "strided cnn"])
-def test_exact_operators(processes: Processes, name: str) -> None:
-    p = problem(name)
-    one, several = p.risk(), p.risk(processes.share(p.data), processes=processes)
-    v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
-    close(several.loss(), one.loss(), "loss")
-    close(several.gradient(), one.gradient(), "gradient")
-    for kind in (GGN, Hessian):
-        for check in (None, True):
-            close(kind(several, check_deterministic=check) @ v, kind(one) @ v, kind)
-
-
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
