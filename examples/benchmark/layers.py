@@ -2,7 +2,7 @@
 
 For each layer a network of this layer alone (and a loss of its mean) is given to the library, once as it is and once
 with no rules registered. Two columns compare the exact diagonal, which both can do; two more say what KFAC and EKFAC
-take in *yards*, of one forward and backward pass to the parameters, where the layer has Kronecker factors.
+take in *gradient passes*, of one forward and backward pass to the parameters, where the layer has Kronecker factors.
 All contestants take turns (A B C A B C …), times are medians. Peak memory is what the allocator handed out at once
 beyond what was there before.
 
@@ -147,11 +147,11 @@ def contestants(risk: EmpiricalRisk, affine: bool) -> dict[str, Task]:
     def of(approximation: type[KFAC] | type[EKFAC]) -> Task:
         return lambda: curvature(risk, approximation, vectors=MonteCarlo(1, seed=0))
 
-    def yard() -> None:
+    def gradient_pass() -> None:
         for X, y in risk.data:
             torch.autograd.grad(F.mse_loss(risk.model(X), y), list(risk.model.parameters()), allow_unused=True)
 
-    found: dict[str, Task] = {"yard": yard, "rule": diagonal}
+    found: dict[str, Task] = {"gradient_pass": gradient_pass, "rule": diagonal}
     if not rule_of(risk.model.layer).parts(risk.model.layer):  # the generic rule can't see functions, only modules
         found["generic"] = generic
     return found | ({"KFAC": of(KFAC), "EKFAC": of(EKFAC)} if affine else {})
@@ -176,8 +176,8 @@ def main() -> None:
         "diagonal: time ÷ generic",
         "peak memory ÷ generic",
         "peak, MB",
-        "KFAC, yards",
-        "EKFAC, yards",
+        "KFAC, gradient passes",
+        "EKFAC, gradient passes",
     )
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     for name, (make, inputs, times, N) in LAYERS.items():
@@ -194,10 +194,10 @@ def main() -> None:
         tasks = contestants(risk, affine)
         t = interleaved(tasks, 1 if arguments.quick else arguments.repeats, event_time if cuda else wall_time)
         memory = {task: peak(tasks[task], cuda) for task in ("rule", "generic") if task in tasks}
-        yards = [f"{t[task] / t['yard']:.3g}" if task in t else "–" for task in ("KFAC", "EKFAC")]
+        in_passes = [f"{t[task] / t['gradient_pass']:.3g}" if task in t else "–" for task in ("KFAC", "EKFAC")]
         megabytes = f"{memory['rule'] / 1e6:.1f}"
         ratios = [f"{values['rule'] / values['generic']:.2f}" if "generic" in tasks else "–" for values in (t, memory)]
-        print(f"| {name} | {N} | {' | '.join([*ratios, megabytes, *yards])} |", flush=True)
+        print(f"| {name} | {N} | {' | '.join([*ratios, megabytes, *in_passes])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Limits:
 
     def of(self, times: dict[str, float]) -> dict[str, float]:
         """Seconds that each task takes at least."""
-        p, yard = self.parts(times), times["yard"]
+        p, gradient_pass = self.parts(times), times["gradient_pass"]
         forward, back, A, G = p["forward"], p["backward to outputs"], p["Grams of inputs"], p["Grams of gradients"]
         kfac = forward + back + A + G
         return {
@@ -95,10 +95,10 @@ class Limits:
             "KFAC, exact": forward + A + (self.classes - 1) * (back + G),
             "EKFAC, Monte Carlo": kfac + p["eigh"] + p["squares"],
             "construction, defaults": kfac + forward,
-            "GGN product, first": yard + 2 * forward,
-            "GGN product, third and later": yard + forward,
-            "Hessian product, first": 3 * yard,
-            "Hessian product, third and later": 2 * yard,
+            "GGN product, first": gradient_pass + 2 * forward,
+            "GGN product, third and later": gradient_pass + forward,
+            "Hessian product, first": 3 * gradient_pass,
+            "Hessian product, third and later": 2 * gradient_pass,
         }
 
     def _forward(self) -> None:

@@ -3,11 +3,11 @@
     python examples/benchmark/optimizer_step.py --quick
     python examples/benchmark/optimizer_step.py --workloads cnn transformer --turns 9
 
-A yard is a forward and a backward pass of the same batch, without an optimizer. Plain passes and all optimizers train
-in turns; figures are medians of CPU time of one thread, per step. The least is a yard and, measured in plain PyTorch:
-the backward pass to the layers' outputs and half of the multiplications of the Gram matrices (see `limits.py`), over
-the steps between two updates of the statistics; decompositions of all factors, over the steps between two refreshes;
-and in every step the matrix products that apply the inverse.
+A gradient pass is a forward and a backward pass of the same batch, without an optimizer. Plain passes and all
+optimizers train in turns; figures are medians of CPU time of one thread, per step. The least is a gradient pass and, in
+plain PyTorch, the backward pass to the layers' outputs and half of the multiplications of the Gram matrices (see
+`limits.py`), over the steps between two updates of the statistics; decompositions of all factors, over the steps
+between two refreshes; and in every step the matrix products that apply the inverse.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ def rows(name: str, turns: int) -> list[list[str]]:
             work.model.zero_grad()
             work.loss(work.model(X), y).backward()
 
-    contestants: dict[str, Task] = {"yard": plain} | {title: t.run for title, t in trainings.items()}
+    contestants: dict[str, Task] = {"gradient_pass": plain} | {title: t.run for title, t in trainings.items()}
     bare = limits.contestants() | {
         "products": applying(work, limits, False),
         "products, factored": applying(work, limits, True),
         "inverses": inverting(limits),
     }
     times = interleaved(contestants, turns, cpu_time)
-    yard = times["yard"] / PERIOD
+    gradient_pass = times["gradient_pass"] / PERIOD
     necessary = interleaved(bare, turns, cpu_time)
     parts = limits.parts(necessary)
     update = parts["backward to outputs"] + parts["Grams of inputs"] + parts["Grams of gradients"]
@@ -153,12 +153,12 @@ def rows(name: str, turns: int) -> list[list[str]]:
     for title, options in OPTIONS.items():
         factored, every = options.get("inverse") == "factored", options.get("statistics_every", 1)
         refresh, apply = ("inverses", "products, factored") if factored else ("limit: eigh", "products")
-        least = yard + update / every + necessary[refresh] / PERIOD + necessary[apply]
+        least = gradient_pass + update / every + necessary[refresh] / PERIOD + necessary[apply]
         mine, total = trainings[title].parts(), times[title] / PERIOD
         rest = mine["step"] - mine["refresh"] - mine["apply"]
-        figures = [least, mine["passes"] - yard, mine["refresh"], mine["apply"], rest, total]
-        found.append([name, title, *(figure(t / yard) for t in figures), f"{total / least:.2f}"])
-    print(f"{name}: a yard is {1000 * yard:.2f} ms", flush=True)
+        figures = [least, mine["passes"] - gradient_pass, mine["refresh"], mine["apply"], rest, total]
+        found.append([name, title, *(figure(t / gradient_pass) for t in figures), f"{total / least:.2f}"])
+    print(f"{name}: a gradient pass is {1000 * gradient_pass:.2f} ms", flush=True)
     return found
 
 

@@ -1,7 +1,7 @@
 """Time and memory of curvature computations, beside curvlinops 3.0.1 where it is installed and beside the limit.
 
 Absolute times on shared machines say nothing: every figure is a ratio of medians in one interleaved run, A B C A B C ….
-One *yard* is one forward and backward pass to the parameters over the same data. The *limit* is what is necessary for a
+A *gradient pass* is one forward and backward pass to the parameters over the same data. The *limit* is necessary for a
 task, measured in plain PyTorch in the same run (`limits.py`).
 
     python examples/benchmark/run.py --quick                        # smaller networks, under three minutes
@@ -25,7 +25,7 @@ from limits import Limits, decaying
 from measure import CLOCKS, Clock, figure, interleaved, ratio, table
 from memory import growth
 from slopes import AXES, QUICK_AXES, draw, exponent, slopes
-from tasks import curvlinops, tasks, tiny_tasks, training_tasks, yard
+from tasks import curvlinops, gradient_pass, tasks, tiny_tasks, training_tasks
 from workloads import CPU, CUDA, MAKERS, make
 
 import curvlinops_plus
@@ -41,8 +41,8 @@ def _contestants(ours: dict, theirs: dict) -> dict:
 
 
 def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
-    """Every task in yards beside the peer and the limit, and what the limits are made of."""
-    print("## Time\n\nIn yards; less is better.\n")
+    """Every task in gradient passes beside the peer and the limit, and what the limits are made of."""
+    print("## Time\n\nIn gradient passes; less is better.\n")
     libraries = [curvlinops_plus] if curvlinops is None else [curvlinops_plus, curvlinops]
     if quick:  # each turn counts then
         for run in [run for library in libraries for run in tasks(library, make("tiny", device)).values()]:
@@ -54,24 +54,24 @@ def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock:
         work = make(name, device, quick)
         ours, theirs = tasks(curvlinops_plus, work), {} if curvlinops is None else tasks(curvlinops, work)
         limits = Limits(work)
-        plain = {"yard": yard(work), **limits.contestants()}
-        plain["yard"]()
+        plain = {"gradient_pass": gradient_pass(work), **limits.contestants()}
+        plain["gradient_pass"]()
         t = interleaved(plain | _contestants(ours, theirs), repeats, clock, warm_up=not quick)
         least = limits.of(t)
         for task in ours:
             mine, other, limit = t[f"ours {task}"], t.get(f"theirs {task}"), least.get(task)
-            in_yards = [figure(x and x / t["yard"]) for x in (mine, other, limit)]
-            row = [name, task, *in_yards[:2], ratio(mine, other), in_yards[2], ratio(mine, limit)]
+            in_passes = [figure(x and x / t["gradient_pass"]) for x in (mine, other, limit)]
+            row = [name, task, *in_passes[:2], ratio(mine, other), in_passes[2], ratio(mine, limit)]
             print(f"| {' | '.join(row)} |", flush=True)
-        parts.append([name, *(figure(x / t["yard"]) for x in limits.parts(t).values())])
-    print("\nWhat the limits are made of, in yards.\n")
+        parts.append([name, *(figure(x / t["gradient_pass"]) for x in limits.parts(t).values())])
+    print("\nWhat the limits are made of, in gradient passes.\n")
     columns = ["forward", "backward to outputs", "Grams of inputs", "Grams of gradients", "eigh", "squares"]
     print(table(["workload", *columns], parts), flush=True)
 
 
 def eigh_table(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
-    """Eigendecompositions by size, in yards of the workload that has factors of this size."""
-    print("## Eigendecompositions\n\nOf one factor, in yards of its workload.\n")
+    """Eigendecompositions by size, in gradient passes of the workload that has factors of this size."""
+    print("## Eigendecompositions\n\nOf one factor, in gradient passes of its workload.\n")
     rows = []
     for name in names:
         work = make(name, device, quick)
@@ -79,22 +79,26 @@ def eigh_table(names: list[str], device: str, quick: bool, repeats: int, clock: 
         for size in sorted({s for s in sizes if s >= 64}):
             M = decaying(size, work.device)
             runs = {label: lambda f=f, M=M: f(M) for label, f in EIGH.items()}
-            t = interleaved({"yard": yard(work), **runs}, repeats, clock)
-            rows.append([name, str(size), str(sizes.count(size)), *(figure(t[label] / t["yard"]) for label in EIGH)])
+            t = interleaved({"gradient_pass": gradient_pass(work), **runs}, repeats, clock)
+            rows.append(
+                [name, str(size), str(sizes.count(size)), *(figure(t[label] / t["gradient_pass"]) for label in EIGH)]
+            )
     print(table(["workload", "size", "factors", *EIGH], rows), flush=True)
 
 
 def tiny_table(device: str, repeats: int, clock: Clock) -> None:
     """Three layers, 108 parameters, one batch of 32 examples."""
-    print("## A tiny network\n\nThree layers, 108 parameters, one batch: all of it is Python. In yards.\n")
+    print("## A tiny network\n\nThree layers, 108 parameters, one batch: all of it is Python. In gradient passes.\n")
     work = make("tiny", device)
     theirs = {} if curvlinops is None else tiny_tasks(curvlinops, work)
-    contestants = {"yard": yard(work)} | _contestants(tiny_tasks(curvlinops_plus, work), theirs)
+    contestants = {"gradient_pass": gradient_pass(work)} | _contestants(tiny_tasks(curvlinops_plus, work), theirs)
     t = interleaved(contestants, 10 * repeats, clock)
     rows = []
     for task in tiny_tasks(curvlinops_plus, work):
         mine, other = t[f"ours {task}"], t.get(f"theirs {task}")
-        rows.append([task, figure(mine / t["yard"]), figure(other and other / t["yard"]), ratio(mine, other)])
+        rows.append(
+            [task, figure(mine / t["gradient_pass"]), figure(other and other / t["gradient_pass"]), ratio(mine, other)]
+        )
     print(table(["task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
@@ -122,8 +126,8 @@ def memory_table(names: list[str], device: str, quick: bool, threads: int) -> No
 
 
 def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: Path | None) -> None:
-    """Yards at four sizes of everything that grows."""
-    print("## Slopes\n\nIn yards of the same network; the exponent of a fitted power of the size.\n")
+    """Gradient passes at four sizes of everything that grows."""
+    print("## Slopes\n\nIn gradient passes of the same network; the exponent of a fitted power of the size.\n")
     axes = QUICK_AXES if quick else AXES
     found = slopes(axes, device, repeats, clock)
     rows = []
@@ -132,7 +136,7 @@ def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: 
         for task, values in by_task.items():
             at = ", ".join(f"{figure(value)} at {size}" for size, value in zip(sizes, values))
             rows.append([axis, task, at, f"{exponent(sizes, values):+.2f}"])
-    print(table(["grows", "task", "yards", "exponent"], rows), flush=True)
+    print(table(["grows", "task", "gradient passes", "exponent"], rows), flush=True)
     if picture is not None:
         draw(axes, found, picture)
 

@@ -1,6 +1,6 @@
 """How time grows with examples, width, depth, tokens and classes: at four sizes each, and as an exponent.
 
-Times are divided by the yard of the same network, so that an exponent of 0 means: grows as a plain gradient pass does.
+Times are in gradient passes of the same network, so an exponent of 0 means: grows as a gradient pass does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from measure import Clock, Task, interleaved
-from tasks import ekfac, exact, kfac, product, yard
+from tasks import ekfac, exact, gradient_pass, kfac, product
 from torch import Tensor, nn
 from workloads import Made, Workload, batches, perceptron, workload
 
@@ -53,7 +53,7 @@ TASKS = ["KFAC, Monte Carlo", "KFAC, exact", "EKFAC, Monte Carlo", "GGN product"
 
 def _tasks(work: Workload) -> dict[str, Task]:
     found: dict[str, Task] = {
-        "yard": yard(work),
+        "gradient_pass": gradient_pass(work),
         "KFAC, Monte Carlo": lambda: kfac(curvlinops_plus, work),
         "EKFAC, Monte Carlo": lambda: ekfac(curvlinops_plus, work),
         "GGN product": product(exact(curvlinops_plus, work, "GGN"), work, before=2),
@@ -64,14 +64,14 @@ def _tasks(work: Workload) -> dict[str, Task]:
 
 
 def slopes(axes: Axes, device: str, repeats: int, clock: Clock) -> dict[str, dict[str, list[float]]]:
-    """Yards by axis and task, one for each size; all sizes of an axis take turns."""
+    """Gradient passes by axis and task, one for each size; all sizes of an axis take turns."""
     found: dict[str, dict[str, list[float]]] = {}
     for axis, (sizes, make) in axes.items():
         torch.manual_seed(0)
         by_size = {size: _tasks(workload(axis, *make(size), device)) for size in sizes}
         t = interleaved({f"{n} {size}": run for size, ts in by_size.items() for n, run in ts.items()}, repeats, clock)
         chosen = [task for task in TASKS if task in by_size[sizes[0]]]
-        found[axis] = {task: [t[f"{task} {size}"] / t[f"yard {size}"] for size in sizes] for task in chosen}
+        found[axis] = {task: [t[f"{task} {size}"] / t[f"gradient_pass {size}"] for size in sizes] for task in chosen}
     return found
 
 

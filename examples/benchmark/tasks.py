@@ -19,7 +19,7 @@ except ImportError:
     curvlinops = None
 
 
-def yard(work: Workload) -> Task:
+def gradient_pass(work: Workload) -> Task:
     """One plain gradient pass: forward and backward to the parameters over all the data."""
 
     def run() -> None:

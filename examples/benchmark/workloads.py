@@ -219,7 +219,7 @@ def make(name: str, device: str = "cpu", quick: bool = False) -> Workload:
 
 
 def workload(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]], device: str = "cpu") -> Workload:
-    """Only the parameters that curvature is about have gradients, so that a yard is of these."""
+    """Only the parameters that curvature is about have gradients, so that a gradient pass is of these."""
     data = [(X.to(device), y.to(device)) for X, y in data]
     few = name in ("a_mlp", "b_resnet", "d_wide", "e_digits", "tiny", "classes")  # classes
     work = Workload(name, model.to(device), data, exact=few, left_out="head" if name == "g_gpt2" else None)

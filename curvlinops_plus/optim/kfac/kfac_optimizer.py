@@ -489,7 +489,7 @@ class KFACOptimizer(KFACPreconditioner):
     norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before,
     times the learning rate of now over that of then, as in `torch.optim.SGD`: it does not go on when a schedule ends.
 
-    Options of parameter groups, read in every step, so that schedulers and anybody may change them: `lr`, `momentum`,
+    Options of parameter groups, read in every step, so that schedulers may change them: `lr`, `momentum`,
     `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
     group.
 
