@@ -303,6 +303,16 @@ def test_a_batch_with_nan(reject: float | None, where: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- hooks and memory
+def test_no_pass_is_made_beside_the_users() -> None:
+    """But for the looks at batches 1, 2, 4, ..."""
+    model, calls = net(), list[int]()
+    optimizer = KFACOptimizer(model, CE)
+    model[0].register_forward_hook(lambda *args: calls.append(optimizer.steps))
+    for _ in range(7):
+        plain(optimizer, model, CE, *batch())
+    assert [calls.count(step) for step in (2, 4, 5, 6)] == [1, 1, 1, 1]
+
+
 def hooks(*modules: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return sum(len(getattr(m, kind)) for module in modules for m in module.modules() for kind in kinds)

@@ -175,7 +175,7 @@ PLACES: list[tuple[Callable[..., None], type[Exception], str]] = [
     (
         lambda X, y: step_on(X, torch.full_like(y, -100)),
         ValueError,
-        r"No term of CrossEntropyLoss counts.*Skip such batches until one counts",
+        r"No term of CrossEntropyLoss counts.*skip such batches until one counts",
     ),
     (lambda X, y: step_on(X[:0], y[:0]), ValueError, "The batch has no examples"),
 ]
