@@ -58,21 +58,14 @@ class CrossEntropy(Likelihood):
                 f"{self.name}(weight=...) has shape {list(self.loss.weight.shape)}, but the output of shape "
                 f"{list(f_shape)} has {C} classes along axis {class_axis}."
             )
-        if y.shape == f_shape:
-            if not y.is_floating_point() or self.loss.ignore_index >= 0:  # PyTorch refuses this too
-                raise UnsupportedError(
-                    f"{self.name}: a target of the output's shape {list(y.shape)} holds class probabilities. It must "
-                    f"be floating-point, got {y.dtype}, and ignore_index={self.loss.ignore_index} has no meaning. "
-                    "Give class indices without the class axis, or leave it out."
-                )
-            return super().canonical_target(y, F, f_shape, class_axis)
         index_shape = f_shape[:class_axis] + f_shape[class_axis + 1 :]
+        if y.shape == f_shape and y.is_floating_point() and self.loss.ignore_index < 0:
+            return super().canonical_target(y, F, f_shape, class_axis)
         if y.shape != index_shape or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            last = class_axis != len(f_shape) - 1 and y.numel() == f_shape[:-1].numel() and y.shape != index_shape
             raise ValueError(
                 f"{self.name}: an output of shape {list(f_shape)} with classes along axis {class_axis} needs class "
-                f"indices of shape {list(index_shape)}, integers, or class probabilities of shape {list(f_shape)}, got "
-                f"a target of shape {list(y.shape)}, {y.dtype}.{' ' + _CLASSES_LAST if last else ''}"
+                f"indices of shape {list(index_shape)}, integers, or, without ignore_index, class probabilities of "
+                f"shape {list(f_shape)}, floating-point; got a target of shape {list(y.shape)}, {y.dtype}. {_LAST}"
             )
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
@@ -102,12 +95,12 @@ class CrossEntropy(Likelihood):
         """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
         if Y.ndim == 3:
             return scalar(F.shape[0] * F.shape[1], F.device)
-        return self._term_weights(Y, torch.float64).sum()
+        return self._class_weights(Y, torch.float64)[0].sum()
 
     def counts(self, F: Tensor, Y: Tensor) -> Tensor:
         if Y.ndim == 3:
             return scalar(F.shape[1], F.device).expand(len(F))
-        return self._term_weights(Y, torch.float64).sum(1)
+        return self._class_weights(Y, torch.float64)[0].sum(1)
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
@@ -115,11 +108,11 @@ class CrossEntropy(Likelihood):
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return g - (q if weight is None else weight * q)
-        index, own, keep = self._class_weights(Y, F.dtype)
+        own, index = self._class_weights(Y, F.dtype)
         g = g.scatter_add(-1, index[..., None], -(1 - smoothing) * own[..., None])
         if smoothing:
             q = smoothing / C if weight is None else smoothing / C * weight
-            g = g - keep[..., None].to(F.dtype) * q
+            g = g - Y.ne(self.loss.ignore_index)[..., None].to(F.dtype) * q
         return g
 
     # ---------------------------------------------------------------------------------------------- its Hessian
@@ -130,7 +123,7 @@ class CrossEntropy(Likelihood):
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return (q.sum(-1) if weight is None else q @ weight)[..., None]
-        h = self._term_weights(Y, F.dtype)
+        h = self._class_weights(Y, F.dtype)[0]
         if smoothing and weight is not None:
             h = (1 - smoothing) * h + smoothing * weight.mean() * Y.ne(self.loss.ignore_index)
         return h[..., None]
@@ -181,20 +174,11 @@ class CrossEntropy(Likelihood):
     def _weight(self, F: Tensor) -> Tensor | None:
         return None if self.loss.weight is None else self.loss.weight.detach().to(F)
 
-    def _class_weights(self, Y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Of class indices `Y [N, R]`: valid indices, the weight of each term's own class, whether the term counts.
-
-        Where `Y` is `ignore_index`, the index is 0 and the weight is 0.
-        """
+    def _class_weights(self, Y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of class indices `Y [N, R]`: the weight of each term's own class, and indices; 0 where it is ignored."""
         keep, weight = Y.ne(self.loss.ignore_index), self.loss.weight
         index = Y.where(keep, 0)
-        return index, keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, keep
-
-    def _term_weights(self, Y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of class indices `Y [N, R]`, the weight of each term's own class, 0 where `Y` is `ignore_index`."""
-        if self.loss.weight is None:
-            return Y.ne(self.loss.ignore_index).to(dtype)
-        return self._class_weights(Y, dtype)[1]
+        return keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, index
 
     def _root_parts(self, F: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `p`, the diagonal of the root, and the probabilities `r_k` of all classes after `k`.
@@ -221,11 +205,7 @@ class CrossEntropy(Likelihood):
         return h.sqrt()
 
 
-_CLASSES_LAST = "For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`."
-
-
-def _differ_from_1(logarithms: Tensor) -> bool:
-    return bool((logarithms.abs() > 0.05).any())  # half precision rounds a logarithm by 2⁻⁸ of it
+_LAST = "For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`."
 
 
 def _cumsum(t: Tensor) -> Tensor:
@@ -260,22 +240,20 @@ class NLL(CrossEntropy):
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         total = F.logsumexp(-1)
-        if _differ_from_1(total):
-            worst = total[total.abs() > 0.05][0].exp().item()
-            last = self.restore(F, f_shape, len(F), class_axis).logsumexp(-1)
+        if (wrong := total.abs() > 0.05).any():  # half precision rounds a logarithm by 2⁻⁸ of it
             raise UnsupportedError(
-                f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to {worst:.3g} along axis "
-                f"{class_axis}; those of log-probabilities sum to 1. "
-                f"{'Are these logits? Use nn.CrossEntropyLoss.' if _differ_from_1(last) else _CLASSES_LAST}"
+                f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to "
+                f"{total[wrong][0].exp().item():.3g} along axis {class_axis}; those of log-probabilities sum to 1. Are "
+                f"these logits? Use nn.CrossEntropyLoss. {_LAST}"
             )
         if y.shape == f_shape:
             raise ValueError(f"{self.name} needs class indices without axis {class_axis}, got shape {list(y.shape)}.")
         return super().canonical_target(y, F, f_shape, class_axis)
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-        index, weight, _ = self._class_weights(Y, F.dtype)
+        weight, index = self._class_weights(Y, F.dtype)
         return -weight * F.gather(-1, index[..., None])[..., 0]
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        index, weight, _ = self._class_weights(Y, F.dtype)
+        weight, index = self._class_weights(Y, F.dtype)
         return torch.zeros_like(F).scatter(-1, index[..., None], -weight[..., None])

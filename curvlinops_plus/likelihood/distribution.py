@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class FromDistribution(Likelihood):
     Draws invert the distribution function where there is one (`icdf`, Poisson, or finitely many values). Otherwise each
     example is sampled separately, from its own seed; the global random state is restored.
 
+    Which values it can take must not depend on `f`: uniform and Pareto distributions have no Fisher matrix.
+
     Raises:
-        UnsupportedError: (by products, roots and draws) If the support of the distribution may depend on `f`; (by
-            products and roots) if the divergence is unknown.
+        UnsupportedError: (by products and roots) If the divergence is unknown.
 
     Example:
         >>> poisson = FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
@@ -87,7 +89,6 @@ class FromDistribution(Likelihood):
         return hessian_products(lambda f: _divergence(here, self.make(f)).sum(), F, V)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
-        self._require_support(self._distribution(F))
         targets = self._draw_targets(F, num, uniform)  # [num, N, R, ...]
         repeated = F.expand(num, *F.shape).flatten(0, 1)
         return self.grad(repeated, targets.flatten(0, 1)).view(num, *F.shape)
@@ -96,16 +97,19 @@ class FromDistribution(Likelihood):
         with torch.no_grad():
             distribution = self._distribution(F)
             shape = (len(F), num, *distribution.batch_shape[1:])
-            values = _finitely_many_values(distribution)
-            if values is not None:  # [L, 1, 1, ...]
-                p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
-                drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
-                return values.flatten()[drawn].movedim(-1, 0)
+            if distribution.has_enumerate_support and not distribution.event_shape:
+                with suppress(NotImplementedError):  # binomials with different numbers of trials
+                    values = distribution.enumerate_support(expand=False)  # [L, 1, 1, ...]
+                    p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
+                    drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
+                    return values.flatten()[drawn].movedim(-1, 0)
             if isinstance(distribution, distributions.Poisson):
                 u = uniform(*shape).to(F.device).movedim(1, 0)
                 return counts(distribution.rate.to(u).expand(u.shape), u).to(F.dtype)
-            if _has_icdf(distribution, F.device):
-                return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
+            if not distribution.event_shape:
+                with suppress(NotImplementedError):
+                    distribution.icdf(scalar(0.5, F.device).expand(distribution.batch_shape))  # before numbers are used
+                    return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
             return self._sample_each(F, num, uniform)
 
     def _sample_each(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
@@ -130,15 +134,7 @@ class FromDistribution(Likelihood):
             )
         return distribution
 
-    def _require_support(self, distribution: Distribution) -> None:
-        if isinstance(_innermost(distribution), (distributions.Uniform, distributions.Pareto)):
-            raise UnsupportedError(
-                f"{self.name}: which values this distribution can take depends on its parameters, so it has no Fisher "
-                "matrix; use another distribution."
-            )
-
     def _require_divergence(self, distribution: Distribution) -> None:
-        self._require_support(distribution)
         kind = _innermost(distribution)
         try:
             # PyTorch would compare transforms at one output and assume that equal ones are constant. And what it has
@@ -180,24 +176,3 @@ def _divergence(p: Distribution, q: Distribution) -> Tensor:
         # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
         return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (2 * inner.scale**2)
     return kl_divergence(p, q)
-
-
-def _finitely_many_values(distribution: Distribution) -> Tensor | None:
-    """The values [L, 1, 1, ...] of a discrete distribution of numbers, if they can be enumerated."""
-    if distribution.event_shape or not distribution.has_enumerate_support:
-        return None
-    try:
-        return distribution.enumerate_support(expand=False)
-    except NotImplementedError:  # binomials with different numbers of trials
-        return None
-
-
-def _has_icdf(distribution: Distribution, device: torch.device) -> bool:
-    """Whether the inverse distribution function is implemented, found by calling it."""
-    if distribution.event_shape:
-        return False
-    try:
-        distribution.icdf(scalar(0.5, device).expand(distribution.batch_shape))
-    except NotImplementedError:
-        return False
-    return True

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
-from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
@@ -99,9 +98,9 @@ class Likelihood(ABC):
         """
         options = {name: getattr(self.loss, name, None) for name in self.option_names} | {"reduction": self.reduction}
         copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
-        if self.loss_type is not None and _computes_like(self.loss, self.loss_type):
-            return {"loss": self.loss_type.__name__} | copies
-        kind = type(self if self.loss is None else self.loss)
+        kind, torchs = type(self if self.loss is None else self.loss), self.loss_type
+        if torchs is not None and issubclass(kind, torchs) and _MAKERS.get(torchs) is type(self):
+            return {"loss": torchs.__name__} | copies
         return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
 
     # ---------------------------------------------------------------------------------------------- shapes
@@ -137,9 +136,20 @@ class Likelihood(ABC):
             )
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
-        axis = self._class_axis(f.shape, num_examples, class_axis)
-        F = at_least_float32(_terms(f, num_examples, axis))
-        return F, self.canonical_target(y, F, f.shape, axis)
+        ndim, axis = f.ndim, self.class_axis if class_axis is None else class_axis
+        if ndim == 0 or num_examples < 1 or f.shape[0] == 0 or f.shape[0] % num_examples:
+            raise ValueError(
+                f"the first axis of the output, of shape {list(f.shape)}, must hold the {num_examples} examples "
+                "(or a positive multiple: positions of one example next to each other)."
+            )
+        if not (ndim == 1 and axis in (0, -1)) and not 1 <= (axis + ndim if axis < 0 else axis) < ndim:
+            raise ValueError(
+                f"{self.name}: axis {axis} of an output of shape {list(f.shape)} can't hold the numbers of a loss "
+                "term; the output needs examples along axis 0 and such an axis beside it."
+            )
+        F = _terms(f, num_examples, axis % ndim)
+        F = F.to(torch.promote_types(F.dtype, torch.float32))
+        return F, self.canonical_target(y, F, f.shape, axis % ndim)
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         """Target `Y [N, R, ...]` for the output `F`, which had the shape `f_shape` and class axis `class_axis`.
@@ -164,31 +174,12 @@ class Likelihood(ABC):
             >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), num_examples=2).shape
             torch.Size([7, 2, 10, 4, 5])
         """
-        axis = self._class_axis(f_shape, num_examples, class_axis)
+        axis = (self.class_axis if class_axis is None else class_axis) % len(f_shape)
         lead = v.shape[:-3]
         if axis == len(f_shape) - 1:
             return v.reshape(*lead, *f_shape)
         moved = [d for i, d in enumerate(f_shape) if i != axis] + [f_shape[axis]]
         return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
-
-    def _class_axis(self, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None) -> int:
-        """The class axis as a non-negative number; checks the shape of the output."""
-        ndim = len(f_shape)
-        if ndim == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
-            raise ValueError(
-                f"the first axis of the output, of shape {list(f_shape)}, must hold the {num_examples} examples "
-                "(or a positive multiple: positions of one example next to each other)."
-            )
-        axis = self.class_axis if class_axis is None else class_axis
-        if ndim == 1 and axis in (0, -1):
-            return 0
-        front = axis + ndim if axis < 0 else axis
-        if not 1 <= front < ndim:
-            raise ValueError(
-                f"{self.name}: axis {axis} of an output of shape {list(f_shape)} can't hold the numbers of a loss "
-                "term; the output needs examples along axis 0 and such an axis beside it."
-            )
-        return front
 
     # ---------------------------------------------------------------------------------------------- the loss
 
@@ -458,33 +449,21 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
 
 
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
-    """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
+    """What makes the likelihood of a loss; None if its class is not registered, or calling it does something else."""
     parent = next(filter(_MAKERS.__contains__, type(loss).__mro__), None)
-    return None if parent is None or not _computes_like(loss, parent) else _MAKERS[parent]
+    methods = ("forward", "__call__")
+    same = parent and all(getattr(type(loss), name, None) is getattr(parent, name, None) for name in methods)
+    return _MAKERS[parent] if parent and same and not is_changed(loss) else None
 
 
-def _computes_like(loss: Any, parent: type) -> bool:
-    """Whether calling the loss runs the `forward` of the registered class, and nothing else."""
-    same = all(getattr(type(loss), method, None) is getattr(parent, method, None) for method in ("forward", "__call__"))
-    return same and "forward" not in getattr(loss, "__dict__", {}) and not _has_hooks(loss)
-
-
-def _has_hooks(loss: Any) -> bool:
-    """Whether calling a loss runs hooks, which may change what it returns, or the gradient.
+def is_changed(loss: Any) -> bool:
+    """Whether a loss has a `forward` of its own, or hooks, which may change what it returns.
 
     Those that have an attribute `only_reads` are this package's own, and change nothing.
     """
-    if not isinstance(loss, nn.Module):
-        return False
-    return has_own_hooks(loss) or any(vars(nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_own_hooks(loss: nn.Module) -> bool:
-    """Whether it has such hooks itself."""
-    return any(not hasattr(hook, "only_reads") for kind in _HOOKS for hook in vars(loss)[kind].values())
+    own = getattr(loss, "__dict__", {})
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return "forward" in own or any(not hasattr(h, "only_reads") for name in tables for h in own.get(name, {}).values())
 
 
 def _why_unknown(loss: Any) -> str:
@@ -495,11 +474,7 @@ def _why_unknown(loss: Any) -> str:
     if parent is not None:
         why = f" It changes the forward of {parent.__name__}, or has hooks, which may change its value."
     elif isinstance(loss, (nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)):
-        why = (
-            " It has no curvature far from the target: its Hessian is 0 there, so it depends on which examples happen "
-            "to be fitted. For all but GGN, Hessian and Empirical() choose a distribution, as "
-            "torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
-        )
+        why = " It has no curvature far from the target; a distribution has, as torch.distributions.Laplace(f, 1.0)."
     elif not isinstance(loss, nn.Module):
         why = " Losses are known by their class, which holds the options: pass the module, as nn.CrossEntropyLoss()."
     return (

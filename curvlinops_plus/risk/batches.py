@@ -72,45 +72,6 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
         )
 
 
-def read_batch(item: Any, index: int, device: torch.device, options: Any, first: int = 0) -> Batch:
-    """Split what the data loader gave into inputs and targets, and count its examples; `first` came before.
-
-    Args:
-        options: The `RiskOptions`.
-
-    Raises:
-        ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be counted, or `weight`
-            gives something else than N finite numbers of at least 0.
-    """
-    if isinstance(item, Batch):  # was read before
-        return item
-    weight = options.weight
-    if unpack := isinstance(item, Mapping) and "labels" in item:
-        entries: Sequence[Any] = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-    elif isinstance(item, (tuple, list)) and (len(item) == 2 or (weight is not None and len(item) > 2)):
-        entries = item
-    else:
-        size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
-        what = f"mapping with keys {list(item)}" if isinstance(item, Mapping) else f"{type(item).__name__}{size}"
-        raise ValueError(
-            f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. For one batch, write "
-            "data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
-            "EmpiricalRisk(..., weight=lambda X, y, w: w)."
-        )
-    X, y = to_device(entries[0], device), to_device(entries[1], device)
-    found = None if weight is None else weight(X, y, *entries[2:])  # which may take it out of a mapping
-    N = count_examples(X, y, index, options.batch_size_fn, unpack)
-    if weight is not None:
-        if not isinstance(found, Tensor) or found.shape != (N,) or not (found.isfinite() & (found >= 0)).all():
-            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(
-                f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a finite number of at least 0 "
-                "for each example."
-            )
-        found = to_device(found.detach().double(), device)
-    return Batch(X, y, N, unpack, first, found)
-
-
 def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool) -> int:
     """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a mapping's tensors
     share.

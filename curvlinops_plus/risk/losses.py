@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.likelihood import OfExamples
+from curvlinops_plus.likelihood.likelihood import OfExamples, is_changed
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.graph import raise_unreached, refuse_outside_reads
 from curvlinops_plus.risk.preserve import training_modules
@@ -189,7 +189,7 @@ class OutputLoss:
         except UnsupportedError as error:
             raise error if self.key is None else UnsupportedError(f"{self.title}: {error}") from error
 
-    @cached_property
+    @property
     def reduction(self) -> str:
         """ "mean" or "sum".
 
@@ -208,9 +208,18 @@ class OutputLoss:
         return "mean" if reduction == "batchmean" else reduction
 
     def canonical(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any]:
-        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood."""
+        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood.
+
+        Raises:
+            UnsupportedError: If somebody has changed what the loss computes since its likelihood was taken.
+        """
         if not self.known:
             return f, y
+        if is_changed(self.loss):
+            raise UnsupportedError(
+                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made: "
+                "make it anew."
+            )
         try:
             return self.likelihood.canonical(f, y, N, class_axis)
         except (UnsupportedError, ValueError, TypeError) as error:
@@ -357,7 +366,7 @@ class Losses(list[OutputLoss]):
         if self.form == "single":
             parts = [logits if selector is None and isinstance(logits, Tensor) else chosen]
         else:
-            parts = self._match(chosen, "output", subject)
+            parts = self.matched(chosen, "output", subject)
         for f in parts:
             if not isinstance(f, Tensor):
                 named = [*f] if isinstance(f, Mapping) else [own.name for own in fields(f)] if is_dataclass(f) else ""
@@ -372,22 +381,20 @@ class Losses(list[OutputLoss]):
                 )
         return tuple(parts), tuple([-1 if f is logits and f.ndim > 2 else None for f in parts])
 
-    def targets(self, y: Any) -> tuple[Any, ...]:
-        """The target of each loss.
-
-        Raises:
-            ValueError: If targets and losses don't match.
-        """
-        return (y,) if self.form == "single" else tuple(self._match(y, "target", "The batch has"))
-
     def joined(self, targets: Sequence[Any]) -> Any:
-        """The target of a batch, from those of each loss; undoes `targets`."""
+        """The target of a batch, from those of each loss."""
         if self.form == "single":
             return targets[0]
         return dict(zip(self.keys, targets, strict=True)) if self.form == "dict" else tuple(targets)
 
-    def _match(self, given: Any, what: str, subject: str) -> list[Any]:
-        """The entries of a dict or tuple in the order of the losses."""
+    def matched(self, given: Any, what: str, subject: str) -> Sequence[Any]:
+        """The part of targets or outputs that belongs to each loss; undoes `joined`.
+
+        Raises:
+            ValueError: If they and the losses don't match.
+        """
+        if self.form == "single":
+            return (given,)
         kind = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else None
         parts = dict(given if kind == "dict" else enumerate(given)) if kind else {}
         if kind == self.form and parts.keys() == set(self.keys):

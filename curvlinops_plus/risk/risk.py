@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.batches import Batch, call_model, check_data, count_examples, read_batch
+from curvlinops_plus.risk.batches import Batch, call_model, check_data, count_examples, to_device
 from curvlinops_plus.risk.graph import prepare_graph, refuse_outside_reads
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
@@ -245,13 +245,39 @@ class EmpiricalRisk(ModelParameters):
         """One item of the data as a batch, with `first` examples before it; one tells whether labels are shifted.
 
         Raises:
-            ValueError: If it is no batch, or its examples can't be counted.
+            ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be counted, or `weight`
+                gives something else than N finite numbers of at least 0.
             UnsupportedError: If the loss that the model computes from the labels is not this one, or its outputs depend
                 on them.
         """
-        options = self.options
-        batch = read_batch(item, index, self.device, options, first)
-        if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
+        if isinstance(item, Batch):  # was read before
+            return item
+        options, weight = self.options, self.options.weight
+        if unpack := isinstance(item, Mapping) and "labels" in item:
+            entries: Sequence[Any] = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+        elif isinstance(item, (tuple, list)) and (len(item) == 2 or (weight is not None and len(item) > 2)):
+            entries = item
+        else:
+            size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
+            what = f"mapping with keys {list(item)}" if isinstance(item, Mapping) else f"{type(item).__name__}{size}"
+            raise ValueError(
+                f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. For one batch, write "
+                "data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
+                "EmpiricalRisk(..., weight=lambda X, y, w: w)."
+            )
+        X, y = to_device(entries[0], self.device), to_device(entries[1], self.device)
+        found = None if weight is None else weight(X, y, *entries[2:])  # which may take it out of a mapping
+        N = count_examples(X, y, index, options.batch_size_fn, unpack)
+        if weight is not None:
+            if not isinstance(found, Tensor) or found.shape != (N,) or not (found.isfinite() & (found >= 0)).all():
+                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(
+                    f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a finite number of at least "
+                    "0 for each example."
+                )
+            found = to_device(found.detach().double(), self.device)
+        batch = Batch(X, y, N, unpack, first, found)
+        if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
 
@@ -285,7 +311,7 @@ class EmpiricalRisk(ModelParameters):
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
-        targets = self.losses.targets(batch.y)
+        targets = self.losses.matched(batch.y, "target", "The batch has")
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:  # labels are those of the next position
             outputs, targets, class_axes = zip(*map(shifted_labels, self.losses, outputs, targets, class_axes))

@@ -11,14 +11,7 @@ from helpers import squared, uniforms
 from torch import Tensor, distributions, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood import (
-    FromDistribution,
-    Likelihood,
-    likelihood_of,
-    rebuild_loss,
-    register_likelihood,
-)
-from curvlinops_plus.likelihood import likelihood as likelihood_file
+from curvlinops_plus.likelihood import FromDistribution, Likelihood, likelihood_of, rebuild_loss
 
 F64 = torch.float64
 
@@ -209,36 +202,6 @@ def test_distributions_without_a_divergence_have_only_draws(kind: str, make: Any
     assert likelihood.grad(F, Y).isfinite().all()
 
 
-def test_distributions_without_a_fisher_matrix() -> None:
-    for make in (lambda f: distributions.Uniform(f, f + 1), lambda f: distributions.Pareto(f.exp(), 2.0)):
-        likelihood = FromDistribution(make)
-        F = OUTPUT[:, None]
-        for use in (
-            lambda F=F, rules=likelihood: rules.hessian_product(F, F, F),
-            lambda F=F, rules=likelihood: rules.draw(F, F, 1, uniforms()),
-        ):
-            with pytest.raises(UnsupportedError, match="which values this distribution can take depends"):
-                use()
-
-
-def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
-
-    @register_likelihood(nn.PoissonNLLLoss)
-    def _(loss: nn.PoissonNLLLoss) -> Likelihood:
-        return FromDistribution(lambda f: distributions.Poisson(f.exp()))
-
-    loss, y = nn.PoissonNLLLoss(), torch.ones(4, 3, dtype=F64)
-    likelihood = likelihood_of(loss)
-    assert likelihood_of(nn.PoissonNLLLoss(reduction="sum")).reduction == "sum"
-    F, Y = likelihood.canonical(OUTPUT, y, 4)
-    expected = torch.func.jacrev(torch.func.jacrev(lambda f: loss(f.view(4, 3), y)))(OUTPUT.flatten())
-    actual = torch.block_diag(*squared(likelihood.hessian_root(F, Y))[:, 0]) / likelihood.count(F, Y)
-    torch.testing.assert_close(actual, expected)
-    with pytest.raises(UnsupportedError, match="PoissonNLLLoss can't be rebuilt"):
-        rebuild_loss(likelihood.options())
-
-
 def test_targets_may_have_another_length_than_the_output() -> None:
     def make(f: Tensor) -> distributions.Distribution:
         mean, log_scale = f.chunk(2, -1)
@@ -284,15 +247,3 @@ def test_gaussian_nll(loss: nn.GaussianNLLLoss) -> None:
     torch.testing.assert_close(likelihood.draw(F, Y, 1, uniforms(3))[0], at)
 
     assert rebuild_loss(likelihood.options())(mean, y, variance) == loss(mean, y, variance)
-
-
-def test_gaussian_nll_refuses() -> None:
-    likelihood = likelihood_of(nn.GaussianNLLLoss())
-    with pytest.raises(ValueError, match=r"C means and C variances along axis 1, an even number; got shape \[2, 3\]"):
-        likelihood.canonical(torch.ones(2, 3), torch.ones(2, 3), 2)
-    with pytest.raises(
-        ValueError, match=r"half the output along axis 1, \[2, 2\] for the output \[2, 4\], got \[2, 4\]"
-    ):
-        likelihood.canonical(torch.ones(2, 4), torch.ones(2, 4), 2)
-    with pytest.raises(UnsupportedError, match="negative variance"):
-        likelihood.canonical(-torch.ones(2, 4), torch.ones(2, 2), 2)

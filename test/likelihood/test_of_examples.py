@@ -56,7 +56,7 @@ def problem(loss: Any) -> tuple[nn.Module, list[Any], Tensor, int]:
     X = torch.randn(5, 3, dtype=F64)
     Y = torch.randint(2, (5,)) if isinstance(loss, Focal) else 2 * torch.randn(5, 2, dtype=F64)
     values = [loss(model(X[n : n + 1]), Y[n : n + 1]) for n in range(5)]
-    grads = [torch.cat([g.flatten() for g in torch.autograd.grad(value, model.parameters())]) for value in values]
+    grads = [torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])]) for value in values]
     divisor = 1 if getattr(loss, "reduction", "mean") == "sum" else 5
     return model, [(X[:3], Y[:3]), (X[3:], Y[3:])], torch.stack(grads), divisor
 

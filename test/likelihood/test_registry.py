@@ -30,13 +30,7 @@ class Huber(Likelihood):
         return functional.huber_loss(F, Y, reduction="none").sum(-1)
 
 
-def test_unknown_loss_shows_what_to_write() -> None:
-    message = r"no likelihood is registered for the loss CTCLoss\..* Known losses: .*CrossEntropyLoss.*MSELoss"
-    with pytest.raises(UnsupportedError, match=message) as error:
-        likelihood_of(nn.CTCLoss())
-    assert "@register_likelihood(CTCLoss)\n    def _(loss):" in str(error.value)
-    with pytest.raises(UnsupportedError, match="for the loss cross_entropy"):
-        likelihood_of(functional.cross_entropy)
+def test_only_classes_are_registered() -> None:
     with pytest.raises(TypeError, match="expects the class of a loss, got MSELoss"):
         register_likelihood(nn.MSELoss())  # type: ignore[arg-type]
 
@@ -44,8 +38,11 @@ def test_unknown_loss_shows_what_to_write() -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
+        (
+            nn.CTCLoss(),
+            r"loss CTCLoss\..* Known losses: .*MSELoss(.|\n)*@register_likelihood\(CTCLoss\)\n",
+        ),
         (nn.L1Loss(), "L1Loss. It has no curvature far from the target.*Laplace"),
-        (nn.SmoothL1Loss(), "SmoothL1Loss. It has no curvature far from the target"),
         (nn.HuberLoss(), "HuberLoss. It has no curvature far from the target"),
         (nn.CrossEntropyLoss, "loss CrossEntropyLoss. Losses are known by their class.*pass the module"),
         (functional.cross_entropy, "known by their class.*pass the module"),
@@ -70,10 +67,11 @@ def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> No
             return 2 * super().__call__(*args)
 
     assert type(likelihood_of(Named())) is MSE
-    patched = nn.MSELoss()
+    patched, hooked = nn.MSELoss(), nn.MSELoss()
     patched.forward = lambda input, target: input.sum()
-    for loss in (Doubled(), Called(), patched):
-        with pytest.raises(UnsupportedError, match="It changes the forward of MSELoss"):
+    hooked.register_forward_hook(lambda module, args, out: None)
+    for loss in (Doubled(), Called(), patched, hooked):
+        with pytest.raises(UnsupportedError, match="It changes the forward of MSELoss, or has hooks"):
             likelihood_of(loss)
     register_likelihood(Doubled)(Huber)
     assert type(likelihood_of(Doubled())) is Huber
@@ -135,15 +133,3 @@ def test_a_loss_that_is_not_convex_has_no_root() -> None:
     torch.testing.assert_close(Sine().hessian_product(F, Y, torch.ones(1, 1, 2)), -F.sin())
     with pytest.raises(UnsupportedError, match=r"Hessian of Sine .* has the eigenvalue -0.841 .*not convex.*Fisher"):
         Sine().hessian_root(F, Y)
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_hooks_say_so(everywhere: bool) -> None:
-    loss, hook = nn.CrossEntropyLoss(), lambda module, args, out: None
-    register = nn.modules.module.register_module_forward_hook if everywhere else loss.register_forward_hook
-    handle = register(hook)
-    try:
-        with pytest.raises(UnsupportedError, match="has hooks, which may change its value"):
-            likelihood_of(loss)
-    finally:
-        handle.remove()
