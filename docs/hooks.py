@@ -201,7 +201,7 @@ MEMBERS = {
     "LayerRule": "patterns per_example_grads axes refuses",
     "SparseRows": "to_dense",
     "Likelihood": "nll grad hessian_product hessian_root hessian_root_columns draw",
-    "LayerBatch": "examples per_example_grads squared_grads pieces rows",
+    "LayerBatch": "examples per_example_grads squared_grads pieces",
     "AffineRows": "inputs grads input_gram grad_gram",
     "Vectors": "count send root",
 }

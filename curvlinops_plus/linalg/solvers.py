@@ -177,7 +177,7 @@ def cg(
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
         preconditioner: Symmetric positive definite approximation of `A⁻¹`: an operator (also one in a lower precision),
-            or a function `[n, k] -> [n, k]` for any `k`.
+            or a function `[n, k] -> [n, k]` for any `k`. KFAC's inverse often saves few iterations: compare.
 
     Returns:
         `x` in the container type of `b`, and a `SolveInfo`.
