@@ -174,7 +174,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Extension points",
         "Layers, losses, approximations, vectors and matrices of your own. [Recipes](../extending.md)",
         "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood FromDistribution Likelihood "
-        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.AffineRows risk.Vectors as_vectors linalg.Dense "
+        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors linalg.Dense "
         "linalg.Diagonal linalg.Identity linalg.Kronecker linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum "
         "linalg.Product linalg.Scaled linalg.Structure linalg.Space linalg.Layout",
     ),
@@ -201,8 +201,7 @@ MEMBERS = {
     "LayerRule": "patterns per_example_grads axes refuses",
     "SparseRows": "to_dense",
     "Likelihood": "nll grad hessian_product hessian_root hessian_root_columns draw",
-    "LayerBatch": "examples per_example_grads squared_grads pieces",
-    "AffineRows": "inputs grads input_gram grad_gram",
+    "LayerBatch": "per_example_grads squared_grads inputs grads input_gram grad_gram examples pieces",
     "Vectors": "count send root",
 }
 
