@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.base import RiskOperator, require_own_data
-from curvlinops_plus.exact.loss_terms import hessian_product
-from curvlinops_plus.exact.passes import Passes, differentiable
+from curvlinops_plus.exact.ggn import ValueHessian
+from curvlinops_plus.exact.passes import Outputs, Passes, differentiable
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
@@ -42,8 +40,7 @@ class ActivationHessian(RiskOperator):
         ValueError: If there is no such module or tensor, it is not called exactly once per forward pass, or the tensor
             is not made of floating-point numbers; or if the data are an iterator.
         RuntimeError: If two products differ.
-        UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice, or the module is inside
-            of activation checkpointing.
+        UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice.
 
     Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
     after the activation is differentiated.
@@ -68,9 +65,8 @@ class ActivationHessian(RiskOperator):
     def __init__(
         self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool | None = None
     ) -> None:
-        super().__init__(risk, check_deterministic)
         self._activation = _checked(risk.model, activation)
-        self._passes = Passes(risk, _read)
+        super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
@@ -79,77 +75,49 @@ class ActivationHessian(RiskOperator):
     @cached_property
     @untraced
     def in_space(self) -> Space:  # type: ignore[override]
-        shapes: list[torch.Size] = []
+        shapes = []
         with differentiable(self.risk):
-            self._loop("sizes", lambda z, *_: shapes.append(z.shape))
+            for batch in self._batches(", sizes"):
+                with self._passes.run(batch) as (_, (z, _), _, _):
+                    shapes.append(z.shape)
         return Space.from_shapes(shapes)
 
     @property
     def out_space(self) -> Space:  # type: ignore[override]
         return self.in_space
 
+    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, tuple[Tensor, Totals]]:
+        """The activation of a batch, and totals whose losses are a function of it; nothing else is differentiated."""
+        with self._leaf() as caught:
+            read = self.risk.run(batch, model)
+        if len(caught) != 1:
+            name, side, _ = self._activation
+            raise ValueError(
+                f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
+                f"respect to its {side} needs exactly one call. Choose another module."
+            )
+        return caught, (caught[0], self.risk.losses.terms(read, batch).totals)
+
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        n, shapes = self.in_space.dim, iter(self.in_space.shapes.values())
-        X = X.clone() if X.is_inference() else X
-        found: list[Tensor] = []
-        start = 0
-
-        def block(z: Tensor, batch_totals: Totals) -> None:
-            nonlocal start
-            expected = next(shapes, None)
-            if z.shape != expected:
-                self._raise_changed(z.shape, expected)
-            rows = X[start : start + z.numel()].T.to(z.dtype)
-            start += z.numel()
-            product = hessian_product(weights.objective(batch_totals), z)
-            columns = [product(row.reshape(1, *z.shape)).flatten(1) for row in rows]
-            found.append(torch.cat(columns).T.to(X.dtype))
-
-        totals = self._loop("product", block)
-        if start != n:
-            self._raise_changed(None, next(shapes, None))
+        totals, found, shapes = Totals(), [], [*self.in_space.shapes.values()]
+        sizes, came = self.in_space.sizes, []
+        for k, batch in enumerate(self._batches()):
+            with self._passes.run(batch) as (_, (z, batch_totals), _, _):
+                came.append(z.shape)
+                if came != shapes[: k + 1]:
+                    break
+                rows = X.split(sizes)[k].T.to(z.dtype)
+                H = ValueHessian(weights.objective(batch_totals), z)
+                columns = [H.outer_product(row.reshape(1, *z.shape)).flatten(1) for row in rows]
+                found.append(torch.cat(columns).T.to(X.dtype))
+                totals.add(batch_totals)
+        if came != shapes:
+            raise ValueError(
+                f"The activation had the shapes {[*map(list, shapes)]} in the first pass over the data, and "
+                f"{[*map(list, came)]} in this one. Each pass must give the same batches in the same order "
+                "(shuffle=False)."
+            )
         return torch.cat(found), totals
-
-    def _to_dense(self) -> Tensor:
-        dense = torch.zeros(*self.shape, dtype=self.dtype, device=self.device)
-        # One column of every block at a time: blocks of different batches don't overlap.
-        sizes = self.in_space.sizes
-        most = max(sizes)
-        eyes = [torch.eye(size, most, dtype=self.dtype, device=self.device) for size in sizes]
-        start = 0
-        for size, columns in zip(sizes, self._matmat(torch.cat(eyes)).split(sizes), strict=True):
-            dense[start : start + size, start : start + size] = columns[:, :size]
-            start += size
-        return dense
-
-    def _loop(self, what: str, visit: Callable[[Tensor, Totals], object]) -> Totals:
-        """`visit(z, batch_totals)` for every batch: the activation, and totals whose loss is a function of it."""
-        risk, totals = self.risk, Totals()
-        frozen = [p.detach() for p in risk.params.values()]
-
-        def of_batch(model: nn.Module, batch: Batch) -> None:
-            with self._leaf() as caught:
-                read = risk.run(batch, model)
-            if len(caught) != 1:
-                name, side, _ = self._activation
-                raise ValueError(
-                    f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
-                    f"respect to its {side} needs exactly one call. Choose another module."
-                )
-            batch_totals = risk.losses.terms(read, batch).totals
-            visit(caught[0], batch_totals)
-            totals.add(batch_totals)
-
-        try:
-            for batch in self._batches(f", {what}"):
-                self._passes.at(batch, frozen, partial(of_batch, batch=batch))
-        except CheckpointError as error:
-            raise UnsupportedError(
-                f'Module "{self._activation[0]}" is inside of activation checkpointing, which runs it again in the '
-                "backward pass and finds another tensor in place of the activation. Call it without checkpointing, or "
-                "choose a module outside."
-            ) from error
-        return totals
 
     @contextmanager
     def _leaf(self) -> Iterator[list[Tensor]]:
@@ -161,20 +129,12 @@ class ActivationHessian(RiskOperator):
             several = isinstance(values, (tuple, list))
             items = list(values) if several else [values]
             if not -len(items) <= index < len(items):
-                raise ValueError(
-                    f'The {side} of module "{name}" has {len(items)} '
-                    f"{'entry' if len(items) == 1 else 'entries'}; there is no entry {index}."
-                )
+                raise ValueError(f'The {side} of module "{name}" has {len(items)} entries; there is no entry {index}.')
             t = items[index]
             if not isinstance(t, Tensor) or not t.is_floating_point():
-                what = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
-                raise ValueError(
-                    f'Entry {index} of the {side} of module "{name}" is {what}; only a tensor of floating-point '
-                    "numbers has a Hessian."
-                )
-            z = t.detach().clone().requires_grad_()
-            caught.append(z)
-            items[index] = z.clone()  # a leaf must not be written to, and what comes next may be in-place
+                raise ValueError(f'Entry {index} of the {side} of module "{name}" is no tensor of real numbers.')
+            caught.append(t.detach().clone().requires_grad_())
+            items[index] = caught[-1].clone()  # a leaf must not be written to, and what comes next may be in-place
             if not several:
                 return items[0]
             return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
@@ -187,17 +147,6 @@ class ActivationHessian(RiskOperator):
             yield caught
         finally:
             handle.remove()
-
-    def _raise_changed(self, came: torch.Size | None, expected: torch.Size | None) -> None:
-        raise ValueError(
-            f"The activation had shape {None if expected is None else list(expected)} in the first pass over the data "
-            f"and {None if came is None else list(came)} in this one. Each pass must give the same batches in the same "
-            "order (shuffle=False)."
-        )
-
-
-def _read(model: nn.Module, batch: Batch) -> tuple[tuple[()], None]:
-    return (), None  # nothing is differentiated in the parameters
 
 
 def _checked(model: nn.Module, activation: tuple[str, str, int]) -> tuple[str, str, int]:

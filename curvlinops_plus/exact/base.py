@@ -1,4 +1,4 @@
-"""Base classes of the matrix-free operators of a risk."""
+"""The base class of the matrix-free operators of a risk."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact.passes import differentiable
+from curvlinops_plus.exact.passes import Passes, differentiable
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import linear_in
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
+from curvlinops_plus.risk.graph import raise_unreached
 from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
 from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, training_modules, untraced
-from curvlinops_plus.risk.risk import takes_risk
 
 #: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what one pass over the data
 #: adds up, and the totals of the data.
@@ -31,16 +32,16 @@ class RiskOperator(LinearOperator):
 
     Args:
         risk: Model, loss, data and parameters.
+        passes: Its products with one batch.
         check_deterministic: False: two evaluations of the model on a few examples need not agree.
     """
 
+    _exponent = 1.0  # of the factor of the reduction, 0 for what does not depend on losses
     _totals: Totals | None = None  # of the last pass over the data, which tell the relative weights of several losses
 
-    @takes_risk
-    def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
-        self.risk, self._compares_few = risk, check_deterministic is not False
+    def __init__(self, risk: EmpiricalRisk, passes: Passes, check_deterministic: bool | None) -> None:
+        self.risk, self._passes, self._compares_few = risk, passes, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
-        self._narrow = any(p.dtype == torch.float16 for p in risk.params.values())
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         """The product with `X` before it is reduced, see `Sweep`."""
@@ -57,8 +58,6 @@ class RiskOperator(LinearOperator):
             what: Says in a progress bar what they are read for.
             draws: Random numbers, which go on with the examples of each batch.
         """
-        if self.risk.processes.world == 1:  # several have done it together
-            self.risk.renew()
         for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)
@@ -76,43 +75,56 @@ class RiskOperator(LinearOperator):
             NumericsError: If what comes out has left the range of float16.
         """
         power = None
-        if self._narrow and X is not None:
+        if X is not None and self._passes.narrow:
             power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
             X = X / power
         with differentiable(self.risk):
             total, self._totals = self._summed(sweep, X)
-        total *= self._factor(self._totals)
-        if X is None or power is None:
-            return total
-        total *= power
-        if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
-            raise NumericsError(
-                "A product has NaN or infinite entries: something on its way through the model leaves the range of "
-                "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
-                "model.float() or model.bfloat16(), or with a loss that is divided by more."
-            )
+        if self._exponent:
+            total *= self.risk.scale(self._totals) ** self._exponent
+        if X is not None and power is not None:
+            total *= power
+            if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
+                raise NumericsError(
+                    "A product has NaN or infinite entries: something on its way leaves the range of float16, up to "
+                    "65504, or the model's outputs do. Take model.float(), or a loss that is divided by more."
+                )
         return total
 
     def _summed(self, sweep: Sweep, X: Tensor | None) -> tuple[Tensor, Totals]:
         """The sum of what sweeps over the data of all processes return, which multiply the same `X`. Collective."""
-        processes = self.risk.processes
+        risk, passes = self.risk, self._passes
 
         def own() -> tuple[Tensor, Totals]:
-            weights = self._loss_weights()
-            total, totals = sweep(X, weights)
-            processes.sum_([total])
-            totals = totals.over(processes)
+            weights = loss_weights(risk, self._totals) if self._exponent else LossWeights(risk, plain=True)
+            state = RandomState.now(self.device)
+            try:
+                total, totals = sweep(X, weights)
+            except (UnsupportedError, NumericsError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError:
+                if passes.twice:
+                    raise
+                state.restore()
+                passes.twice = True  # an operation has no forward mode, or a wrong one; all else fails again
+                total, totals = sweep(X, weights)
+            if passes.reached is False:
+                raise_unreached()
+            risk.processes.sum_([total])
+            totals = totals.over(risk.processes)
             weights.require(totals)
             return total, totals
 
         vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
-        return self.risk.together(own, same=partial(sums_of, vectors))
+        return risk.together(own, same=partial(sums_of, vectors))
 
-    def _loss_weights(self) -> LossWeights:
-        return loss_weights(self.risk, self._totals)
-
-    def _factor(self, totals: Totals) -> float | Tensor:
-        return self.risk.scale(totals)
+    @untraced
+    def _check_loss(self) -> None:
+        """Compare the total losses of two passes."""
+        risk = self.risk
+        with preserve_state(risk.model, risk.data):
+            first, second = risk.together(lambda: (loss_pass(risk), loss_pass(risk)))
+        require_same(risk, first, second)
 
     @untraced
     def _check_products(self, sweep: Sweep, n: int) -> None:
@@ -141,23 +153,6 @@ class RiskOperator(LinearOperator):
             f"Two products of {name} with the same vector differ. {cause} The data must come in the same order each "
             "time (shuffle=False). check_deterministic=False turns this check off."
         )
-
-
-class ParameterCurvature(RiskOperator):
-    """A symmetric matrix over the parameters of a risk."""
-
-    @takes_risk
-    def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
-        super().__init__(risk, check_deterministic)
-        self.in_space = self.out_space = risk.space
-
-    @untraced
-    def _check_loss(self) -> None:
-        """Compare the total losses of two passes."""
-        risk = self.risk
-        with preserve_state(risk.model, risk.data):
-            first, second = risk.together(lambda: (loss_pass(risk), loss_pass(risk)))
-        require_same(risk, first, second)
 
     @untraced
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:

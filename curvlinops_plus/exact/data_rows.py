@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import RiskOperator, require_own_data
-from curvlinops_plus.exact.loss_terms import LossRoots, LossTerms, check_vectors, loss_roots, run_losses
+from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read, differentiable
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.losses import LossWeights, Terms
 from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -58,9 +58,9 @@ class DataRows(RiskOperator):
     def __init__(
         self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
     ) -> None:
-        super().__init__(risk, check_deterministic)
+        super().__init__(risk, Passes(risk, read, chunk_size), check_deterministic)
         require_own_data(risk, type(self).__name__)
-        self._seed, self._passes = seed, Passes(risk, read, chunk_size)
+        self._seed = seed
         if check_deterministic:
             self._check_products(self._rows_sweep, risk.space.dim)
 
@@ -91,7 +91,7 @@ class DataRows(RiskOperator):
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
         state = RandomState.now(self.risk.device)
-        with torch.no_grad():
+        with self.risk.placed(), torch.no_grad():
             found = self._passes.read(self.risk.model, batch)
         state.restore()
         return found
@@ -105,57 +105,58 @@ class DataRows(RiskOperator):
 
     def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
-        for batch, block, at, _ in self._blocks(weights, totals):
+        for batch, block, at in self._blocks(weights, totals):
             result[at] = self._forward(batch, block, X.T).T
         return result, totals
 
     def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
-        for batch, block, at, dtype in self._blocks(weights, totals):
-            result += self._back(batch, block, X[at].T.to(dtype))
+        for batch, block, at in self._blocks(weights, totals):
+            self._back(batch, block, X[at].T, result)
         return result.T, totals
 
     def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, P]
         """Each batch by backward passes for its rows, or by tangents of all parameters if these are fewer."""
         totals, n = Totals(), self.risk.space.dim
         result = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
-        for batch, block, at, dtype in self._blocks(weights, totals):
+        for batch, block, at in self._blocks(weights, totals):
             if len(at) > n:
                 result[at] = self._forward(batch, block, torch.eye(n, dtype=self.dtype, device=self.device)).T
             else:
-                result[at] = self._back(batch, block, torch.eye(len(at), dtype=dtype, device=self.device))
+                own = torch.zeros(len(at), n, dtype=self.dtype, device=self.device)
+                self._back(batch, block, torch.eye(len(at), dtype=self.dtype, device=self.device), own)
+                result[at] = own
         return result, totals
 
-    def _blocks(
-        self, weights: LossWeights, totals: Totals
-    ) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor, torch.dtype]]:
-        """Each batch with its block of `L`, the numbers of its rows, and the dtype of the outputs."""
+    def _blocks(self, weights: LossWeights, totals: Totals) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor]]:
+        """Each batch with its block of `L`, and the numbers of its rows."""
         sizes, draws = self._row_space.sizes, Draws(self._seed)
-        starts, ends = torch.tensor([0, *sizes]).cumsum(0).tolist()[:-1], torch.tensor(sizes).cumsum(0).tolist()
-        changed = ValueError(
-            f"The data have more or fewer examples than {type(self).__name__} saw in an earlier pass. Each pass must "
-            "give the same examples in the same order."
-        )
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        starts = [end - size for end, size in zip(ends, sizes)]
         for batch in self._batches(draws=draws):
-            self._passes.require_linear(batch)
-            F, extra = self._outputs(batch)
-            block = self._block(F, extra, draws, weights, totals)
+            self._passes.check(batch)
+            block = self._block(*self._outputs(batch), draws, weights, totals)
             stops = [start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)]
-            if any(stop > end for stop, end in zip(stops, ends, strict=True)):
-                raise changed
             at = [torch.arange(start, stop, device=self.device) for start, stop in zip(starts, stops, strict=True)]
-            yield batch, block, torch.cat(at), F[0].dtype
             starts = stops
+            if any(stop > end for stop, end in zip(stops, ends, strict=True)):
+                break
+            yield batch, block, torch.cat(at)
         if starts != ends:
-            raise changed
+            raise ValueError(
+                f"The data have more or fewer examples than {type(self).__name__} saw in an earlier pass. Each pass "
+                "must give the same examples in the same order."
+            )
 
     def _forward(self, batch: Batch, block: OutputRows | LossRoots, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
         return torch.cat([u.flatten(1).to(V.dtype) for u in block.transpose_product(self._passes.forward(batch, V))], 1)
 
-    def _back(self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor) -> Tensor:  # [K, rows] -> [K, P]
+    def _back(self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor, total: Tensor) -> None:
+        """Add the products with rows [K, rows] of a batch to a total [K, P]."""
         parts = rows.split([shape.numel() for shape in block.shapes], 1)
-        U = block.product([part.reshape(-1, *shape) for part, shape in zip(parts, block.shapes, strict=True)])
-        return self._passes.graph(batch, lambda F, extra, free: self._passes.back(F, free, U))
+        with self._passes.run(batch) as (F, _, free, _):
+            U = [part.reshape(-1, *shape).to(F[0].dtype) for part, shape in zip(parts, block.shapes, strict=True)]
+            self._passes.back(F, free, block.product(U), total)
 
 
 class Jacobian(DataRows):
@@ -196,6 +197,8 @@ class Jacobian(DataRows):
         [tensor([[2., 3.]]), tensor([0.])]
     """
 
+    _exponent = 0.0
+
     @takes_risk
     def __init__(
         self, risk: EmpiricalRisk, *, check_deterministic: bool | None = None, chunk_size: int | None = None
@@ -212,12 +215,6 @@ class Jacobian(DataRows):
 
     def _block(self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals) -> OutputRows:
         return OutputRows([f.shape for f in F])
-
-    def _loss_weights(self) -> LossWeights:
-        return LossWeights(self.risk, plain=True)
-
-    def _factor(self, totals: Totals) -> float:
-        return 1.0
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._rows_product, self._transpose_product)
@@ -279,6 +276,8 @@ class GGNFactor(DataRows):
         (tensor([[4.2426]]), tensor([[18.0000]]))
     """
 
+    _exponent = 0.5
+
     @takes_risk
     def __init__(
         self,
@@ -291,23 +290,14 @@ class GGNFactor(DataRows):
         self.vectors, self.out_space = as_vectors(vectors), risk.space
         risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
-        read = partial(run_losses, risk)
-        super().__init__(risk, read, self.vectors.seed or 0, check_deterministic, chunk_size)
+        super().__init__(risk, partial(read_terms, risk), self.vectors.seed or 0, check_deterministic, chunk_size)
 
     @property
     def in_space(self) -> Space:  # type: ignore[override]
         return self._row_space
 
-    def _block(
-        self, F: Outputs, extra: tuple[list[LossTerms], Totals], draws: Draws, weights: LossWeights, totals: Totals
-    ) -> LossRoots:
-        terms, batch_totals = extra
-        totals.add(batch_totals)
-        factors = weights.factors(batch_totals, self.vectors.of_loss)
-        return loss_roots(self.risk, self.vectors, terms, factors, draws)
-
-    def _factor(self, totals: Totals) -> float:
-        return float(self.risk.scale(totals)) ** 0.5
+    def _block(self, F: Outputs, extra: Terms, draws: Draws, weights: LossWeights, totals: Totals) -> LossRoots:
+        return LossRoots(self.risk, self.vectors, weights, draws, totals, F, extra)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._transpose_product, self._rows_product)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import ParameterCurvature
-from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, hessian_product, loss_roots, run_losses
-from curvlinops_plus.exact.passes import Linear, Outputs, Passes, not_a_derivative
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.exact.passes import Outputs, Passes, vjp
 from curvlinops_plus.linalg import Structure
-from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.graph import gradients_of
+from curvlinops_plus.risk.losses import LossWeights, Terms
 from curvlinops_plus.risk.risk import takes_risk
+from curvlinops_plus.risk.vectors import WeightedRoot
 
 
-class GGN(ParameterCurvature):
+class GGN(RiskOperator):
     """The matrix `c Σ_n J_nᵀ M_n J_n`, exact and matrix-free: the generalized Gauss-Newton matrix, or a Fisher matrix.
 
     `J_n` is the Jacobian of the model's output for example n, and `c` the factor of the loss's reduction over the whole
@@ -84,78 +85,162 @@ class GGN(ParameterCurvature):
     ) -> None:
         self.vectors = as_vectors(vectors)
         risk = risk.for_vectors(self.vectors)
-        super().__init__(risk, check_deterministic)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
-        self._passes = Passes(risk, partial(run_losses, risk), chunk_size)
+        self.in_space = self.out_space = risk.space
+        super().__init__(risk, Passes(risk, partial(read_terms, risk), chunk_size), check_deterministic)
         if check_deterministic:
             self._check_loss()
             if self.vectors.random:
                 self._check_products(self._sweep, self.in_space.dim)
 
-    def _output_product(
-        self, totals: Totals, weights: LossWeights, draws: Draws
-    ) -> Callable[[Outputs, tuple[list[LossTerms], Totals]], Linear]:
-        """Makes the product with `M` of a batch, whose counts are added to the totals."""
-
-        def product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> Linear:
-            terms, batch_totals = extra
-            totals.add(batch_totals)
-            factors = weights.factors(batch_totals, self.vectors.of_loss)
-            if all(term.likelihood is not None for term in terms):
-                return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
-            products = [  # of losses without a likelihood, which have no root
-                hessian_product(term.loss, term.F)
-                if term.likelihood is None
-                else partial(term.likelihood.hessian_product, term.F.detach(), term.Y)
-                for term in terms
-            ]
-            return lambda V: [w**2 * product(v) for w, product, v in zip(factors, products, V, strict=True)]
-
-        return product
-
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        rows, state = X.T.contiguous(), RandomState.now(self.device)
-        for _ in range(2):
-            totals, draws = Totals(), Draws(self.vectors.seed or 0)
-            total, energy = torch.zeros_like(rows), torch.zeros(len(rows), dtype=self.dtype, device=self.device)
-            for batch in self._batches(draws=draws):
-                energy += self._passes.ggn(batch, rows, self._output_product(totals, weights, draws), total)
-                if self._passes.twice:  # a vector of ones may not tell what a random one does
-                    self._passes.require_linear(batch)
-            if self._passes.agree(rows, total, energy):
-                return total.T, totals
-            state.restore()
-        raise not_a_derivative()
+        totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
+        total, energy = torch.zeros_like(rows), rows.new_zeros(len(rows))
+        for batch in self._batches(draws=draws if self.vectors.random else None):
+            matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
+            energy += self._passes.ggn(batch, rows, matrix, total)
+        self._passes.require_adjoint(rows, total, energy)
+        return total.T, totals
 
     def _to_dense(self) -> Tensor:
         return self._over_data(self._dense_sweep)
 
     def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:
         """From the rows of `J` of each batch if these are fewer than parameters, else column by column."""
-        totals, draws, n = Totals(), Draws(self.vectors.seed or 0), self.in_space.dim
-        total = torch.zeros(n, n, dtype=self.dtype, device=self.device)
-        for batch in self._batches(draws=draws):
-            self._passes.require_linear(batch)
-            output_product = self._output_product(totals, weights, draws)
-
-            def rows(F: Outputs, extra: Any, free: list[Tensor], product: Any = output_product) -> Tensor | None:
+        totals, draws, passes = Totals(), Draws(self.vectors.seed or 0), self._passes
+        eye = torch.eye(self.in_space.dim, dtype=self.dtype, device=self.device)
+        total = torch.zeros_like(eye)
+        for batch in self._batches(draws=draws if self.vectors.random else None):
+            passes.check(batch)
+            matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
+            with passes.run(batch) as (F, terms, free, _):
                 sizes = [f.numel() for f in F]
-                if sum(sizes) >= n:
-                    return None
-                M, parts = product(F, extra), []
-                for unit in torch.eye(sum(sizes), dtype=F[0].dtype, device=self.device).split(self._passes.columns):
-                    units = zip(unit.split(sizes, 1), F, strict=True)
-                    parts.append(self._passes.back(F, free, [u.reshape(-1, *f.shape) for u, f in units]))
-                J = torch.cat(parts)
-                V = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
-                return torch.cat([Mv.flatten(1).to(J.dtype) for Mv in M(V)], 1) @ J
-
-            state = RandomState.now(self.device)
-            found = self._passes.graph(batch, rows)
-            if found is None:
-                state.restore()
-                eye = torch.eye(n, dtype=self.dtype, device=self.device)
-                self._passes.ggn(batch, eye, output_product, total)
-            else:
-                total += found
+                if sum(sizes) >= len(eye):
+                    passes.ggn(batch, eye, matrix, total)
+                    continue
+                units = torch.eye(sum(sizes), dtype=F[0].dtype, device=self.device).split(sizes, 1)
+                J = eye.new_zeros(sum(sizes), len(eye))
+                passes.back(F, free, [unit.reshape(-1, *f.shape) for unit, f in zip(units, F, strict=True)], J)
+                V = [part.T.reshape(-1, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
+                total += torch.cat([MJ.flatten(1).to(J.dtype) for MJ in matrix(F, terms)(V)], 1) @ J
         return total, totals
+
+
+# ------------------------------------------------------------------------------------------------ matrices over outputs
+def read_terms(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Outputs, Terms]:
+    """Run the model: the outputs that are differentiated, and what the losses make of them.
+
+    Values of losses with a likelihood are not computed.
+    """
+    terms = risk.losses.terms(risk.run(batch, model), batch, values=False)
+    return terms.outputs, terms
+
+
+class ValueHessian:
+    """The Hessian of a loss with respect to an output `F`, below it in a graph, for losses without a likelihood.
+
+    Cost: one backward pass, and one for each product.
+    """
+
+    per_term = True
+
+    def __init__(self, loss: Any, F: Tensor) -> None:
+        self.F, self.gradient = F, None
+        if loss.requires_grad and F.requires_grad:
+            (self.gradient,) = gradients_of([loss], [F], [torch.ones_like(loss)], True, create_graph=True)
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        """`H v` of vectors [K, *F.shape]."""
+        if self.gradient is None or not self.gradient.requires_grad:
+            return torch.zeros_like(V)
+        (found,) = vjp([self.gradient], [self.F], [V])
+        return torch.zeros_like(V) if found is None else found
+
+
+class LossRoots:
+    """The root `B` of the matrix of all losses over the outputs of one batch.
+
+    Losses whose vectors are sent together have columns in common, and so cross terms; else each has its own columns,
+    side by side.
+
+    Args:
+        risk: Has the losses.
+        vectors: Which matrix.
+        weights: The relative weights of the losses.
+        draws: Random numbers of the batch.
+        totals: What the counts of the batch are added to.
+        F: The outputs of the batch.
+        terms: What the losses make of them.
+    """
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        vectors: Vectors,
+        weights: LossWeights,
+        draws: Draws,
+        totals: Totals,
+        F: Outputs,
+        terms: Terms,
+    ) -> None:
+        self.roots: list[Any] = []
+        streams = [draws.of_loss(k) for k in range(len(F))]
+        for k, (one, f, Y) in enumerate(zip(risk.losses, F, terms.targets, strict=True)):
+            if one.known:
+                root: Any = vectors.root(one.likelihood, f.detach(), Y, streams[k])
+                root = root if terms.weight is None else WeightedRoot(root, terms.weight.to(f))
+            else:
+                root = ValueHessian(terms.totals.losses[k], f)
+            self.roots.append(root)
+        self.factors = weights.factors(terms.totals, vectors.of_loss)
+        same = vectors.together and len(self.roots) > 1 and len({root.shape for root in self.roots}) == 1
+        self.joint = same and not any(root.per_term for root in self.roots)
+        totals.add(terms.totals)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """What it multiplies: `[N, R', K]`, for each loss where they have columns of their own."""
+        return [root.shape for root in (self.roots[:1] if self.joint else self.roots)]
+
+    def product(self, U: Sequence[Tensor]) -> list[Tensor]:
+        """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
+        U = [U[0]] * len(self.roots) if self.joint else U
+        return self._weighted([root.product(u) for root, u in zip(self.roots, U, strict=True)])
+
+    def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
+        U = self._weighted([root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)])
+        return [sum(U[1:], U[0])] if self.joint else U
+
+    def __call__(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`M v = B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
+        if self.joint:
+            return self.product(self.transpose_product(V))
+        return self._weighted([root.outer_product(v) for root, v in zip(self.roots, V, strict=True)], power=2)
+
+    def _weighted(self, tensors: list[Tensor], power: int = 1) -> list[Tensor]:
+        return tensors if self.factors == [1.0] else [w**power * t for w, t in zip(self.factors, tensors, strict=True)]
+
+
+def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:
+    """Refuse, before anything is computed, vectors without a matrix and losses that have none.
+
+    Args:
+        name: Of the operator.
+        risk: Its risk.
+        vectors: Its mode.
+        any_loss: Whether losses without a likelihood are taken, if the mode takes them.
+
+    Raises:
+        ValueError: If no vectors are sent.
+        UnsupportedError: If a loss has no likelihood that is needed, or not this matrix.
+    """
+    if not vectors.backward:
+        raise ValueError(
+            f"{name} needs vectors that are backpropagated through the network; {vectors!r} sends none. Take Exact(), "
+            "MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or Empirical()."
+        )
+    _ = risk.losses.reduction  # refuses "none"
+    if not any_loss or vectors.needs_likelihood or risk.losses.known:
+        for one in risk.losses:
+            vectors.check(one.likelihood)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import ParameterCurvature
-from curvlinops_plus.exact.passes import Passes, add_rows, naming_operations, split_rows, vjp
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of, raise_unreached, refuse_outside_reads
+from curvlinops_plus.risk.graph import gradients_of, refuse_outside_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 
 
-class Hessian(ParameterCurvature):
+class Hessian(RiskOperator):
     """The Hessian of the empirical risk with respect to the parameters, exact and matrix-free.
 
     Args:
@@ -60,56 +59,47 @@ class Hessian(ParameterCurvature):
         block_sizes: Sequence[int] | None = None,
         check_deterministic: bool | None = None,
     ) -> None:
-        super().__init__(risk, check_deterministic)
+        super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         _ = risk.losses.reduction  # refuse now, not at first use
-        self._blocks = _blocks(block_sizes, len(risk.params))
-        self._passes = Passes(risk, self._read)
-        self._looked_at = False  # whether the loss was seen to read no parameters by itself
+        self.in_space = self.out_space = risk.space
+        self._blocks = _blocks(block_sizes, [p.numel() for p in risk.params.values()])
+        self._looked_at = risk.losses.known  # whether the loss was seen to read no parameters by itself
         if check_deterministic:
             self._check_loss()
 
-    def _read(self, model: nn.Module, batch: Batch) -> tuple[tuple[()], Totals]:
-        return (), self.risk.losses.terms(self.risk.run(batch, model), batch).totals
+    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Totals]:
+        totals = self.risk.losses.terms(self.risk.run(batch, model), batch).totals
+        return totals.losses, totals  # type: ignore[return-value]
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        risk, totals, reached = self.risk, Totals(), False
-        total = torch.zeros(X.shape[1], X.shape[0], dtype=self.dtype, device=self.device)
-
-        def product(F: Any, batch_totals: Totals, free: list[Tensor]) -> bool:
-            loss = weights.objective(batch_totals)
-            totals.add(batch_totals)
-            if not loss.requires_grad:
-                return False
-            if not self._looked_at:
-                refuse_outside_reads("loss", [loss], risk.params)
-                self._looked_at = True
-            gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
-            rows, size = X.T.contiguous(), self._passes.sent_together(X.shape[1], ())
-            for start in range(0, len(rows), size):
-                V, own = split_rows(rows[start : start + size], free), total[start : start + size]
-                found: list[Tensor | None] = []
-                for block in self._blocks:
-                    pairs = [(g, v) for g, v in zip(gradient[block], V[block]) if g is not None and g.requires_grad]
-                    last = start + size >= len(rows) and block is self._blocks[-1]
-                    gs, vs = zip(*pairs, strict=True) if pairs else ((), ())
-                    found += vjp(gs, free[block], vs, last) if pairs else [None] * len(free[block])
-                add_rows(own, found, free)
-            return True
-
-        with naming_operations():
-            for batch in self._batches():
-                reached |= self._passes.graph(batch, product)
-        if not reached and totals.examples:
-            raise_unreached()
+        totals, rows, passes = Totals(), X.T.contiguous(), self._passes
+        total = torch.zeros_like(rows)
+        for batch in self._batches():
+            with passes.run(batch) as (_, batch_totals, free, _):
+                loss = weights.objective(batch_totals)
+                totals.add(batch_totals)
+                if not loss.requires_grad:
+                    continue
+                if not self._looked_at:
+                    refuse_outside_reads("loss", [loss], self.risk.params)
+                    self._looked_at = True
+                gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
+                V = passes.split(rows)
+                for block, columns in self._blocks:
+                    last = block == self._blocks[-1][0]
+                    passes.back(gradient[block], free[block], V[block], total[:, columns], last)
         return total.T, totals
 
 
-def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:
-    """The parameters of each block."""
-    if isinstance(sizes, int):
-        raise TypeError(f"block_sizes={sizes} must be a list, how many parameters each block has.")
-    sizes = [count] if sizes is None else list(sizes)
-    if sum(sizes) != count or any(size <= 0 for size in sizes):
-        raise ValueError(f"block_sizes={sizes} must be positive and add up to {count}, the parameters.")
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [slice(end - size, end) for size, end in zip(sizes, ends)]
+def _blocks(given: Sequence[int] | None, numbers: list[int]) -> list[tuple[slice, slice]]:
+    """The parameters of each block, and their entries of a vector."""
+    if isinstance(given, int):
+        raise TypeError(f"block_sizes={given} must be a list, how many parameters each block has.")
+    sizes, blocks, start = [len(numbers)] if given is None else list(given), [], 0
+    if sum(sizes) != len(numbers) or any(size <= 0 for size in sizes):
+        raise ValueError(f"block_sizes={sizes} must be positive and add up to {len(numbers)}, the parameters.")
+    for size in sizes:
+        before, inside = sum(numbers[:start]), sum(numbers[start : start + size])
+        blocks.append((slice(start, start + size), slice(before, before + inside)))
+        start += size
+    return blocks

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,13 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder, raise_unreached
+from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder
 from curvlinops_plus.risk.preserve import preserve_state, quiet
 
-T = TypeVar("T")
-Outputs = Sequence[Tensor]
-Read = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
+Outputs: TypeAlias = Sequence[Tensor]
+Read: TypeAlias = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
 # A linear function of vectors [K, *output], one for each output, to the same.
-Linear = Callable[[list[Tensor]], Sequence[Tensor]]
+Linear: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 
 # Columns that are computed together: their results stay below so many bytes, and they are at most so many.
 _CHUNK_BYTES, _COLUMNS = 2**28, 64
@@ -52,9 +51,21 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
 
     Afterwards the state of model and data is as before, see `preserve_state`. Attention runs by plain operations, whose
     fused kernels have neither forward mode nor second derivatives, and compiled modules run eagerly.
+
+    Raises:
+        UnsupportedError: Naming an operation that can't be differentiated twice, in place of PyTorch's error.
     """
     with preserve_state(risk.model, risk.data), torch.inference_mode(False), sdpa_kernel(SDPBackend.MATH):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if not (found := _MISSING.search(str(error))):
+                raise
+            raise UnsupportedError(
+                f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with "
+                "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), attention as softmax(q kᵀ) v), or "
+                "use an operator that goes back once, as KFACLinearOperator."
+            ) from error
 
 
 class Replaced(TorchFunctionMode):
@@ -63,24 +74,22 @@ class Replaced(TorchFunctionMode):
     Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables, and
     their gradients by `scale_grad_by_freq` are no derivatives.
 
-    Args:
-        met: Where it notes, at once, that an operation was "replaced", and that there was "group norm".
+    Attributes:
+        any: Whether it has replaced an operation.
+        group_norm: Whether it has seen group norm, whose second derivatives of several columns at once are wrong.
     """
 
-    def __init__(self, met: set[str]) -> None:
-        super().__init__()
-        self.met = met
+    any = group_norm = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
-            self.met.add("replaced")
+            self.any = True
             return _weight_norm(*args, **kwargs)
         if func is embedding and (found := _embedding(*args, **kwargs)) is not None:
-            self.met.add("replaced")
+            self.any = True
             return found
-        if func in (group_norm, torch.group_norm):
-            self.met.add("group norm")
+        self.group_norm |= func is group_norm or func is torch.group_norm
         return func(*args, **kwargs)
 
 
@@ -108,29 +117,6 @@ def _embedding(
     return torch.where((index == padding_idx % len(weight))[..., None], out.detach(), out)
 
 
-class MissingDerivative(UnsupportedError):
-    """An operation can't be differentiated twice."""
-
-
-@contextmanager
-def naming_operations() -> Iterator[None]:
-    """Context that names the operation which can't be differentiated twice, if that is why its body fails.
-
-    Raises:
-        MissingDerivative: Instead of PyTorch's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not (found := _MISSING.search(str(error))):
-            raise
-        raise MissingDerivative(
-            f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with "
-            "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), attention as softmax(q kᵀ) v), or use an "
-            "operator that goes back once, as KFACLinearOperator."
-        ) from error
-
-
 class Passes:
     """Products with the Jacobian `J` of what a model returns, batch by batch; all inside of `differentiable`.
 
@@ -138,15 +124,17 @@ class Passes:
         risk: Model, parameters and data.
         read: `read(model, batch)` runs the model and returns the tensors that are differentiated, and anything else.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.
+        twice: Whether there is no forward mode.
 
     Attributes:
         twice: Whether `J v` takes two backward passes.
+        reached: Whether any output has depended on the parameters; None before the first.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
     """
 
-    def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
+    def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None, twice: bool = False) -> None:
         if chunk_size is not None and ((found := whole(chunk_size)) is None or found < 1):
             raise ValueError(
                 f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
@@ -154,239 +142,153 @@ class Passes:
         self.risk, self.read, self.params = risk, read, list(risk.params.values())
         fitting = _CHUNK_BYTES // max(1, 8 * risk.space.dim)
         self.columns = int(chunk_size) if chunk_size else max(1, min(_COLUMNS, fitting))
-        self._fixed = chunk_size is not None
-        self.twice = False
-        self._right: bool | None = None  # the value of `twice` that is known to be right
-        self._met: set[str] = set()  # see `Replaced`, which watches a first run, and all others if it is needed
-        self._ran = False
+        self._together = chunk_size is not None or risk.device.type != "cpu"
+        self.narrow = any(p.dtype == torch.float16 for p in self.params)
+        self.twice = twice
+        self.reached: bool | None = None
+        self._right: bool | None = None  # the value of `twice` that `check` found to be right
+        self._replaced = Replaced()
         self._itemsize: int | None = None  # of the coarsest numbers in the model
 
-    # ------------------------------------------------------------------------------------------------ running the model
-    def at(self, batch: Batch, values: Sequence[Tensor], function: Callable[[nn.Module], T]) -> T:
-        """`function(model)` at these values of the parameters, backward passes too: checkpointing runs parts again."""
-        with nullcontext() if self._ran and "replaced" not in self._met else Replaced(self._met):
-            found = self.risk.at(dict(zip(self.risk.params, values, strict=True)), function)
-        self._ran = True
-        return found
+    @contextmanager
+    def run(
+        self, batch: Batch, row: Tensor | None = None
+    ) -> Iterator[tuple[Outputs, Any, list[Tensor], list[Tensor] | None]]:
+        """Run the model: `(F, extra, parameters, J v)`, where `F` has a graph down to copies of the parameters.
 
-    def graph(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
-        """`function(F, extra, parameters)`; `F` has a graph."""
-        free = [p.detach().requires_grad_() for p in self.params]
-        return self.at(batch, free, lambda model: function(*self.read(model, batch), free))
+        `J v` [1, *output] is that of a vector [n], by forward mode. Inside, the model has the copies, because
+        checkpointing runs parts of it again in the backward pass.
+        """
+        free, JV = [p.detach().requires_grad_() for p in self.params], None
+        with ExitStack() as tangents:
+            values = free
+            if row is not None:
+                tangents.enter_context(forward_ad.dual_level())
+                # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't look like one.
+                V = [torch.from_dlpack(t[0].detach()) for t in self.split(row[None])]
+                values = [forward_ad.make_dual(p, v) for p, v in zip(free, V, strict=True)]
+            with self.risk.placed(dict(zip(self.risk.params, values, strict=True))), self._mode:
+                with tangents:  # left before the backward pass, which would propagate tangents, too
+                    F, extra = self.read(self.risk.model, batch)
+                    if row is not None:
+                        pairs = [forward_ad.unpack_dual(f) for f in F]
+                        JV = [torch.zeros_like(f)[None] if t is None else t.detach()[None] for f, t in pairs]
+                if self._itemsize is None:
+                    nodes = postorder(nodes_of(F))
+                    dtypes = {m.dtype for node in nodes for m in node._input_metadata} | {t.dtype for t in (*F, *free)}
+                    self._itemsize = min([d.itemsize for d in dtypes if d.is_floating_point])
+                self.reached = self.reached or not F or any(f.requires_grad for f in F)
+                yield F, extra, free, JV
 
-    def tangent(
-        self, batch: Batch, row: Tensor, function: Callable[[Outputs, Any, list[Tensor], list[Tensor]], T]
-    ) -> T:
-        """`function(F, extra, J v, parameters)` for one vector [n]; `F` has a graph, `J v` is [1, *output] each."""
-        free = [p.detach().requires_grad_(torch.is_grad_enabled()) for p in self.params]
-        with ExitStack() as level:
-            level.enter_context(forward_ad.dual_level())
-            # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't look like one.
-            V = [torch.from_dlpack(t[0].detach()) for t in split_rows(row[None], self.params)]
-            duals = [forward_ad.make_dual(p, v) for p, v in zip(free, V, strict=True)]
-
-            def inside(model: nn.Module) -> T:
-                with level:  # left before the backward pass, which would propagate the tangents, too
-                    F, extra = self.read(model, batch)
-                    JV = [t.detach()[None] for t in _tangents(F)]
-                return function(F, extra, JV, free)
-
-            return self.at(batch, duals, inside)
+    @property
+    def _mode(self) -> AbstractContextManager[Any]:
+        """Watches the first run of the model, and all others if they need it."""
+        return self._replaced if self._itemsize is None or self._replaced.any else nullcontext()
 
     # --------------------------------------------------------------------------------------------------------- products
-    def ggn(
-        self, batch: Batch, rows: Tensor, output_product: Callable[[Outputs, Any], Linear], total: Tensor
-    ) -> Tensor:
-        """Add `Jᵀ M J v` of several vectors [K, n] to a total; returns `⟨M J v, J v⟩` [K].
+    def ggn(self, batch: Batch, rows: Tensor, matrix: Callable[[Outputs, Any], Linear], total: Tensor) -> Tensor:
+        """Add `Jᵀ M J v` of several vectors [K, n] to a total [K, n]; returns `⟨M J v, J v⟩` [K].
 
         Args:
-            output_product: Makes the product with `M` from the outputs and what was read beside them.
-            total: [K, n]. Where an operation has no forward mode it is written to once all the same.
+            matrix: Makes the product with `M` from the outputs and what was read beside them.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, which share the graph. Several
         share a forward pass, and carry tangents through another one.
         """
-        state = RandomState.now(self.risk.device)
-
-        def reached(F: Outputs, JV: list[Tensor]) -> list[Tensor]:
-            if not any(f.requires_grad for f in F):  # nothing depends on the parameters, or a graph was lost
-                state.restore()
-                other = [1.01 * p.detach() + 0.01 for p in self.params]
-                moved = self.at(batch, other, lambda model: self.read(model, batch)[0])
-                if not all(torch.equal(f, there) for f, there in zip(F, moved, strict=True)):
-                    raise_unreached()
-            return JV
-
-        made: list[Linear] = []  # what it counts and draws for a batch is counted and drawn once
-
-        def product(F: Outputs, extra: Any) -> Linear:
-            made[:] = made or [output_product(F, extra)]
-            return made[0]
-
-        def shared(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor:
-            MJV = product(F, extra)(reached(F, JV))
-            self.back(F, free, MJV, total, last=True)
-            return inner(MJV, JV)
-
-        def several(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
-            M, energy = product(F, extra), []
+        state, energy = RandomState.now(self.risk.device), []
+        dual = len(rows) == 1 and not self.twice
+        with self.run(batch, rows[0] if dual else None) as (F, extra, free, JV):
+            M = matrix(F, extra)
             for piece, own in zip(rows.split(self.columns), total.split(self.columns), strict=True):
-                JV = self._twice(F, free, piece) if self.twice else self._forward(batch, piece, state)
-                MJV = M(reached(F, JV))
-                self.back(F, free, MJV, own)
-                energy.append(inner(MJV, JV))
-            return torch.cat(energy)
-
-        return self.in_some_way(
-            state,
-            lambda: (
-                self.tangent(batch, rows[0], shared)
-                if len(rows) == 1 and not self.twice
-                else self.graph(batch, several)
-            ),
-        )
+                if JV is None or not dual:
+                    JV = self._twice(F, free, piece) if self.twice else self._forward(batch, piece, state)
+                MJV = M(JV)
+                self.back(F, free, MJV, own, last=dual)
+                pairs = [(a.to(torch.promote_types(a.dtype, torch.float32)), b) for a, b in zip(MJV, JV, strict=True)]
+                energies = [(a * b).flatten(1).sum(1) for a, b in pairs]
+                energy.append(sum(energies[1:], energies[0]))
+        return torch.cat(energy)
 
     def forward(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        """`J v` of several vectors, [K, n] -> [K, *output] for each output; what is read is read without a graph.
+        """`J v` of several vectors, [K, n] -> [K, *output] for each output.
 
-        Cost: one forward pass with tangents for a piece of vectors.
+        Cost: one forward pass with tangents, without a graph, for a piece of vectors.
         """
-        state = RandomState.now(self.risk.device)
+        self.check(batch)
+        state, pieces = RandomState.now(self.risk.device), []
+        for piece in rows.split(self.columns):
+            if self.twice:
+                with self.run(batch) as (F, _, free, _):
+                    pieces.append(self._twice(F, free, piece))
+            else:
+                pieces.append(self._forward(batch, piece, state))
+        return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
-        def run() -> list[Tensor]:
-            pieces = [
-                self.graph(batch, lambda F, extra, free, piece=piece: self._twice(F, free, piece))
-                if self.twice
-                else self._forward(batch, piece, state)
-                for piece in rows.split(self.columns)
-            ]
-            return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-
-        return self.in_some_way(state, run)
-
-    def in_some_way(self, state: RandomState, run: Callable[[], T]) -> T:
-        """`run()`, by two backward passes from now on if an operation has no forward mode."""
-        if self.twice:
-            return run()
-        try:
-            return run()
-        except (UnsupportedError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError:  # what is wrong with the model itself fails again
-            state.restore()
-            self.twice = True
-            return run()
-
-    def require_linear(self, batch: Batch) -> None:
-        """Find out, by a product `Jᵀ J v`, how `J v` is right, for operators whose products don't tell.
-
-        A model of which there is none passes: its products `Jᵀ u` are right.
-
-        Raises:
-            UnsupportedError: If backward passes are not the derivative of the forward pass.
-        """
-        if self._right == self.twice:
-            return
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self.risk.space.dim, generator=generator).to(self.risk.device, self.risk.dtype)
-        state = RandomState.now(self.risk.device)
-        for _ in range(2):
-            try:
-                found = torch.zeros_like(v)[None]
-                energy = self.ggn(batch, v[None], lambda F, extra: lambda V: V, found)
-            except MissingDerivative:
-                self._right = self.twice
-                return
-            finally:
-                state.restore()
-            if self.agree(v[None], found, energy):
-                self._right = self.twice
-                return
-        raise not_a_derivative()
-
-    def agree(self, rows: Tensor, products: Tensor, energy: Tensor) -> bool:
-        """Whether `⟨M J v, J v⟩ = ⟨v, Jᵀ M J v⟩` for vectors and products [K, n]; after False another way is tried.
-
-        What is not finite is reported elsewhere.
-        """
-        one, two = energy.to(rows), (rows * products).sum(1)
-        room = rows.norm(dim=1) * products.norm(dim=1) / rows.shape[1] ** 0.5
-        tolerance = _TOLERANCE[self._itemsize or 8]
-        small = torch.finfo(one.dtype).tiny  # below, numbers have few digits
-        fine = ~((one - two).abs() > tolerance * (one.abs() + room) + small)
-        if bool(fine.all()):
-            return True
-        self.twice = True
-        return False
-
-    # ------------------------------------------------------------------------------------------------------------ parts
     def back(
-        self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor], total: Tensor | None = None, last: bool = False
-    ) -> Tensor:
-        """`Jᵀ u` of several vectors, [K, *output] for each output -> [K, n], added to a total if there is one.
+        self,
+        F: Sequence[Tensor | None],
+        free: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        total: Tensor,
+        last: bool = False,
+    ) -> None:
+        """Add `Jᵀ u` of several vectors, [K, *output] for each output, to a total, a row for each.
 
         In float16 vectors are sent times a power of two that leaves room on both sides.
 
         Args:
             last: Whether the graph may be freed.
         """
-        K = len(vectors[0])
-        if total is None:
-            total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
-        if self._itemsize is None:
-            met = {d for node in postorder(nodes_of(F)) for d in (m.dtype for m in node._input_metadata)}
-            dtypes = met | {t.dtype for t in (*F, *self.params)}
-            self._itemsize = min([d.itemsize for d in dtypes if d.is_floating_point], default=8)
-        sent = [(f, v) for f, v in zip(F, vectors, strict=True) if f.requires_grad]
-        power = 1.0
-        if torch.float16 in {t.dtype for t in (*F, *self.params)}:
-            largest = max((float(v.abs().amax()) for _, v in sent), default=0.0)
+        sent = [(f, v) for f, v in zip(F, vectors, strict=True) if f is not None and f.requires_grad]
+        if not sent:
+            return
+        power, outputs = 1.0, [f for f, _ in sent]
+        if self.narrow or any(f.dtype == torch.float16 for f in outputs):
+            largest = max(float(v.abs().amax()) for _, v in sent)
             power = 2.0 ** (-math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-        size = self.sent_together(K, F)
-        for start in range(0, K if sent else 0, size):
-            U = [v[start : start + size] for _, v in sent]
-            U = [(u if power == 1 else u.float() * power).to(f.dtype) for (f, _), u in zip(sent, U, strict=True)]
-            found = vjp([f for f, _ in sent], free, U, last and start + size >= K)
-            add_rows(total[start : start + size], found, free, power)
-        return total
+        K = len(total)
+        size = self._sent_together(outputs, K) if K > 1 else 1
+        for start in range(0, K, size):
+            at = slice(start, start + size)
+            U = [(v[at] if power == 1 else v[at].float() * power).to(f.dtype) for f, v in sent]
+            found = vjp(outputs, free, U, last and start + size >= K)
+            for own, part in zip(total[at].split([p.numel() for p in free], 1), found, strict=True):
+                if part is not None:
+                    part = part.reshape(len(own), -1)
+                    own += part if power == 1 else part.to(own.dtype) / power
 
-    def sent_together(self, K: int, F: Outputs) -> int:
+    def _sent_together(self, outputs: Sequence[Tensor], K: int) -> int:
         """How many of K columns are backpropagated together."""
-        if "group norm" in self._met:  # several at once are wrong in its second derivative
+        if self._replaced.group_norm:
             return 1
-        numbers = max((t.numel() for t in (*F, *self.params)), default=1)
-        together = self.risk.device.type != "cpu" or self._fixed
-        return self.columns if together else max(1, min(K, _CPU_NUMBERS // max(1, numbers)))
+        numbers = max(t.numel() for t in (*outputs, *self.params))
+        return self.columns if self._together else max(1, min(K, _CPU_NUMBERS // max(1, numbers)))
 
     def _forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
-        """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
+        """`J v` by forward mode, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
         after = RandomState.now(self.risk.device)
-        values, V = tuple(p.detach() for p in self.params), split_rows(rows, self.params)
+        values, V = tuple(p.detach() for p in self.params), self.split(rows)
 
         def function(*parameters: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.at(batch, parameters, lambda model: self.read(model, batch)[0]))
+            with self.risk.placed(dict(zip(self.risk.params, parameters, strict=True))), self._mode:
+                return tuple(self.read(self.risk.model, batch)[0])
 
-        def alone(k: int) -> list[Tensor]:
+        def one(*tangents: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.jvp(function, values, tangents)[1]
+
+        def alone(row: Tensor) -> Any:
             state.restore()
-            return self.tangent(batch, rows[k], lambda F, extra, JV, free: [t[0] for t in JV])
+            with self.run(batch, row) as (_, _, _, JV):
+                return JV
 
         try:
-            if len(rows) > 1:
-                try:
-                    state.restore()
-                    with quiet(), torch.no_grad():
-                        one = lambda *tangents: torch.func.jvp(function, values, tangents)[1]  # noqa: E731
-                        return list(torch.func.vmap(one, randomness="same")(*V))
-                except RuntimeError:  # an operation that can't be vectorised; all else fails again
-                    pass
-            try:
-                with torch.no_grad():
-                    columns = [alone(k) for k in range(len(rows))]
-            except NotImplementedError:
-                raise
-            except RuntimeError:  # the model differentiates in its forward pass
-                columns = [alone(k) for k in range(len(rows))]
-            return [torch.stack(ts) for ts in zip(*columns, strict=True)]
+            with quiet(), torch.no_grad():
+                if len(rows) == 1:
+                    return alone(rows[0])
+                state.restore()
+                return list(torch.func.vmap(one, randomness="same")(*V))
+        except RuntimeError:  # what can't be vectorised, or differentiates in its forward pass; all else fails again
+            return [torch.cat(ts) for ts in zip(*map(alone, rows), strict=True)]
         finally:
             after.restore()
 
@@ -395,50 +297,55 @@ class Passes:
         JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
         reached = [f for f in F if f.requires_grad]
         w = [torch.zeros_like(f, requires_grad=True) for f in reached]
-        with naming_operations():
-            back = gradients_of(reached, free, w, True, create_graph=True) if reached else ()
-            used = [(g, v) for g, v in zip(back, split_rows(rows, free)) if g is not None and g.requires_grad]
-            if used:
-                size, gradients = self.sent_together(len(rows), F), [g for g, _ in used]
-                for start in range(0, len(rows), size):
-                    at = slice(start, start + size)
-                    for f, t in zip(reached, vjp(gradients, w, [v[at] for _, v in used]), strict=True):
-                        if t is not None:
-                            JV[id(f)][at] = t.detach()
+        back = gradients_of(reached, free, w, True, create_graph=True) if reached else ()
+        used = [(g, v) for g, v in zip(back, self.split(rows)) if g is not None and g.requires_grad]
+        size = self._sent_together(F, len(rows))
+        for start in range(0, len(rows) if used else 0, size):
+            at = slice(start, start + size)
+            for f, t in zip(reached, vjp([g for g, _ in used], w, [v[at] for _, v in used]), strict=True):
+                if t is not None:
+                    JV[id(f)][at] = t.detach()
         return [JV[id(f)] for f in F]
 
+    def split(self, rows: Tensor) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter
+        """The parts of several vectors, in the parameters' own dtypes."""
+        rows = rows.clone() if rows.is_inference() else rows
+        parts = rows.split([p.numel() for p in self.params], dim=1)
+        return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, self.params, strict=True)]
 
-def not_a_derivative() -> UnsupportedError:
-    """The error about a model whose backward pass does not fit to its forward pass."""
-    return UnsupportedError(
-        "The model's backward pass is not the derivative of its forward pass: ⟨M J v, J v⟩ and ⟨v, Jᵀ M J v⟩ differ. "
-        "Does a hook, or a backward pass written by hand, clamp, normalise or perturb gradients? Leave that out while "
-        "the curvature is computed."
-    )
+    # --------------------------------------------------------------------------------------------------- the adjoint
+    def check(self, batch: Batch) -> None:
+        """Compare `⟨J v, J v⟩` with `⟨v, Jᵀ J v⟩` once, for operators whose products don't tell."""
+        if self._right is self.twice:
+            return
+        generator, state = torch.Generator().manual_seed(0), RandomState.now(self.risk.device)
+        v = torch.randn(1, self.risk.space.dim, generator=generator).to(self.risk.device, self.risk.dtype)
+        total = torch.zeros_like(v)
+        energy = self.ggn(batch, v, lambda F, extra: lambda V: V, total)
+        state.restore()
+        self.require_adjoint(v, total, energy)
+        self._right = self.twice if self.reached else self._right
 
+    def require_adjoint(self, rows: Tensor, products: Tensor, energy: Tensor) -> None:
+        """Require `⟨M J v, J v⟩ = ⟨v, Jᵀ M J v⟩` for vectors and products [K, n]; what is not finite passes.
 
-def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter
-    """The parts of several vectors, in the parameters' own dtypes."""
-    rows, K = rows.clone() if rows.is_inference() else rows, rows.shape[0]
-    parts = rows.split([p.numel() for p in params], dim=1)
-    return [part.reshape(K, *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
-
-
-def add_rows(total: Tensor, parts: Sequence[Tensor | None], params: Sequence[Tensor], power: float = 1.0) -> None:
-    """Add several vectors to a total [K, n], from their parts over a power of two; None is zero."""
-    for own, part in zip(total.split([p.numel() for p in params], 1), parts, strict=True):
-        if part is not None:
-            own += part.reshape(len(own), -1) if power == 1 else part.reshape(len(own), -1).to(own.dtype) / power
-
-
-def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:  # -> [K]
-    """Inner products of vectors [K, *output], summed over outputs, in float32 at least."""
-    found = [(a.to(torch.promote_types(a.dtype, torch.float32)) * b).flatten(1).sum(1) for a, b in zip(one, other)]
-    return sum(found[1:], found[0])
+        Raises:
+            RuntimeError: If they differ in forward mode; two backward passes may be right.
+            UnsupportedError: If they differ all the same.
+        """
+        one, two = energy.to(rows), (rows * products).sum(1)
+        room = rows.norm(dim=1) * products.norm(dim=1) / rows.shape[1] ** 0.5
+        small = torch.finfo(one.dtype).tiny  # below, numbers have few digits
+        if bool(((one - two).abs() > _TOLERANCE[self._itemsize or 8] * (one.abs() + room) + small).any()):
+            raise (UnsupportedError if self.twice else RuntimeError)(
+                "The model's backward pass is not the derivative of its forward pass: ⟨M J v, J v⟩ and ⟨v, Jᵀ M J v⟩ "
+                "differ. Does a hook, or a backward pass written by hand, clamp, normalise or perturb gradients? Leave "
+                "that out while the curvature is computed."
+            )
 
 
 def vjp(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor], last: bool = False
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], last: bool = False
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of several vectors `[K, *output]`: `[K, *input]`, None where nothing depends.
 
@@ -458,8 +365,3 @@ def vjp(
         rows = [vjp(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
     columns = zip(*rows, strict=True)
     return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
-
-
-def _tangents(outputs: Outputs) -> list[Tensor]:
-    found = [forward_ad.unpack_dual(f) for f in outputs]
-    return [torch.zeros_like(f) if t is None else t for f, t in found]

@@ -132,14 +132,15 @@ class ModelParameters:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
-        self.require_in_place()
-        with self._placed(values):
+        with self.placed(values):
             return function(self.model)
 
-    def placed(self) -> AbstractContextManager[None]:
-        """Context in which the model has the values of `params`, where these are not its own tensors."""
+    def placed(self, values: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+        """Context in which the model has other values; by default those of `params` that are not its own tensors."""
         self.require_in_place()
-        return self._placed(self.params) if self._elsewhere else nullcontext()
+        if values is None:
+            return self._placed(self.params) if self._elsewhere else nullcontext()
+        return self._placed(values)
 
     def _placed(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         return (self._placed_whole if self._spread else partial(replaced_parameters, self._places))(values)

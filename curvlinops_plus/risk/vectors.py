@@ -376,7 +376,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
-        self._seeds, self._key, self.before = (seed, step), counter_key(seed, step), before
+        self._seeds, self.before = (seed, step), before
         self._examples: Sequence[int] | Tensor | None = None
         self._position = 0
 
@@ -390,14 +390,14 @@ class Draws:
         if index == 0:
             return self
         own = copy(self)
-        own._key = counter_key(*self._seeds, index)
+        own._seeds = (*self._seeds, index)
         return own
 
     def uniform(self, *shape: int) -> Tensor:
         """The next numbers in [0, 1), float64 on the CPU; the first axis is the examples'."""
         examples = range(shape[0]) if self._examples is None else self._examples
         count = math.prod(shape[1:])
-        found = uniforms(self._key, examples, self._position, count)
+        found = uniforms(counter_key(*self._seeds), examples, self._position, count)
         self._position += count
         return found.view(shape)
 

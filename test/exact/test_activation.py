@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import ActivationHessianLinearOperator
-from curvlinops_plus.errors import UnsupportedError
 
 
 class Block(nn.Module):
@@ -178,9 +177,8 @@ def test_one_of_several_tensors(kind: Callable[..., Any]) -> None:
         H = ActivationHessianLinearOperator(model, loss, ("inner", side, index), [(X, y)])
         close(H.to_dense(), dense(function, at))
     for which, words in {
-        ("inner", "input", 1): 'Entry 1 of the input of module "inner" is int; only a tensor',
+        ("inner", "input", 1): 'Entry 1 of the input of module "inner" is no tensor of real numbers',
         ("inner", "output", 2): 'output of module "inner" has 2 entries; there is no entry 2',
-        ("out", "output", 1): 'output of module "out" has 1 entry; there is no entry 1',
     }.items():
         with pytest.raises(ValueError, match=words):
             ActivationHessianLinearOperator(model, loss, which, [(X, y)])
@@ -237,21 +235,26 @@ class Again(nn.Module):
 
 
 def test_activation_inside_of_checkpointing() -> None:
-    model, data = Again().double(), [(normal(2, 3), normal(2, 2))]
-    for side in ("input", "output"):
-        with unchanged(model, data), pytest.raises(UnsupportedError, match='Module "inner" is inside of activation ch'):
-            ActivationHessianLinearOperator(model, nn.MSELoss(), ("inner", side, 0), data).to_dense()
-    outside = ActivationHessianLinearOperator(model, nn.MSELoss(reduction="sum"), ("last", "input", 0), data)
-    W = model.last.weight.detach()
-    close(outside.to_dense(), torch.block_diag(2 * W.T @ W, 2 * W.T @ W))
+    torch.manual_seed(0)
+    model, loss, data = Again().double(), nn.MSELoss(), [(normal(2, 3), normal(2, 2))]
+    h = model.first(data[0][0]).detach()
+    ends: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+        "input": (h, lambda z: loss(model.last(model.inner(z.view(2, 3)).tanh()), data[0][1])),
+        "output": (model.inner(h).detach(), lambda z: loss(model.last(z.view(2, 2).tanh()), data[0][1])),
+    }
+    for side, (at, function) in ends.items():
+        with unchanged(model, data):
+            close(
+                ActivationHessianLinearOperator(model, loss, ("inner", side, 0), data).to_dense(), dense(function, at)
+            )
 
 
 def test_data_that_change() -> None:
     model, data = make(mlp, 3, 1)
     H = ActivationHessianLinearOperator(model, nn.CrossEntropyLoss(), ("head", "output", 0), data)
     v, last = torch.ones(H.shape[0], dtype=F64), data.pop()
-    with pytest.raises(ValueError, match=r"had shape \[1, 4\] in the first pass over the data and None"):
+    with pytest.raises(ValueError, match=r"the shapes \[\[3, 4\], \[1, 4\]\] in the first pass .* and \[\[3, 4\]\] in"):
         _ = H @ v
     data[0] = last
-    with pytest.raises(ValueError, match=r"had shape \[3, 4\] in the first pass over the data and \[1, 4\] in this"):
+    with pytest.raises(ValueError, match=r"the shapes \[\[3, 4\], \[1, 4\]\] in the first pass .* and \[\[1, 4\]\] in"):
         _ = H @ v

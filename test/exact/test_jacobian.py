@@ -17,6 +17,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     GGNFactor,
     GGNFactorLinearOperator,
+    Hessian,
     Jacobian,
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
@@ -106,6 +107,19 @@ def test_rows_are_as_many_as_in_the_first_pass(kind: Any, number: int) -> None:
     for use in (lambda: rows @ v, lambda: rows.T @ u, lambda: J.to_dense()):
         with pytest.raises(ValueError, match="The data have more or fewer examples"):
             use()
+
+
+@pytest.mark.parametrize("kind", [GGN, GGNFactor, Hessian, Jacobian])
+def test_other_values_than_the_model_s_own(kind: Any) -> None:
+    model, data = mlp(), [(normal(3, 3), torch.arange(3) % 2), (normal(2, 3, seed=1), torch.arange(2) % 2)]
+    other = {key: p.detach() + 1 for key, p in model.named_parameters()}
+    moved = mlp()
+    moved.load_state_dict(other)
+    A, B = (kind(EmpiricalRisk(m, nn.CrossEntropyLoss(), data, p)) for m, p in ((model, other), (moved, None)))
+    v, u = normal(A.shape[1]), normal(A.shape[0])
+    close(A @ v, B @ v)
+    close(A.T @ u, B.T @ u)
+    close(A.to_dense(), B.to_dense())
 
 
 def test_both_doors() -> None:
