@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "curvlinops_plus"
 #: File of the repository -> page of the site.
-TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.py"))
+TEXTS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+EXAMPLES = sorted(
+    path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.py")
+)
 
 
 def site_path(path: str) -> str | None:
@@ -48,7 +54,11 @@ def translated(markdown: str, uri: str) -> str:
         target, fragment = found[1], found[2] or ""
         path = posixpath.normpath(posixpath.join(here, target))
         page = site_path(path) if (ROOT / path).is_file() else None
-        return found[0] if page is None else f"]({posixpath.relpath(page, posixpath.dirname(uri) or '.')}{fragment})"
+        return (
+            found[0]
+            if page is None
+            else f"]({posixpath.relpath(page, posixpath.dirname(uri) or '.')}{fragment})"
+        )
 
     return re.sub(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", link, markdown)
 
@@ -69,7 +79,11 @@ def titled(text: str) -> tuple[str, str]:
 
 def picture(path: str) -> str | None:
     """The picture in docs/ that an example draws: the first that it writes."""
-    found = re.search(r'^write\(\w+, "(\w+)"\)', (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = re.search(
+        r'^write\(\w+, "(\w+)"\)',
+        (ROOT / path).read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
     return f"{found[1]}.png" if found else None
 
 
@@ -93,14 +107,20 @@ def gallery() -> str:
         link, image = f"[{title}]({site_path(path)})", picture(path)
         said = f"{rest.strip()} `{Path(path).name}`".strip()
         if image:
-            thumbnail = f"[![What {path} draws]({image}){{loading=lazy}}]({site_path(path)})"
+            thumbnail = (
+                f"[![What {path} draws]({image}){{loading=lazy}}]({site_path(path)})"
+            )
             cards.append(f"-   {thumbnail}\n\n    **{link}**\n\n    {said}\n")
         else:
             stop = "" if title.endswith("?") else "."
             others.append(f"* **{link}**{stop} {said}")
     intro = "Every script runs by itself and prints its figures; a card leads to its source.\n"
     shown = '\n<div class="grid cards" markdown>\n\n' + "\n".join(cards) + "\n</div>\n"
-    return f"# Gallery\n\n{intro}{shown}\n## Without a picture\n\n" + "\n".join(others) + "\n"
+    return (
+        f"# Gallery\n\n{intro}{shown}\n## Without a picture\n\n"
+        + "\n".join(others)
+        + "\n"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
@@ -197,7 +217,7 @@ MEMBERS = {
     "Processes": "rank world share",
     "Accumulator": "affine sweeps update finish add value using needs changes_basis change_basis",
     "AffineRule": "patterns inputs grads sizes sparse stacked_inputs input_gram mean_inputs stacked_grads grad_gram "
-    "sum_grads refuses",
+    "refuses",
     "LayerRule": "patterns per_example_grads axes refuses",
     "SparseRows": "to_dense",
     "Likelihood": "nll grad hessian_product hessian_root hessian_root_columns draw",
@@ -218,7 +238,11 @@ def reference_page(page: str) -> str:
     for name in full_names(page):
         members = MEMBERS.get(name.split(".")[-1], "").split()
         listed = "".join(f"\n        - {member}" for member in members)
-        options = f"\n    options:\n      inherited_members: true\n      members:{listed}" if members else ""
+        options = (
+            f"\n    options:\n      inherited_members: true\n      members:{listed}"
+            if members
+            else ""
+        )
         entries.append(f"::: {name}{options}\n")
     return f"# {title}\n\n{about}\n\n" + "\n".join(entries)
 
@@ -228,7 +252,10 @@ def reference_index() -> str:
     import griffe
 
     package = griffe.load("curvlinops_plus", search_paths=[str(ROOT)])
-    lines = ["# Reference\n", "Names without a dot are imported from `curvlinops_plus`, others from its subpackages."]
+    lines = [
+        "# Reference\n",
+        "Names without a dot are imported from `curvlinops_plus`, others from its subpackages.",
+    ]
     for page, (title, _, _) in REFERENCE.items():
         lines += [f"\n## [{title}]({page}.md)\n\n| name | |", "| --- | --- |"]
         for name in full_names(page):
@@ -257,7 +284,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Translates links, except in pages that are made here."""
     uri = page.file.src_uri
     made = uri.startswith(("reference/", "examples/")) or uri == "gallery.md"

@@ -89,10 +89,8 @@ class Gradients:
         return self._add
 
     def _add(self, seen: LayerBatch, vector: int) -> None:
-        (group,) = seen.layer.groups
-        J = seen.per_example_grads  # [V, N, *b, o, i]
-        for key, t in zip(group.keys, group.layout.scatter(J.flatten(2).flatten(0, 1)), strict=True):
-            self._parts.setdefault(key, []).append(t.view(*J.shape[:2], *seen.layer.params[key].shape))
+        for key, J in seen.param_grads().items():
+            self._parts.setdefault(key, []).append(J)
 
     def pop(self) -> dict[str, Tensor]:
         """Key of each parameter to `[V, N, *shape]`; zero for those that the batch does not use."""

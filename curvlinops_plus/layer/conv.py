@@ -55,10 +55,6 @@ class GroupedRule(AffineRule):
         """Sum of `g gᵀ` over vectors, examples and positions."""
         return image_gram(self.grouped(module, at_least_float32(g).flatten(3).flatten(0, 1), dim=1))
 
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, *b, o]
-        """Sum of `g` over the positions of each example."""
-        return self.grouped(module, at_least_float32(g).flatten(3).sum(3))
-
 
 @register_rule(*_CONVOLUTIONS)
 class ConvRule(GroupedRule):

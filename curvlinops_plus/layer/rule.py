@@ -318,10 +318,6 @@ class AffineRule(LayerRule):
         """Sum of `g gᵀ` over all V·B·S rows."""
         return gram(self.grad_rows(module, g).flatten(0, 2))
 
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, *b, o]
-        """Sum of `g` over the positions of each example."""
-        return self.grad_rows(module, g).sum(2)
-
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}

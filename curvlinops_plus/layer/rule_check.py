@@ -59,8 +59,8 @@ def check_rule(
     """Compare a layer rule with plain autodiff.
 
     Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
-    also rows and their fast paths (`stacked_inputs`, `input_gram`, `mean_inputs`, `stacked_grads`, `grad_gram`,
-    `sum_grads`). The parameters are used with their values: a zero weight hides errors in its factors.
+    also rows and their fast paths (`stacked_inputs`, `input_gram`, `mean_inputs`, `stacked_grads`, `grad_gram`).
+    The parameters are used with their values: a zero weight hides errors in its factors.
 
     Args:
         module: A layer, in the mode in which it will be used. Not changed: a double precision copy is.
@@ -220,7 +220,6 @@ class _Check:
             ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
             ("mean_inputs", None if rule.sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
             ("grad_gram", rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
-            ("sum_grads", rule.sum_grads(module, g), b.sum(2), "the sum over positions"),
         ):
             if got is not None:
                 self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")

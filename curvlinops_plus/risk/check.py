@@ -126,25 +126,25 @@ class Look:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Context for passes of the plain model."""
-        model, backward = self.risk.model, self.recorder.backward
-        kept = kept_random_state(), kept_modules([*model.modules()])
-        with self.recorder.disabled, torch.set_grad_enabled(backward), eager, kept[0], kept[1]:
+        kept = kept_random_state(), kept_modules([*self.risk.model.modules()])
+        with self.recorder.disabled, torch.set_grad_enabled(self.recorder.backward), eager, kept[0], kept[1]:
             yield
 
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The sum of the three by the plain model; None is zero, and what can't be told is missing."""
-        heads, sent, alone = list[Tensor](), list[Tensor](), self._alone(model)
-        for n, number, fs in zip(self.chosen, self.numbers.tolist(), alone or (), strict=alone is not None):
-            heads += fs
-            sent += [number * self._rows(v, n) for v in self.vectors]
-        if alone is None:
-            sent = [torch.zeros_like(v) for v in self.vectors]
-            for n, number in zip(self.chosen, self.numbers.tolist(), strict=True):
-                for v, kept in zip(self.vectors, sent, strict=True):
-                    self._rows(kept, n).copy_(number * self._rows(v, n))
+        numbers, vectors = self.numbers.tolist(), [v.unflatten(0, (self.N, -1)) for v in self.vectors]
+        heads = self._alone(model)
+        if heads is not None:
+            sent = [number * v[n] for n, number in zip(self.chosen, numbers, strict=True) for v in vectors]
+        else:
+            zeros = [torch.zeros_like(v) for v in vectors]
+            for n, number in zip(self.chosen, numbers, strict=True):
+                for v, kept in zip(vectors, zeros, strict=True):
+                    kept[n] = number * v[n]
+            sent = [v.flatten(0, 1) for v in zeros]
             heads = self.risk.run(self.batch, model)[0] if self.repeatable else self.outputs
             if away := self._difference(heads, self.outputs):
-                raise not_repeatable(self.risk, away)
+                raise _random(self.risk, away)
             if not self.repeatable:
                 params = {key: p for key, p in self.risk.params.items() if p.requires_grad}
         live = [(f, v) for f, v in zip(heads, sent, strict=True) if f.requires_grad]
@@ -153,63 +153,52 @@ class Look:
         fs, vs = zip(*live, strict=True)
         return dict(zip(params, gradients_of(fs, [*params.values()], vs, heads is self.outputs), strict=True))
 
-    def _alone(self, model: nn.Module | None) -> list[Sequence[Tensor]] | None:
-        """What the losses read of each of the three by itself.
+    def _alone(self, model: nn.Module | None) -> Sequence[Tensor] | None:
+        """What the losses read of the first of the three by itself, then of the others.
 
         None if the model can't run one, or returns something of another form; in training loops also if it returns
         something else than in the batch.
         """
-        before, found, theirs = RandomState.now(self.risk.device), list[Sequence[Tensor]](), list[Tensor]()
+        before, heads, theirs = RandomState.now(self.risk.device), list[Tensor](), list[Tensor]()
         for n in self.chosen:
-            one = take_examples(self.batch, [n])
+            if (one := take_examples(self.batch, [n])) is None:
+                return None
             try:
-                fs = () if one is None else self.risk.run(one, model)[0]
+                heads += self.risk.run(one, model)[0]
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # the whole batch, which is run instead, raises what else is wrong
                 return None
-            if not fs:
-                return None
-            for f, F in zip(fs, self.outputs, strict=True):
-                theirs.append(self._rows(F, n))
-                if f.shape != theirs[-1].shape:
-                    return None
-            found.append(fs)
-        if away := self._difference([f for fs in found for f in fs], theirs):
-            if self.repeatable:
-                raise self._why_different(away)
+            theirs += [F.unflatten(0, (self.N, -1))[n] for F in self.outputs]  # several rows if these are positions
+        if [f.shape for f in heads] != [F.shape for F in theirs]:
             return None
+        if away := self._difference(heads, theirs):
+            if not self.repeatable:
+                return None
+            if refusal := self.recorder.refusal_of_one_row("the model does more with it than broadcast it"):
+                raise refusal
+            with torch.no_grad():
+                again = self.risk.run(self.batch)[0]
+            if different := self._difference(again, self.outputs):
+                raise _random(self.risk, different)
+            raise UnsupportedError(
+                f"The model's outputs for {len(self.chosen)} of {self.N} examples, each by itself, differ from those "
+                f"in the batch by {away:.1e} of the norm: the examples of a batch depend on each other, so they have "
+                "no gradients of their own. (Or code of the model depends on the number of examples, as `len(x)`; or "
+                "a tensor of the input has as many rows as there are examples, and is not one of rows for examples.) "
+                "EmpiricalRisk(..., check=False) goes on without this check."
+            )
         if self.repeatable:
             _refuse_draws(self.risk, before)
-        return found
-
-    def _rows(self, t: Tensor, n: int) -> Tensor:
-        """The rows of an example: several if its positions are on the same axis."""
-        return t.unflatten(0, (self.N, -1))[n]
+        return heads
 
     def _difference(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
         """The relative difference of outputs if it is more than rounding, else 0."""
         if [f.shape for f in one] != [F.shape for F in other]:
             return 1.0
-        away = relative_difference(_joined(one), _joined(other))
+        away = relative_difference(*[torch.cat([t.detach().flatten() for t in ts]) for ts in (one, other)])
         dtypes = [*self.recorder.dtypes, *[F.dtype for F in other]]
         return away if away > TOLERANCE[min([dtype.itemsize for dtype in dtypes])] else 0.0
-
-    def _why_different(self, away: float) -> Exception:
-        """The model is random, or its examples depend on each other."""
-        if refusal := self.recorder.refusal_of_one_row("the model does more with it than broadcast it"):
-            return refusal
-        with torch.no_grad():
-            again = self.risk.run(self.batch)[0]
-        if different := self._difference(again, self.outputs):
-            return not_repeatable(self.risk, different)
-        return UnsupportedError(
-            f"The model's outputs for {len(self.chosen)} of {self.N} examples, each by itself, differ from those in "
-            f"the batch by {away:.1e} of the norm: the examples of a batch depend on each other, so they have no "
-            "gradients of their own. (Or code of the model depends on the number of examples, as `len(x)`; or a tensor "
-            "of the input has as many rows as there are examples, and is not one of rows for examples.) "
-            "EmpiricalRisk(..., check=False) goes on without this check."
-        )
 
     # -------------------------------------------------------------------------------------- what the layers' rules give
     def see(self, batch: LayerBatch) -> None:
@@ -221,12 +210,19 @@ class Look:
         layer = batch.layer
         if not self.ours.keys().isdisjoint(layer.params):
             return
+
+        def times_numbers(g: Tensor) -> Tensor:  # [1, three · positions, ...]
+            numbers = self.numbers.to(g).repeat_interleave(g.shape[1] // len(self.chosen))
+            return g * numbers.view(-1, *[1] * (g.ndim - 2))
+
         try:
-            chosen = replace(batch.examples(self.chosen, slice(1)), mask=None, example_weights=None)
-            for group in layer.groups:
-                J = chosen.restrict(group).per_example_grads[0].flatten(1)
-                for key, g in group.layout.split((self.numbers.to(J) @ J)[:, None]).items():
-                    self.ours[key] = g[..., 0]
+            few = batch.examples(self.chosen, slice(1))
+            for call in few.calls:
+                several = isinstance(call.grads, list)
+                call.grads = [times_numbers(g) for g in call.grads] if several else times_numbers(call.grads)
+            # Three examples are taken for positions of one: their sum is one product.
+            one = replace(few, num_examples=1, mask=None, example_weights=None, group=None)
+            self.ours |= {key: J[0, 0] for key, J in one.param_grads().items()}
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -246,9 +242,10 @@ class Look:
         self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
         layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
         widest = max([layer.accumulation_dtype for layer in layers], key=lambda t: t.itemsize, default=torch.float32)
-        parts, zero = [_joined(self.vectors).to(widest)], set[str]()
+        parts, zero = [torch.cat([v.flatten() for v in self.vectors]).to(widest)], set[str]()
         for key, p in chain.from_iterable(layer.params.items() for layer in layers):
-            mine, theirs = (_in_parameter(found.get(key), p, widest) for found in (self.ours, self.theirs))
+            pair = [torch.zeros_like(p) if g is None else g for g in (self.ours.get(key), self.theirs[key])]
+            mine, theirs = [(g.to_dense() if g.is_sparse else g).to(widest).view(p.shape) for g in pair]
             parts += mine - theirs, mine, theirs
         norms = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
         scale, *found = torch.stack(norms).tolist()
@@ -287,16 +284,6 @@ class Look:
             self.risk.checked.seen.add(self.kind)
 
 
-def _joined(ts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().flatten() for t in ts])
-
-
-def _in_parameter(found: Tensor | None, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient of the parameter's shape, zero where there is none."""
-    g = torch.zeros_like(p) if found is None else found.to_dense() if found.is_sparse else found
-    return g.detach().to(dtype).view(p.shape)
-
-
 # ------------------------------------------------------------------------------------------- two evaluations that agree
 def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     """Compare two evaluations of the model on three examples of a batch, once for each mode of its modules.
@@ -319,7 +306,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
         for f, again in zip(first, risk.run(few or batch)[0], strict=True):
             away = relative_difference(again, f) if again.shape == f.shape else 1.0
             if away > TOLERANCE[f.element_size()]:
-                raise not_repeatable(risk, away)
+                raise _random(risk, away)
         _refuse_draws(risk, before)
     torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     risk.checked.modes.add(modes)
@@ -334,7 +321,7 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
         )
 
 
-def not_repeatable(risk: EmpiricalRisk, away: float) -> RuntimeError:
+def _random(risk: EmpiricalRisk, away: float) -> RuntimeError:
     """The error about a model of which two evaluations differ."""
     random = training_modules(risk.model)
     cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""

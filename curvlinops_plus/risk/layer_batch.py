@@ -181,7 +181,7 @@ class LayerBatch:
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
         if self.weight and (call := self._only_call) is not None:
-            a = call.rule.mean_inputs(call.use.module, self._wide(call.args[0]))
+            a = call.rule.mean_inputs(call.use.module, call.args[0])
             a = a.unflatten(0, (self.num_examples, -1)).mean(1)
             return torch.cat([a, torch.full_like(a[..., :1], "bias" in call.use.keys)], -1) if self.bias else a
         assert isinstance(self.inputs, Tensor)
@@ -204,7 +204,7 @@ class LayerBatch:
             return None
         if self.bias and "bias" not in call.use.keys:
             return None
-        a = call.rule.stacked_inputs(call.use.module, self._wide(call.args[0]))
+        a = call.rule.stacked_inputs(call.use.module, call.args[0])
         return a if a is None or not reduce else a.unflatten(0, (self.num_examples, -1)).mean(1)
 
     def input_gram(self, reduce: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor | float]:
@@ -218,7 +218,7 @@ class LayerBatch:
         if by_rule and all(mask is None for mask in self._masks):
             total, number = torch.zeros(()), 0.0
             for call in self.calls:
-                part, row_sum, rows = call.rule.input_gram(call.use.module, self._wide(call.args[0]))
+                part, row_sum, rows = call.rule.input_gram(call.use.module, call.args[0])
                 read = call.rule.reads(call.use.module)
                 count = float(rows) if read is None else rows * read.to(part.dtype)[:, None, None]
                 if self.bias:
@@ -246,7 +246,7 @@ class LayerBatch:
         call = self._only_call
         if call is None or self.sparse:
             return None
-        g, rows = call.rule.stacked_grads(call.use.module, self._wide(call.grads)), len(call.grads) * self.num_examples
+        g, rows = call.rule.stacked_grads(call.use.module, call.grads), len(call.grads) * self.num_examples
         return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
 
     def grad_gram(self, reduce: bool = False, diagonal: bool = False) -> Tensor:
@@ -256,7 +256,7 @@ class LayerBatch:
         """
         if not (reduce or diagonal) and len(self.calls) == 1 and self._masks[0] is None:
             call = self.calls[0]
-            return call.rule.grad_gram(call.use.module, self._wide(call.grads))
+            return call.rule.grad_gram(call.use.module, call.grads)
         g = self.grads.sum(2).flatten(0, 1) if reduce else self.grads.flatten(0, 2)
         return g.square().sum(0) if diagonal else gram(g)
 
@@ -273,10 +273,6 @@ class LayerBatch:
                 "it has no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule and "
                 f"register it with @register_rule({owner})."
             )
-
-    def _wide(self, t: Tensor) -> Tensor:
-        dtype = self.layer.accumulation_dtype
-        return t if t.dtype == dtype or not t.is_floating_point() else t.to(torch.promote_types(t.dtype, dtype))
 
     @cached_property
     def _only_call(self) -> Call | None:
@@ -321,7 +317,7 @@ class LayerBatch:
         """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias; None of other rules."""
         found = []
         for call in self.calls:
-            a = call.rule.rows(call.use.module, self._wide(call.args[0])) if isinstance(call.rule, AffineRule) else None
+            a = call.rule.rows(call.use.module, call.args[0]) if isinstance(call.rule, AffineRule) else None
             shape = () if a is None or isinstance(a, SparseRows) else (-1, *a.shape[2:])
             found.append(None if a is None else a.reshape(self.num_examples, *shape))
         return found
@@ -334,7 +330,7 @@ class LayerBatch:
             if not isinstance(call.rule, AffineRule):
                 found.append(None)
                 continue
-            g = call.rule.grad_rows(call.use.module, self._wide(call.grads))
+            g = call.rule.grad_rows(call.use.module, call.grads)
             g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
             found.append(g if mask is None else g * _beside(mask, g.ndim - 1))
         return found
@@ -357,8 +353,8 @@ class LayerBatch:
             return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
         (group,) = self.layer.groups if self.group is None else (self.group,)
         grads = self.param_grads()
-        tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
-        return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
+        J = group.layout.gather([grads[key].flatten(0, 1) for key in group.keys])
+        return J.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
 
     def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
         """Inner products of `per_example_grads` with some matrices, [V, N, K].
@@ -458,31 +454,37 @@ class LayerBatch:
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
-        keys, total = set(self.keys), {}
-        for k in range(len(self.calls)):
+        V, N, total, start = self.num_vectors, self.num_examples, dict[str, Tensor](), 0
+        if self._one_matrix:
+            J = self.per_example_grads.flatten(0, 1)  # [V N, *b, rows, columns]
+            for group in self.layer.groups if self.group is None else (self.group,):
+                columns = group.layout.matrix_shape[-1]
+                parts = group.layout.scatter(J[..., start : start + columns].flatten(1))
+                for key, g in zip(group.keys, parts, strict=True):
+                    total[key] = g.view(V, N, *self.layer.params[key].shape)
+                start += columns
+            return total
+        for k, call in enumerate(self.calls):
             for local, J in self._call_grads(k).items():
-                key = self.calls[k].use.keys.get(local)
-                if key in keys:
-                    J = J.unflatten(1, (self.num_examples, -1)).sum(2).to(self.layer.accumulation_dtype)
+                if (key := call.use.keys.get(local)) in self.keys:
+                    J = J.unflatten(1, (N, -1)).sum(2).to(self.layer.accumulation_dtype)
                     total[key] = total[key].add_(J) if key in total else J
-        V, N = self.num_vectors, self.num_examples
-        for key in keys - total.keys():  # a module of a tied parameter that was not called in this batch
+        for key in set(self.keys) - total.keys():  # a module of a tied parameter that was not called in this batch
             p = self.layer.params[key]
             total[key] = torch.zeros(V, N, *p.shape, dtype=self.layer.accumulation_dtype, device=p.device)
         return total
 
     def _call_grads(self, k: int) -> dict[str, Tensor]:
         """Gradients of the rows of one call in its parameters' own shapes: local name to [V, N * positions, *shape]."""
-        call, several = self.calls[k], isinstance(self.calls[k].grads, list)
-        module, mask = call.use.module, self.mask
+        call = self.calls[k]
+        module, rule, g = call.use.module, call.rule, call.grads
         try:
-            if isinstance(call.rule, AffineRule):
-                if mask is None or self._masks[k] is None:
-                    return call.rule.per_example_grads(module, call.args, call.kwargs, self._wide(call.grads))
-                return call.rule.split(module, outer_products(self._grads[k], self._inputs[k]), self._grads[k])
-            masked = [call.rule.masked(self._wide(g), mask) for g in (call.grads if several else [call.grads])]
-            g = masked if several else masked[0]
-            return call.rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+            if not isinstance(rule, AffineRule):
+                g = [rule.masked(t, self.mask) for t in g] if isinstance(g, list) else rule.masked(g, self.mask)
+                return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+            if self.mask is None or self._masks[k] is None:
+                return rule.per_example_grads(module, call.args, call.kwargs, g)
+            return rule.split(module, outer_products(self._grads[k], self._inputs[k]), self._grads[k])
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 

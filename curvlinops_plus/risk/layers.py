@@ -206,7 +206,8 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
-        patterns |= {key: known[local] for local, key in use.keys.items() if key not in patterns}
+        named = sorted(use.keys.items(), key=lambda one: one[0] == "bias")  # it is the last column
+        patterns |= {key: known[local] for local, key in named if key not in patterns}
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}

@@ -23,7 +23,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("exact.passes", "_COLUMNS", 2),
     ("exact.passes", "_CPU_NUMBERS", 1),
     ("blocks.sweeps", "Kept", lambda max_bytes, layers, squares: Kept(64, layers, squares)),
-    ("likelihood.sampling", "_WORK_BYTES", 64),
+    ("likelihood.draws", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),
     ("layer.rows", "_WORK_BYTES", 64),

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 import curvlinops_plus
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.likelihood.elementwise import MSE
 from curvlinops_plus.linalg import Kronecker
-from curvlinops_plus.risk import EmpiricalRisk, function_reads
+from curvlinops_plus.risk import EmpiricalRisk, LayerBatch, function_reads
 from curvlinops_plus.risk.layers import FoundReads
 
 from . import run
@@ -71,7 +70,7 @@ BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a wrong scale": _wrap(EmpiricalRisk, "scale", lambda plain, *a: 1.0001 * plain(*a)),
     "a wrong root": _wrap(MSE, "root_diagonal", lambda plain, *a: 1.01 * plain(*a)),
     "a sum over positions that is a mean": _wrap(
-        AffineRule, "sum_grads", lambda plain, rule, m, g: plain(rule, m, g) / max(1, g[0, 0, ..., 0].numel())
+        LayerBatch, "bias_grads", lambda plain, batch: plain(batch) / max(1, batch.grads.shape[2])
     ),
     "a wrong damping": _wrap(Kronecker, "_inverse", lambda plain, K, damping, retry: plain(K, 2 * damping, retry)),
 }
