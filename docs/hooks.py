@@ -93,7 +93,8 @@ def example_page(path: str) -> str:
     image, up = picture(path), "../" * path.count("/")
     shown = f"\n![What {path} draws]({up}{image})\n" if image else ""
     source = (ROOT / path).read_text(encoding="utf-8")
-    return f"# {title}\n\n{text}\n{shown}\n````{{.python title={path}}}\n{source}````\n"
+    wide = "---\nhide: [navigation, toc]\n---\n"
+    return f"{wide}# {title}\n\n{text}\n{shown}\n````{{.python title={path}}}\n{source}````\n"
 
 
 def gallery() -> str:
