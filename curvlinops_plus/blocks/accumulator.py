@@ -87,8 +87,9 @@ class Accumulator(ABC):
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer, self.group, self.scale = layer, group, scale
-        self._sums: dict[str, Tensor] = {}
-        self._halves: set[str] = set()  # sums of which only the lower triangle is there
+        #: The sums by name, and the names of those of which only the lower triangle is there.
+        self.raw: dict[str, Tensor] = {}
+        self.halves: set[str] = set()
         #: What each sum is divided by, if not by what the loss is.
         self.counts: dict[str, Tensor | float] = {}
         #: What the sums are of.
@@ -110,14 +111,14 @@ class Accumulator(ABC):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """The running sums by name, to be written to."""
-        while self._halves:
-            mirror(self._sums[self._halves.pop()])
-        return self._sums
+        """The running sums by name, as a whole, to be written to."""
+        while self.halves:
+            mirror(self.raw[self.halves.pop()])
+        return self.raw
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
-        self._sums, self._halves = sums, set()
+        self.raw, self.halves = sums, set()
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -139,10 +140,10 @@ class Accumulator(ABC):
             count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if the sum is scaled
                 like the loss, `c Σ`.
         """
-        if name in self._sums:
-            self._sums[name] += value
+        if name in self.raw:
+            self.raw[name] += value
         else:
-            self._sums[name] = value.clone()  # the caller's tensor may be shared
+            self.raw[name] = value.clone()  # the caller's tensor may be shared
         if count is not None:  # in single precision large numbers stop growing, and whole ones would decay in it
             count = count.double() if isinstance(count, Tensor) else count
             self.counts[name] = self.counts.get(name, 0.0) + count
@@ -158,10 +159,10 @@ class Accumulator(ABC):
         """
         rows = at_least_float32(rows)
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if ones else rows
-        if name not in self._sums:
-            self._sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
-        add_gram(rows.to(self._sums[name].dtype), self._sums[name])
-        self._halves.add(name)
+        if name not in self.raw:
+            self.raw[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_gram(rows.to(self.raw[name].dtype), self.raw[name])
+        self.halves.add(name)
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
 
@@ -171,7 +172,7 @@ class Accumulator(ABC):
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
-        if name not in self._sums:
+        if name not in self.raw:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         total = self.sums[name]
         like: Any = {"dtype": total.dtype, "device": total.device}

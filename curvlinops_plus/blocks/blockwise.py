@@ -15,7 +15,6 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
     Memory,
-    groups_within,
     make_plan,
     memory_of,
     owners_of,
@@ -129,7 +128,6 @@ class BlockwiseLinearOperator(Deferred):
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
         self.max_bytes, self._offload = max_bytes, offload
-        groups_within([], max_bytes)
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.

@@ -124,7 +124,7 @@ class KFAC(Accumulator):
         for number, role in enumerate(batch.roles()):
             if not role.calls:
                 continue
-            of_A, of_G = (self.forms.get(name) for name in ("A", "G"))
+            of_A, of_G = self.forms.get("A"), self.forms.get("G")
             if self.layer.roles[number].transposed:  # its factors change sides
                 of_A, of_G = of_G, of_A
             if batch.first and of_A is not None and self.weight_group is not None:
@@ -161,7 +161,7 @@ class KFAC(Accumulator):
         for number, role in enumerate(self.layer.roles):
             of_A, of_G = f"A{number or ''}", f"G{number or ''}"
             form = self.forms["A" if role.transposed else "G"]
-            if of_G in self.sums:
+            if of_G in self.raw:
                 G = self.value(of_G)
             else:
                 G = torch.ones(form.shape[:-1], dtype=self.layer.accumulation_dtype, device=self.layer.device)
@@ -170,7 +170,7 @@ class KFAC(Accumulator):
                 return {"G": G}
             if len(self.layer.roles) == 1:
                 return {"G": G, "A": self.value(of_A)}
-            if of_A in self.sums:  # a module may never have been called
+            if of_A in self.raw:  # a module may never have been called
                 A = self.value(of_A)
                 left, right = (A, G) if role.transposed else (G, A)
                 pairs.append((_of_form(left, self.forms["G"]), _of_form(right, self.forms["A"])))

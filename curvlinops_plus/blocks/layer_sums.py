@@ -119,7 +119,8 @@ class Sums:
             add_over_processes(accumulators, processes)
         for a in accumulators:
             a.totals, a.complete = totals, True
-        decompose_together(accumulators, processes)
+        if processes.world > 1:
+            decompose_together(accumulators, processes)
         del accumulators, a
         pending, self.stages = self.stages, {layer: [{}] for layer in self.layers}
 
@@ -225,7 +226,7 @@ class Sums:
             self.totals[layer] = _joined(self.totals[layer], self.step, self.decay, 1.0)
         if self.decay != 1:
             accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
-            if tensors := [total for a in accumulators for total in a.sums.values()]:
+            if tensors := [total for a in accumulators for total in a.raw.values()]:
                 with self._plain_mode():
                     torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
             for a in accumulators:
@@ -238,8 +239,9 @@ class Sums:
         for mine, stages in zip(self.stages.values(), other.stages.values(), strict=True):
             for own, stage in zip(mine, stages):
                 for name, accumulator in stage.items():
-                    sums, counts = own[name].sums, own[name].counts
-                    for key, value in accumulator.sums.items():
+                    sums, counts = own[name].raw, own[name].counts
+                    own[name].halves |= accumulator.halves
+                    for key, value in accumulator.raw.items():
                         if key in sums:
                             totals.append(sums[key])
                             values.append(value)
@@ -300,7 +302,7 @@ class Sums:
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        sums = [(a, name, total) for a in self._accumulators() for name, total in a.sums.items()]
+        sums = [(a, name, total) for a in self._accumulators() for name, total in a.raw.items()]
         norms = torch._foreach_norm([t for *_, t in sums]) if sums else []  # pyright: ignore[reportPrivateImportUsage]
         # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
         if not sums or isfinite(torch.stack(norms).square().sum()):

@@ -62,16 +62,12 @@ class Sweeps:
         self.layers = [entry.layer for entry in plan]
         groups, left = groups_within(plan, max_bytes)
         self._groups = [Sums(group, risk.scale) for group in groups]
-        self._group = self._number = 0
+        self.sums, self._number = self._groups[0], 0
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
         self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
         self._kept: Kept | None = None  # what this sweep keeps, or the one before has kept
         self._weights: LossWeights | None = None
-
-    @property
-    def sums(self) -> Sums:
-        return self._groups[self._group]
 
     @untraced
     def run(self, max_sweeps: int | None = None, check_deterministic: bool | None = None) -> None:
@@ -93,9 +89,9 @@ class Sweeps:
         with preserve_state(self.risk.model, self.risk.data):
             while self._number != last:
                 if not self.sums.pending:
-                    if self._group + 1 == len(self._groups):
+                    if self.sums is self._groups[-1]:
                         break
-                    self._group, self._kept = self._group + 1, None
+                    self.sums, self._kept = self._groups[self._groups.index(self.sums) + 1], None
                 self._sweep(repeatable=check_deterministic is not False)
                 if check_deterministic and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
@@ -119,8 +115,9 @@ class Sweeps:
         if self.totals:
             require_rereadable(risk.data, "another sweep over it is needed")
         self._number += 1
-        groups = f", group {self._group + 1} of {len(self._groups)}" if len(self._groups) > 1 else ""
-        desc = f"{self.title} sweep {self._number}{groups}"
+        desc = f"{self.title} sweep {self._number}"
+        if len(self._groups) > 1:
+            desc += f", group {self._groups.index(sums) + 1} of {len(self._groups)}"
         if self._kept is not None and all(risk.processes.gather(self._kept.has(sums.pending))):
             bar = f"{desc} (kept)" if risk.options.progressbar else None
             for batch in tqdm(self._kept.batches, desc=bar, disable=bar is None):

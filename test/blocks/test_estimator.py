@@ -333,20 +333,6 @@ def test_a_batch_that_is_refused_changes_nothing(approximation: str, listening: 
     assert torch.equal(running.inverse().to_dense(), other.inverse().to_dense())
 
 
-@pytest.mark.parametrize("approximation", ["KFAC", "full"])
-def test_a_batch_whose_products_overflow_is_refused(approximation: str) -> None:
-    model = network().float()
-    running = estimator(model, EVERY[approximation], vectors=MonteCarlo(1, 0))
-    X, y = batches(4)[0]
-    running.update((X.float(), y))
-    before = running.operator.to_dense()
-    with torch.no_grad():
-        model[0].weight.fill_(1e-30)
-    with pytest.raises(NumericsError, match="NaN or infinite"):
-        running.update((1e25 * X.float(), y))
-    assert torch.equal(running.operator.to_dense(), before)
-
-
 @pytest.mark.parametrize(("decay", "reduction"), [(0.9, "mean"), (0.9, "sum"), (1.0, "sum")])
 @pytest.mark.parametrize("approximation", ["KFAC", "diagonal"])
 def test_micro_batches_are_one_batch(approximation: str, reduction: str, decay: float) -> None:
@@ -422,7 +408,7 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
     torch.testing.assert_close(running.operator.to_dense(), expected.to_dense())
     torch.testing.assert_close(listening.operator.to_dense(), expected.to_dense())
     nothing.update(stream[place])
-    with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"):
+    with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*skip such batches until one counts"):
         nothing.refresh(0.1)
     nothing.load_state_dict(nothing.state_dict())
     fed(nothing, data).refresh(0.1)

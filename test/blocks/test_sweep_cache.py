@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import NETS, problem
@@ -94,26 +93,3 @@ def test_memory_is_bounded() -> None:
     kept.add(next(batch for batch in batches if batch.layer is not last.layer))
     assert not kept.batches
     assert not kept.has([last.layer])
-
-
-def test_a_loader_that_writes_every_batch_into_the_same_memory_is_read_twice() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Linear(3, 2), nn.Flatten()).double()
-    data = [(torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)) for _ in range(3)]
-
-    class OneBuffer:
-        passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            array = np.empty((4, 3))
-            buffer = torch.from_numpy(array)
-            for X, y in data:
-                np.copyto(array, X.numpy())
-                yield buffer, y
-            array[:] = 7
-
-    given = OneBuffer()
-    found = curvature(EmpiricalRisk(model, nn.MSELoss(), given), EKFAC).to_dense()
-    assert given.passes == 2
-    assert torch.equal(found, curvature(EmpiricalRisk(model, nn.MSELoss(), data), EKFAC, max_kept_bytes=0).to_dense())

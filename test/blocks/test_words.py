@@ -216,19 +216,6 @@ def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
         assert sorted(positions) == list(range(len(p.params)))
 
 
-@pytest.mark.filterwarnings("ignore:.*exact diagonal")
-def test_what_later_batches_read_is_right() -> None:
-    def run(s: Any, x: Tensor) -> Tensor:
-        return x * (s.a if x[0, 0] > 0 else s.b).exp()
-
-    model = own(run, a=(3,), b=(3,))
-    data = [(sign * torch.rand(5, 3).double(), torch.rand(5, 3).double()) for sign in (1, -1)]
-    loss = nn.MSELoss(reduction="sum")
-    K = curvature(EmpiricalRisk(model, loss, data), DiagonalBlock)
-    expected = [2 * (X * p.detach().exp()).square().sum(0) for (X, _), p in zip(data, model.parameters())]
-    assert torch.allclose(K.diagonal(), torch.cat(expected))
-
-
 def test_names_come_before_globs_and_the_nearest_types_last() -> None:
     chosen = {nn.Module: FullBlock, nn.Linear: TNT, "*2": EKFAC, "2": DiagonalBlock, "4": ScaledIdentity}
     K = curvature(risk("norms"), chosen)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import APPROXIMATIONS, VECTORS, problem
 from cases import NETS as MADE
-from together import by_one, close, require, said, shifted
+from together import by_one, close, require, said, shifted, small
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -96,22 +96,11 @@ def test_several_losses(processes: Processes, reduction: str) -> None:
         close(kind(several).to_dense(), kind(one).to_dense(), kind)
 
 
-class Shared(nn.Module):
-    """Three layers that read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.a(x).tanh() * self.b(x) + self.d(x))
-
-
 @pytest.mark.parametrize(("examples", "owned"), [(21, True), (1, False)])
 def test_groups_of_layers(processes: Processes, examples: int, owned: bool) -> None:
     """Also where a process has no examples."""
     torch.manual_seed(0)
-    model, loss = Shared().double(), nn.CrossEntropyLoss()
+    model, loss = small(), nn.CrossEntropyLoss()
     X, y = torch.randn(examples, 4).double(), torch.randint(3, (examples,))
     data = list(zip(X.split(6), y.split(6), strict=True))
     shared = EmpiricalRisk(model, loss, processes.share(data), processes=processes)
