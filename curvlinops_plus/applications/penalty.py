@@ -13,29 +13,12 @@ from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.linalg import LinearOperator, Structure
 
 
-class Penalties:
-    """A sum of penalties, which are functions of a network's parameters."""
-
-    def __init__(self, parts: list[Penalties]) -> None:
-        self.parts = parts
-
-    def __call__(self) -> Tensor:
-        """The value, 0-d, differentiable in the parameters."""
-        return torch.stack([part() for part in self.parts]).sum()
-
-    def __add__(self, other: Any) -> Penalties:
-        return Penalties([self, other]) if isinstance(other, Penalties) else NotImplemented
-
-    def __radd__(self, other: Any) -> Penalties:  # where `sum` begins
-        return self if isinstance(other, int) and other == 0 else NotImplemented
-
-
-class QuadraticPenalty(Penalties):
+class QuadraticPenalty:
     """`½ strength (θ - θ₀)ᵀ K (θ - θ₀)` of the parameters `θ` that a network has when it is called.
 
     Added to the loss of a new task it keeps what was learnt on an old one: with `K` a Fisher matrix of the old task it
     is elastic weight consolidation, with its layers whole instead of the diagonal (Ritter et al. 2018). Penalties of
-    several tasks add up: `sum(penalties)`.
+    several tasks add up: `sum(penalty() for penalty in penalties)`.
 
     `K` is the curvature of the old loss as it is reduced. Of a mean, the penalty weighs as much as one mean of the old
     loss; `strength` is then how many.
@@ -107,6 +90,7 @@ class QuadraticPenalty(Penalties):
         return torch.cat([p.to(self.K.dtype).flatten() for p in self.params.values()])
 
     def __call__(self) -> Tensor:
+        """The value, 0-d, differentiable in the parameters."""
         if self._risk is not None:
             self._risk.require_in_place()
         return 0.5 * self.strength * self.K.quadratic_form(self._vector() - self.at)

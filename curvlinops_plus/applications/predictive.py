@@ -8,7 +8,6 @@ three approximations are usual.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
@@ -18,17 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.attribution import Add, Gradients, show
-from curvlinops_plus.blocks import BlockwiseLinearOperator
+from curvlinops_plus.applications.attribution import Gradients, show
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
-from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator
+from curvlinops_plus.linalg import BlockDiagonal
 from curvlinops_plus.linalg.numerics import eigh, standard_normal
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
@@ -161,7 +159,7 @@ def output_covariance(
     """The outputs for inputs `X`, and their variances, or (`full`) the covariances within each loss term.
 
     Args:
-        K: The curvature, which knows model, layers and parameters.
+        K: The curvature, which knows model and parameters.
         root: `L` with `L Lᵀ` the covariance of the parameters.
         picked: Positions of the parameters that this is about; None for all.
         X: What the model is called with.
@@ -179,98 +177,24 @@ def output_covariance(
     N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
     if not N:
         raise ValueError("There are no inputs to predict for.")
-    by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
-    layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
-    gradients, weights, found = Gradients(risk), LossWeights(risk), []
-
-    def outputs(batch: Batch) -> tuple[Tensor, torch.Size, int | None]:
-        with torch.inference_mode(False), torch.no_grad():
-            (f,), _, (axis,) = risk.run(batch)
-        return risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0], f.shape, axis
-
+    layers, gradients, weights, found = layers_of(risk), Gradients(risk), LossWeights(risk), []
     with preserve_state(risk.model, risk.data):
         start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
         while start < N:
             stop = min(start + step, N)
             batch = Batch(_examples(X, N, start, stop), risk.losses.joined([None]), stop - start, unpack, start)
-            F, f_shape, axis = outputs(batch)
-            sums = [_Covariances(root, F, full)]
-            if by_layer:
-
-                def begin(*_: Any, sums: list[Any] = sums, F: Tensor = F) -> Add:
-                    sums[:] = [_Covariances(root, F, full)]  # again, if functions read parameters
-                    return sums[0].add
-
-                show(risk, _Units(), weights, batch, begin, layers)
-            else:
-                show(risk, _Units(), weights, batch, gradients.begin, layers)
-                J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
-                sums[0].take("", 0, _of_gradients(root, J if picked is None else J[..., picked]))
-            found.append((*then(F, sums[0].result()), f_shape, axis))
-            start, step = stop, max(1, max_bytes // (sums[0].held // len(F) + 1))
+            with torch.inference_mode(False), torch.no_grad():
+                (f,), _, (axis,) = risk.run(batch)
+            F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
+            show(risk, _Units(), weights, batch, gradients.begin, layers)
+            J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
+            J = J if picked is None else J[..., picked]
+            phi = (root.T @ J.flatten(0, 1).T).T.view(*F.shape[1:], len(F), J.shape[2]).permute(2, 0, 1, 3)
+            found.append((*then(F, phi @ phi.mT if full else phi.square().sum(-1)), f.shape, axis))
+            start, step = stop, max(1, max_bytes // (2 * phi[0].nbytes + 1))
     means, spreads, shapes, axes = zip(*found)
     f_shape = torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])
     return Outputs(torch.cat(means), torch.cat(spreads), f_shape, axes[0])
-
-
-class _Covariances:
-    """Adds up what `φ` of a batch gives, layer by layer; `held` are the bytes of all `φ`."""
-
-    def __init__(self, root: BlockDiagonal, F: Tensor, full: bool) -> None:
-        self.root, self.F, self.full, self.held = root, F, full, 0
-        self._variances = F.new_zeros(F[0].numel(), len(F))  # [R·C, N]
-        self._parts: dict[str, list[Tensor]] = defaultdict(list)
-        self._sizes: dict[Layer, Tensor] = {}
-
-    def take(self, name: str, vector: int, phi: Tensor) -> None:  # [V, N, k]
-        """Take a block's `φ` of some outputs, from number `vector` on."""
-        self.held += 2 * phi.nbytes
-        if self.full:
-            self._parts[name].append(phi)
-        else:
-            self._variances[vector : vector + len(phi)] += phi.square().sum(-1)
-
-    def result(self) -> Tensor:
-        """Variances [N, R, C], or covariances [N, R, C, C]."""
-        N, R, C = self.F.shape
-        if not self.full:
-            return self._variances.view(R, C, N).permute(2, 0, 1)
-        phis = [torch.cat(part).view(R, C, N, -1).permute(2, 0, 1, 3) for part in self._parts.values()]
-        return torch.stack([phi @ phi.mT for phi in phis]).sum(0)
-
-    def add(self, seen: LayerBatch, vector: int) -> None:
-        """Take the blocks of a layer."""
-        for group in seen.layer.groups:
-            own, L = seen.restrict(group), self.root.blocks[group.name]
-            phi = self._of_rows(L, own)
-            phi = _of_gradients(L, own.per_example_grads.flatten(2)) if phi is None else phi
-            self.take(group.name, vector, phi)
-
-    def _of_rows(self, L: LinearOperator, batch: LayerBatch) -> Tensor | None:  # [V, N, o]
-        """`φ` of a layer that reads one row `a` for each example, up to a rotation: `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`.
-
-        None where a layer reads more, or `L` is no `(Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`. As many numbers as the layer has
-        outputs and not as it has parameters: on wide perceptrons a thousand times faster.
-        """
-        if batch.role is None or not batch.weight or batch.sparse or len(batch.calls) != 1:
-            return None
-        if not isinstance(batch.inputs, Tensor) or batch.grads.ndim != 4 or batch.grads.shape[2] != 1:
-            return None
-        a, g = batch.inputs[:, 0], batch.grads[:, :, 0]
-        if isinstance(L, Diagonal):
-            values = L.vector
-        elif isinstance(L, Eigendecomposed) and isinstance(L.basis, Kronecker):
-            values, g = L.values, (L.basis.G.T @ g.flatten(0, 1).T).T.view(g.shape)
-            a = (L.basis.A.T @ a.T).T if batch.first else a
-        else:
-            return None
-        if batch.first:
-            self._sizes[batch.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
-        return g * self._sizes[batch.layer]
-
-
-def _of_gradients(L: LinearOperator, J: Tensor) -> Tensor:  # [V, N, k]
-    return (L.T @ J.flatten(0, 1).T).T.reshape(J.shape)
 
 
 class _Targetless(Likelihood):

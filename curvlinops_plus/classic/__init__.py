@@ -1,10 +1,13 @@
 """Classes with the names, arguments and defaults of curvlinops 3.0.1."""
 
-from curvlinops_plus.classic.fisher_types import FisherType, KFACType
-from curvlinops_plus.classic.ggn_diagonal import GGNDiagonalLinearOperator
-from curvlinops_plus.classic.kfac_inverse import KFACInverseLinearOperator
-from curvlinops_plus.classic.kfoc import KFOCLinearOperator
-from curvlinops_plus.classic.kronecker_factored import EKFACLinearOperator, KFACLinearOperator
+from curvlinops_plus.classic.arguments import FisherType, KFACType
+from curvlinops_plus.classic.kronecker_factored import (
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+    KFOCLinearOperator,
+)
 from curvlinops_plus.classic.matrix_free import (
     ActivationHessianLinearOperator,
     EFLinearOperator,

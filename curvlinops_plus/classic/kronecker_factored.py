@@ -1,4 +1,4 @@
-"""KFAC and EKFAC with the names, argument names, order and defaults of curvlinops 3.0.1."""
+"""KFAC, EKFAC and KFOC, their inverse, and the diagonal: names, arguments, order and defaults of curvlinops 3.0.1."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.per_example import DiagonalBlock, NearestKronecker
 from curvlinops_plus.blocks.state import fingerprint
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
-from curvlinops_plus.classic.build_risk import build_risk
-from curvlinops_plus.classic.fisher_types import FisherType, KFACType
+from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker
+from curvlinops_plus.linalg import (
+    Deferred,
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Kronecker,
+    LinearOperator,
+    Structure,
+)
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -312,3 +320,217 @@ class EKFACLinearOperator(KFACLinearOperator):
             if values:
                 found[layer.name] = next(iter(values.values())) if joint else values
         return MappingProxyType(found)
+
+
+class KFOCLinearOperator(KFACLinearOperator):
+    """Kronecker-factored optimal curvature (KFOC): per layer the product `G ⊗ A` nearest to the exact block.
+
+    Nearest in the Frobenius norm, see `NearestKronecker`; a separate bias block is exact. `input_covariances` and
+    `gradient_covariances` are the factors of the layers' weights: both symmetric and positive semi-definite, with equal
+    mean eigenvalues. Layers without Kronecker factors get their exact diagonal, and one warning lists them.
+
+    Arguments as for `KFACLinearOperator`, without `kfac_approx`; the exact matrix ("type-2") is the default. More
+    options are those of `curvature(risk, NearestKronecker.using(...))`.
+
+    Args:
+        fisher_type: "type-2" (exact), "mc" (labels drawn from the model) or "empirical".
+        mc_samples: Draws per example for "mc".
+        options: Keyword options of `KFACLinearOperator`.
+
+    Cost: one sweep for layers whose block takes no more than 64 MiB, four sweeps for larger ones.
+
+    Source: Schnaus et al. 2021, "Kronecker-factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(3, 2)
+        >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
+        >>> K = KFOCLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+        >>> K.input_covariances[""].shape, {name: block.shape for name, block in K.blocks.items()}
+        (torch.Size([3, 3]), {'weight': (6, 6), 'bias': (2, 2)})
+    """
+
+    _APPROXIMATION = NearestKronecker
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        seed: int = 2147483647,
+        num_per_example_loss_terms: int | None = None,
+        separate_weight_and_bias: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        fisher_type: str = FisherType.TYPE2,
+        mc_samples: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar=progressbar,
+            check_deterministic=check_deterministic,
+            seed=seed,
+            fisher_type=fisher_type,
+            mc_samples=mc_samples,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            separate_weight_and_bias=separate_weight_and_bias,
+            num_data=num_data,
+            batch_size_fn=batch_size_fn,
+            **options,
+        )
+
+
+class KFACInverseLinearOperator(Deferred):
+    """Damped inverse of a `KFACLinearOperator` or `EKFACLinearOperator`.
+
+    Args:
+        A: The operator.
+        damping: A number that is added *in full to each factor*, or a pair for input and gradient factors. With
+            `use_exact_damping` or `use_heuristic_damping` a single number.
+        use_heuristic_damping: Split the number over the factors, Martens & Grosse 2015, section 6.3.
+        min_damping: Lower bound of each side under the heuristic.
+        use_exact_damping: `(A + damping·I)⁻¹`, through eigendecompositions.
+        cache: Accepted for code written for curvlinops; inverse blocks are computed now, and kept.
+        retry_double_precision: Try a failing Cholesky decomposition once more in float64.
+
+    Raises:
+        ValueError: For another operator, both kinds of damping, a pair with either, or EKFAC without exact damping.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import KFACLinearOperator
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(3, 2)
+        >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
+        >>> K = KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+        >>> v = torch.ones(8)
+        >>> inverse = KFACInverseLinearOperator(K, damping=1e-2, use_exact_damping=True)
+        >>> bool(torch.allclose(inverse @ (K @ v + 1e-2 * v), v, atol=1e-4))
+        True
+    """
+
+    def __init__(
+        self,
+        A: KFACLinearOperator,
+        damping: float | tuple[float, float] = 0.0,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        use_exact_damping: bool = False,
+        cache: bool = True,
+        retry_double_precision: bool = True,
+    ) -> None:
+        if not isinstance(A, KFACLinearOperator):
+            raise ValueError(
+                f"The input `A` must be an instance of `KFACLinearOperator`, got {type(A).__name__}. Other "
+                "operators have `A.inverse(damping)`."
+            )
+        if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
+            raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
+        super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
+        chosen = {
+            "use_heuristic_damping": use_heuristic_damping,
+            "min_damping": min_damping,
+            "use_exact_damping": use_exact_damping,
+            "retry_double_precision": retry_double_precision,
+        }
+        by_factor = not (use_exact_damping or use_heuristic_damping or isinstance(damping, tuple))
+        self._A, self._options = A, {"damping": damping, "cache": cache, **chosen}
+        self._operator = A.inverse((damping, damping) if by_factor else damping, **chosen)
+
+    @property
+    def operator(self) -> LinearOperator:
+        """The inverse blocks as a plain operator."""
+        return self._operator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options, and the state of the operator that is inverted. The inverse blocks follow from them."""
+        return {"A": self._A.state_dict(), **self._options}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over options and the inverted operator's blocks.
+
+        Raises:
+            ValueError: If the inverted operator's state does not fit.
+        """
+        self._A.load_state_dict(state_dict["A"])
+        KFACInverseLinearOperator.__init__(self, self._A, **{name: state_dict[name] for name in self._options})
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], A: KFACLinearOperator) -> KFACInverseLinearOperator:
+        """The inverse that a state describes, of `A`.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+            A: The operator; it takes over the blocks of the state.
+
+        Raises:
+            ValueError: If the state does not fit.
+        """
+        A.load_state_dict(state_dict["A"])
+        return cls(A, **{name: option for name, option in state_dict.items() if name != "A"})
+
+
+class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
+    """The diagonal of the generalized Gauss-Newton matrix, exact or from would-be gradients, for any layer.
+
+    Args:
+        model_func: The network, a module.
+        loss_func: A loss with a registered likelihood.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        data: Iterable of batches, as for `KFACLinearOperator`.
+        progressbar: Show a bar on every loop over the data.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise the diagonal
+            is computed at first use, which refuses parameters that have changed since.
+        num_data: Replaces the number of examples in the scale of the loss.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        mc_samples: Draws per example; 0 is the exact diagonal.
+        seed: Where the random draws start.
+        risk_options: Keyword options of `EmpiricalRisk`.
+
+    Raises:
+        ValueError: For an unknown loss, or a negative `mc_samples`.
+        RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
+
+    Cost: one sweep, with one backward pass per column of the loss Hessian's root, or per draw.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1)
+        >>> data = [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
+        >>> GGNDiagonalLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).diagonal().round()
+        tensor([8., 2.])
+    """
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        mc_samples: int = 0,
+        seed: int = 2147483647,
+        **risk_options: Any,
+    ) -> None:
+        super().__init__(
+            build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options),
+            DiagonalBlock,
+            vectors=MonteCarlo(mc_samples, seed) if mc_samples else Exact(),
+            check_deterministic=check_deterministic,
+            compute=check_deterministic,
+        )

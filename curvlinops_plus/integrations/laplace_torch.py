@@ -1,8 +1,8 @@
 """A backend for laplace-torch: `Laplace(model, "classification", backend=CurvlinopsPlusGGN)`, and nothing else changes.
 
 Its curvatures are those of this package, with every layer and loss check: diagonals without Jacobians, Kronecker
-factors of convolutions of any kind, normalisation, embeddings and attention. laplace-torch adds the factors of batches
-up, and gives each parameter one pair of factors, or one matrix if it has one axis.
+factors of convolutions with any padding, normalisation and embeddings. laplace-torch adds the factors of batches up,
+and gives each parameter one pair of factors, or one matrix if it has one axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
+from curvlinops_plus.linalg import Kronecker, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -26,16 +26,8 @@ else:
     try:
         from laplace.curvature import EFInterface, GGNInterface
         from laplace.utils import Kron
-    except ImportError as error:  # the module can be read without
-        _missing = error
-
-        class GGNInterface:
-            """In place of laplace-torch's class, where it is not installed."""
-
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                raise ImportError("The backend needs laplace-torch: pip install laplace-torch.") from _missing
-
-        EFInterface = GGNInterface
+    except ImportError:  # the module can be read without
+        GGNInterface = EFInterface = object
 
 
 class _Backend:
@@ -85,7 +77,8 @@ class _Backend:
             options: Those of `KFAC`, such as `kfac_approx`.
 
         Raises:
-            UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed layers).
+            UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed,
+                grouped layers, and q, k and v of attention in one matrix).
         """
         risk = self._risk_of(x, y)
         approximation = KFAC(**options) if options else KFAC
@@ -112,9 +105,6 @@ class CurvlinopsPlusGGN(_Backend, GGNInterface):
 
     Arguments are those of laplace-torch's backends; pass them by `backend_kwargs`.
 
-    Raises:
-        ImportError: If laplace-torch is not installed.
-
     Example:
         >>> from laplace import Laplace  # doctest: +SKIP
         >>> la = Laplace(model, "classification", backend=CurvlinopsPlusGGN)  # doctest: +SKIP
@@ -134,9 +124,6 @@ class CurvlinopsPlusGGN(_Backend, GGNInterface):
 class CurvlinopsPlusEF(_Backend, EFInterface):
     """Empirical Fisher matrix; of `MSELoss` half of that of the squared error, as in laplace-torch's own backends.
 
-    Raises:
-        ImportError: If laplace-torch is not installed.
-
     Example:
         >>> from laplace import Laplace  # doctest: +SKIP
         >>> la = Laplace(model, "classification", backend=CurvlinopsPlusEF)  # doctest: +SKIP
@@ -148,15 +135,9 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
 
 def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
     """Factors of the rows and columns of a parameter at these positions of the block, None if it has none."""
-    if not isinstance(block, Kronecker):
+    if not isinstance(block, Kronecker) or block.batch:
         return None
-    if block.batch:  # groups, or q, k and v of self-attention, which share A: then it is exact; traces are in any case
-        G, A = (_batched(factor, block.batch[0]) for factor in (block.G, block.A))
-        sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
-        A = A.mean(0)
-        G = torch.block_diag(*(G * (sizes / A.trace().clamp(min=1e-30))[:, None, None]))
-    else:
-        G, A = block.G.to_dense(), block.A.to_dense()
+    G, A = block.G.to_dense(), block.A.to_dense()
     places = (at - at.min()).view(len(G), len(A))
     natural = torch.arange(at.numel(), device=at.device)
     if len(G) == rows and torch.equal(places.flatten(), natural):
@@ -164,9 +145,3 @@ def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor]
     if len(A) == rows and torch.equal(places.T.flatten(), natural):  # stored transposed, as in GPT-2's Conv1D
         return A, G
     return None
-
-
-def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
-    if not factor.batch:
-        return factor.to_dense().expand(b, -1, -1)
-    return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)

@@ -9,12 +9,12 @@ There are two algorithms for the Gram matrix of patches. They agree up to roundi
                   all of them at once. The positions that the convolution does not visit are lines at the border; the
                   Gram matrices of their patches are subtracted.
 
-A grouped convolution has one Gram matrix per group. `grouped_gram` batches the products of many small groups.
+A grouped convolution has one Gram matrix per group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
@@ -27,14 +27,8 @@ from curvlinops_plus.linalg.gram_sum import gram
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
-# The same for the groups of a grouped convolution, whose products are small and read what was just written.
-_GROUP_BYTES = 2 * 2**20
 # Groups with this many columns are worth a product of their own.
 _LARGE_GROUP = 128
-# With fewer channels, lines of the image are longer runs of memory than channels are (up to 3x faster).
-_FEW_CHANNELS = 8
-# With so many channels, a product for each image of four times as many positions is faster than one for all (.3 to .9).
-_SMALL_PRODUCTS = range(16, 65)
 # Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 4e7
@@ -53,52 +47,30 @@ def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
 
 def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
     """Sum of `Σ_s v_s v_sᵀ` over images, where `v_s [c]` are the channels (of each group) at one position."""
-    if images.ndim == 4:
-        columns = images.movedim(0, 2).flatten(2)
-        return columns @ columns.mT
-    _, c, S = images.shape
-    if c in _SMALL_PRODUCTS and 4 * c <= S and images.is_contiguous() and images.device.type == "cpu":
-        return (images @ images.mT).sum(0)  # reads images where they are; measured, elsewhere it is slower
-    return gram(images.transpose(0, 1).flatten(1).T)  # copies whole images, where rows `[B·S, c]` would copy numbers
+    columns = images.movedim(0, -2).flatten(-2)  # copies whole images, where rows `[B·S, c]` would copy numbers
+    return columns @ columns.mT if columns.ndim == 3 else gram(columns.T)
 
 
 def grouped_gram(geometry: Geometry, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, c·kernel]
-    """Sum of `a aᵀ` over all patches, for each group of channels by itself.
-
-    Many small groups are multiplied together, some examples and groups at a time, so that a depthwise convolution takes
-    no loop over its channels.
-    """
-    c = x.shape[1] // groups
-    d = c * prod(geometry.kernel)
+    """Sum of `a aᵀ` over all patches, for each group of channels by itself; all small groups are multiplied at once."""
+    d = x.shape[1] // groups * prod(geometry.kernel)
     if d >= _LARGE_GROUP:
-        return torch.stack([input_gram(geometry, channels) for channels in x.split(c, 1)])
-    one = d * geometry.positions(x) * x.element_size()  # of one group in one example
-    at_once = min(groups, max(1, _GROUP_BYTES // max(1, one)))
-    examples = max(1, _GROUP_BYTES // max(1, one * at_once))
-    total = x.new_zeros(groups, d, d)
-    for channels, part in zip(x.split(at_once * c, 1), total.split(at_once), strict=True):
-        for some in channels.split(examples):
-            columns = geometry.group_columns(some, len(part))
-            part += columns @ columns.mT
+        return torch.stack([input_gram(geometry, channels) for channels in x.chunk(groups, 1)])
+    total, one = x.new_zeros(groups, d, d), groups * d * geometry.positions(x) * x.element_size()
+    for some in x.split(max(1, _PATCH_BYTES // max(1, one))):
+        columns = geometry.group_columns(some, groups)
+        total += columns @ columns.mT
     return total
 
 
 def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
     """Sum of `a aᵀ` by forming the patches of a few examples at a time."""
     c, taps = x.shape[1], prod(geometry.kernel)
-    d, positions = c * taps, geometry.positions(x)
-    if len(x) * positions <= d:  # fewer numbers in the patches than in the result: put those in order
-        return gram(geometry.rows(x).flatten(0, 1))
+    d = c * taps
     work = max(_PATCH_BYTES // x.element_size(), d * d)  # with less, adding up the parts would dominate
-    total = None
-    few = c < _FEW_CHANNELS
-    for some in x.split(max(1, work // (positions * d))):
-        rows = geometry.group_columns(some, 1)[0].T if few else geometry.channels_last_rows(some)
-        part = gram(rows)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    if few:
-        return total
+    total = x.new_zeros(d, d)
+    for some in x.split(max(1, work // max(1, geometry.positions(x) * d))):
+        total += gram(geometry.channels_last_rows(some))
     return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
 
 
@@ -195,35 +167,16 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, k,
     `R[c, c', -δ] = R[c', c, δ]`, so that half of the shifts are enough.
     """
     n, c, k = len(kernel), x.shape[1], kernel[0]
-    if n == 1 and x.numel() * k <= _PATCH_BYTES // x.element_size():  # short lines: one product is faster
-        shifted = F.pad(x, [0, k - 1]).unfold(2, x.shape[2], 1).permute(1, 2, 0, 3)  # [B, c, k, w] -> [c, k, B, w]
-        return x.transpose(0, 1).flatten(1) @ shifted.flatten(2).flatten(0, 1).T
-    padding, shape = (0, *(k - 1 for k in kernel[1:])), (c, c, k, *(2 * k - 1 for k in kernel[1:]))
-    total, lines = x.new_zeros(shape), max(1, _ADDED * x.shape[2] // prod(x.shape[2:]))
-    for start in range(0, x.shape[2], lines):
-        seen, met = x[:, :, start : start + lines], x[:, :, start : start + lines + k - 1]
-        below = F.pad(met, [0, 0] * (n - 1) + [0, seen.shape[2] + k - 1 - met.shape[2]])
-        _add_weight_gradient(total, below, seen, padding)
-    return total
-
-
-def _add_weight_gradient(total: Tensor, x: Tensor, g: Tensor, padding: Sequence[int]) -> None:
-    """Add the sum over examples of how `⟨g, convolution(x, w)⟩` depends on the weight `w`, by the faster of two ways.
-
-    Args:
-        total: Of the shape of the weight.
-        x: The input [B, i, *size].
-        g: A vector for each output [B, o, *out].
-        padding: Zeros before and after.
-    """
-    n, positions = g.ndim - 2, prod(g.shape[2:])
-    if n > 1 and positions <= len(total):
-        # Small images as weights are put in order for a kernel sooner than weights from many channels to many.
-        total += (F.conv2d, F.conv3d)[n - 2](x.transpose(0, 1), g.transpose(0, 1), padding=tuple(padding)).transpose(
-            0, 1
-        )
-        return
-    ones, examples = (1,) * n, max(1, _ADDED // positions)
+    ones, padding = (1,) * n, (0, *(k - 1 for k in kernel[1:]))
     options = (None, ones, padding, ones, False, (0,) * n, 1, (False, True, False))
-    for some, vectors in zip(x.split(examples), g.split(examples), strict=True):
-        total += torch.ops.aten.convolution_backward(vectors, some, x.new_empty(1).expand(total.shape), *options)[1]
+    total = x.new_zeros(c, c, k, *(2 * k - 1 for k in kernel[1:]))
+    line = max(1, prod(x.shape[3:]))
+    lines, examples = max(1, _ADDED // line), max(1, _ADDED // (line * x.shape[2]))
+    for some in x.split(examples):
+        for start in range(0, x.shape[2], lines):
+            seen, met = some[:, :, start : start + lines], some[:, :, start : start + lines + k - 1]
+            below = F.pad(met, [0, 0] * (n - 1) + [0, seen.shape[2] + k - 1 - met.shape[2]])
+            # How Σ ⟨seen, convolution(below, w)⟩ depends on the weight w.
+            weight = below.new_empty(1).expand(total.shape)
+            total += torch.ops.aten.convolution_backward(seen, below, weight, *options)[1]
+    return total

@@ -7,7 +7,7 @@ slopes of `nn.PReLU` have gradients of the same form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +19,12 @@ from curvlinops_plus.layer.replay import check_repeatable, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
-# Work memory on CPUs, about what a cache holds.
-_WORK_BYTES = 2**20
-
 
 class ScaleShiftRule(LayerRule):
-    """Layers `weight · x̂ + bias` with `x̂` of the input's shape: a subclass defines `x̂` and the axes of the features.
+    """Layers `weight · x̂ + bias` with `x̂` of the input's shape, which a subclass defines.
+
+    The features, the dimensions of weight and bias, are dimension 1, or without `channels_first` the last ones; the
+    others, except dimension 0, are positions.
 
     Example:
         >>> layer, x = nn.LayerNorm(3), torch.tensor([[1.0, 2, 3], [0, 0, 3]])
@@ -33,7 +33,9 @@ class ScaleShiftRule(LayerRule):
                  [-0.7071, -0.7071,  1.4142]]])
     """
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
+    channels_first: ClassVar[bool | None] = True
+
+    def normalized(self, module: Any, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
         """The output at weight one and bias zero."""
         raise NotImplementedError
 
@@ -41,69 +43,35 @@ class ScaleShiftRule(LayerRule):
         """Layers whose weight is computed from other parameters (weight normalization, pruning)."""
         return why_computed(module, ("weight", "bias"))
 
-    def features(self, module: nn.Module, x: Tensor) -> range:
-        """Dimensions of `x` that weight and bias have; the others, except dimension 0, are positions. Default: 1."""
-        return range(1, 2)
-
-    def check(self, module: nn.Module) -> None:
-        """Batch normalization must not use the statistics of the batch."""
-        check_repeatable(module)
-
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {name: [V, B, *shape]}
-        """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each.
-
-        Raises:
-            UnsupportedError: If the module normalizes with the statistics of the batch.
-        """
-        self.check(module)
+        """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each."""
         x, g = at_least_float32(next(iter([*args, *kwargs.values()]))), at_least_float32(g)
-        kept = self.features(module, x)
-        positions = [dim for dim in range(1, x.ndim) if dim not in kept]
         found: dict[str, Tensor] = {}
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             for name in self.patterns(module):
-                if name == "bias":
-                    found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
-                else:
-                    found[name] = sum_of_products(g, *self.whole(module, x), positions)
+                first = 1 if self.channels_first else x.ndim - module.get_parameter(name).ndim
+                last = 2 if self.channels_first else x.ndim
+                factor = None if name == "bias" else self.normalized(module, x)
+                found[name] = sum_of_products(g, factor, [*range(1, first), *range(last, x.ndim)])
         return found
 
-    def whole(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """A tensor [B, *in], and the function of its examples that gives `x̂`."""
-        return x, lambda some: self.normalized(module, some)
 
-
-def sum_of_products(
-    g: Tensor, x: Tensor, of: Callable[[Tensor], Tensor], over: Sequence[int]
-) -> Tensor:  # [V, B, *in], [B, *in]
-    """`Σ g f(x)` over some dimensions of `x`, for a function `f` of each example."""
-    g, x, over = g.detach(), x.detach(), list(over)
-    if not over:
-        return g * of(x)
-    # A few examples at a time, with products in the same memory: page faults can cost more than the products.
-    num = max(1, _WORK_BYTES // max(1, x[0].nbytes)) if x.device.type == "cpu" else len(x)
-    parts: list[Tensor] = []
-    for some, of_some in zip(x.split(num), g.split(num, 1)):
-        values = of(some)
-        work = torch.empty_like(values, dtype=torch.promote_types(g.dtype, values.dtype))
-        parts.append(torch.stack([torch.mul(row, values, out=work).sum(over) for row in of_some]))
-    return torch.cat(parts, 1)
+def sum_of_products(g: Tensor, x: Tensor | None, over: list[int]) -> Tensor:  # [V, B, *in], [B, *in] -> [V, B, *left]
+    """`Σ g x` over some dimensions of `x`; None is one."""
+    rows = [row.detach() if x is None else row.detach() * x for row in g]  # one vector at a time needs less memory
+    return torch.stack([row.sum(over) if over else row for row in rows])
 
 
 @register_rule(nn.LayerNorm)
 class LayerNormRule(ScaleShiftRule):
     """`nn.LayerNorm`: the features are the last dimensions."""
 
-    def features(self, module: nn.Module, x: Tensor) -> range:
-        """The normalized dimensions, which come last."""
-        assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-        return range(x.ndim - len(module.normalized_shape), x.ndim)
+    channels_first: ClassVar[bool | None] = False
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Mean zero and variance one over the features."""
-        assert isinstance(module, nn.LayerNorm)
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
 
 
@@ -111,72 +79,49 @@ class LayerNormRule(ScaleShiftRule):
 class RMSNormRule(LayerNormRule):
     """`nn.RMSNorm`: the features are the last dimensions, and there is no bias."""
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Mean square one over the features."""
-        assert isinstance(module, nn.RMSNorm)
         return F.rms_norm(x, module.normalized_shape, None, module.eps)
 
 
 @register_rule(nn.GroupNorm)
 class GroupNormRule(ScaleShiftRule):
-    """`nn.GroupNorm`: the features are dimension 1."""
+    """`nn.GroupNorm`."""
 
-    channels_first: ClassVar[bool] = True
-
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Mean zero and variance one over each group of channels and all positions."""
-        assert isinstance(module, nn.GroupNorm)
         return F.group_norm(x, module.num_groups, None, None, module.eps)
 
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class BatchNormRule(ScaleShiftRule):
-    """Batch normalization: the features are dimension 1.
+    """Batch normalization.
 
     In training mode `x̂` is that of the pass, with the statistics of its batch: weight and bias have gradients of each
-    example then, while inner layers read all examples. Only training loops take curvature of that. In evaluation mode
-    without running statistics it is refused.
+    example then, while inner layers read all examples. Only training loops take curvature of that.
     """
-
-    channels_first: ClassVar[bool] = True
 
     def check(self, module: nn.Module) -> None:
         """In evaluation mode it must not use the statistics of the batch."""
         if not module.training:
             check_repeatable(module)
 
-    def whole(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """In training mode all examples are normalized at once."""
-        if not module.training:
-            return super().whole(module, x)
-        assert isinstance(module.eps, float)
-        return F.batch_norm(x.detach(), None, None, training=True, eps=module.eps), lambda some: some
-
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Shifted and scaled by the running statistics."""
-        mean, var = module.running_mean, module.running_var
-        assert isinstance(mean, Tensor)
-        assert isinstance(var, Tensor)
-        assert isinstance(module.eps, float)
-        return F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), eps=module.eps)
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """Shifted and scaled by the running statistics, in training mode by those of the batch."""
+        mean, var = (None, None) if module.training else (module.running_mean.to(x), module.running_var.to(x))
+        return F.batch_norm(x, mean, var, training=module.training, eps=module.eps)
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormRule(ScaleShiftRule):
-    """Instance normalization: the features are dimension 1.
+    """Instance normalization, of each example by itself, or by running statistics in evaluation mode."""
 
-    Each example is normalized by itself, or with running statistics in evaluation mode of layers that track them.
-    """
-
-    channels_first: ClassVar[bool] = True
-
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Mean zero and variance one over the positions, or shifted and scaled by the running statistics."""
-        mean, var, eps = module.running_mean, module.running_var, module.eps
-        assert isinstance(eps, float)
-        if module.training or not isinstance(mean, Tensor) or not isinstance(var, Tensor):
-            return F.instance_norm(x, eps=eps)  # not given to it, the running statistics are not updated
-        return F.instance_norm(x, mean.to(x.dtype), var.to(x.dtype), use_input_stats=False, eps=eps)
+        if module.training or module.running_mean is None:
+            return F.instance_norm(x, eps=module.eps)  # not given to it, the running statistics are not updated
+        mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
+        return F.instance_norm(x, mean, var, use_input_stats=False, eps=module.eps)
 
 
 def _hugging_face(*names: str) -> list[str]:
@@ -194,16 +139,12 @@ class ScaledRMSNormRule(ScaleShiftRule):
     is the output at weight one minus the output at weight zero.
     """
 
-    def features(self, module: nn.Module, x: Tensor) -> range:
-        """The last dimension."""
-        return range(x.ndim - 1, x.ndim)
+    channels_first: ClassVar[bool | None] = False
 
-    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Output at weight one minus output at weight zero."""
-        weight = module.get_parameter("weight").detach().to(x.dtype)
-        at_one, at_zero = (
-            functional_call(module, {"weight": torch.full_like(weight, value)}, (x,)) for value in (1.0, 0.0)
-        )
+        weights = [torch.full_like(module.weight, value, dtype=x.dtype) for value in (1.0, 0.0)]
+        at_one, at_zero = (functional_call(module, {"weight": weight}, (x,)) for weight in weights)
         return at_one - at_zero
 
 
@@ -219,6 +160,8 @@ class PReLURule(LayerRule):
                  [-6.]]])
     """
 
+    channels_first: ClassVar[bool | None] = None
+
     def refuses(self, module: nn.Module) -> str | None:
         """Layers whose slopes are computed from other parameters (a parametrization)."""
         return why_computed(module, ("weight",))
@@ -231,14 +174,4 @@ class PReLURule(LayerRule):
         # [B, slopes, positions], for one number per example [B] as well as for images.
         x = x.reshape(len(x), slopes, -1)
         rows = at_least_float32(g).reshape(len(g), *x.shape)
-        return {"weight": sum_of_products(rows, x, lambda some: some.clamp(max=0), [2])}
-
-    def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:
-        """Positions come before the features or after the channels, whichever has the mask's size."""
-        if mask is not None and g.ndim > 3 and g.shape[2] != mask.shape[1]:
-            return _ChannelsFirst().masked(g, mask)
-        return super().masked(g, mask)
-
-
-class _ChannelsFirst(LayerRule):
-    channels_first: ClassVar[bool] = True
+        return {"weight": sum_of_products(rows, x.detach().clamp(max=0), [2])}

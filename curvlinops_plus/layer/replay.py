@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
@@ -76,81 +74,20 @@ def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
     return f"{found} of this {type(module).__name__} is computed from other parameters" if found else None
 
 
-def replay_per_example(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    g: Tensor | Sequence[Tensor],
-    max_bytes: int,
-    in_axes: Sequence[int | None] | None = None,
-    out_axes: Sequence[int] | None = None,
-    names: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """Backpropagate output gradients to a module's own parameters, for each example separately.
+class Call:
+    """One call of a module, repeated for single examples with detached copies of its tensors, in float32 at least.
 
     Args:
         module: Any module that treats its examples independently.
         args: Positional inputs of the call. Tensors whose dimension 0 has size `B` hold one entry per example, also
             inside tuples, lists and dicts; all other values are shared by all examples.
         kwargs: Keyword inputs of the call, likewise.
-        g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one for
-            each floating-point tensor.
-        max_bytes: Target for work memory, in addition to the result. At least one example is processed at a time.
+        num_examples: `B`.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself, or of the size 1
             of a tensor that is broadcast over them; None for one that all examples share. Default 0.
         out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
-        names: Other parameters, by names in the module: those of its children, wherever it reads them.
-
-    Returns:
-        Local name of each parameter (see `differentiable_parameters`) to its gradients, `[V, B, *shape]`, in float32
-        at least.
-
-    Raises:
-        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, fails on one example, or
-            returns no floating-point tensor for each gradient.
-        ValueError: If one example's output does not fit its gradient.
-
-    Example:
-        >>> g = torch.ones(1, 3, 4)
-        >>> replay_per_example(nn.LayerNorm(4), (torch.rand(3, 4),), {}, g, max_bytes=2**20)["bias"].shape
-        torch.Size([1, 3, 4])
-        >>> layer, x = nn.GRU(4, 2), torch.rand(3, 5, 4)  # examples first here, and second where the layer wants them
-        >>> g = [torch.ones(1, 3, 5, 2), torch.zeros(1, 3, 1, 2)]
-        >>> replay_per_example(layer, (x,), {}, g, 2**20, in_axes=[1], out_axes=[1, 1])["weight_ih_l0"].shape
-        torch.Size([1, 3, 6, 4])
-    """
-    check_repeatable(module)
-    g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
-    call = Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
-    sizes, random = call.chunk_sizes(g, max_bytes), RandomState.now(g[0].device)
-    # Autocast would undo the conversion to float32.
-    with torch.no_grad(), torch.autocast(g[0].device.type, enabled=False), attributes_restored(module):
-        try:
-            return in_chunks(call.all_at_once, g, sizes)
-        except UnsupportedError:
-            raise
-        except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
-            pass
-        try:
-            found = in_chunks(call.one_by_one, g, sizes)
-            if random == RandomState.now(g[0].device):
-                return found
-            raise call.refused("It draws random numbers (dropout in training mode?): call `model.eval()`.")
-        except (UnsupportedError, torch.OutOfMemoryError):
-            raise
-        except (TypeError, RuntimeError) as error:
-            raise call.refused(
-                f"It raised {type(error).__name__}: {error}. Does it read what its last call left (a cache: "
-                "use_cache=False), or the number of examples?"
-            ) from error
-        finally:
-            random.restore()
-
-
-class Call:
-    """One call of a module, repeated for single examples with detached copies of its tensors, in float32 at least.
-
-    Arguments are those of `replay_per_example`.
+        names: Other parameters than the module's own, by names in the module: those of its children, wherever it reads
+            them.
     """
 
     def __init__(
@@ -185,6 +122,55 @@ class Call:
             elif axis is not None and t.ndim > axis and len(t) == 1:
                 self.leaves[i] = t.movedim(0, axis)
 
+    def per_example_grads(self, g: Tensor | Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
+        """Backpropagate output gradients to the parameters, for each example separately.
+
+        Args:
+            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one
+                for each floating-point tensor.
+            max_bytes: Target for work memory, in addition to the result. At least one example is processed at a time.
+
+        Returns:
+            Name of each parameter to its gradients, `[V, B, *shape]`, in float32 at least.
+
+        Raises:
+            UnsupportedError: If the module mixes the examples of a batch, draws random numbers, fails on one example,
+                or returns other tensors than gradients are given for.
+
+        Example:
+            >>> g = torch.ones(1, 3, 4)
+            >>> Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3).per_example_grads(g, 2**20)["bias"].shape
+            torch.Size([1, 3, 4])
+            >>> layer, x = nn.GRU(4, 2), torch.rand(3, 5, 4)  # examples first here, and second where the layer wants it
+            >>> g = [torch.ones(1, 3, 5, 2), torch.zeros(1, 3, 1, 2)]
+            >>> call = Call(layer, (x,), {}, 3, in_axes=[1], out_axes=[1, 1])
+            >>> call.per_example_grads(g, 2**20)["weight_ih_l0"].shape
+            torch.Size([1, 3, 6, 4])
+        """
+        check_repeatable(self.module)
+        g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
+        sizes, random = self.chunk_sizes(g, max_bytes), RandomState.now(g[0].device)
+        # Autocast would undo the conversion to float32.
+        with torch.no_grad(), torch.autocast(g[0].device.type, enabled=False), attributes_restored(self.module):
+            try:
+                return in_chunks(self.all_at_once, g, sizes)
+            except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
+                pass
+            try:
+                found = in_chunks(self.one_by_one, g, sizes)
+                if random == RandomState.now(g[0].device):
+                    return found
+                raise self.refused("It draws random numbers (dropout in training mode?): call `model.eval()`.")
+            except (UnsupportedError, torch.OutOfMemoryError):
+                raise
+            except (TypeError, RuntimeError) as error:
+                raise self.refused(
+                    f"It raised {type(error).__name__}: {error}. Does it read what its last call left (a cache: "
+                    "use_cache=False), or the number of examples?"
+                ) from error
+            finally:
+                random.restore()
+
     def refused(self, why: str) -> UnsupportedError:
         """The error of a module that can't be run again."""
         return UnsupportedError(
@@ -214,20 +200,16 @@ class Call:
         buffers = {n: b.clone() for n, b in self.buffers.items()}
         as_parameters([*self.frozen.values(), *state.values()])
         out = functional_call(self.module, {**self.frozen, **buffers, **state}, args, kwargs, tie_weights=False)
-        found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
-        if len(found) != len(shapes) or any(t.is_complex() for t in found):
-            raise self.refused(
-                f"It returned a {type(out).__name__} with {[str(t.dtype) for t in found]}, expected real "
-                f"floating-point tensors for {len(shapes)} output gradients, in types that PyTorch's pytrees know."
-            )
+        found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
         axes = [0] * len(found) if self.out_axes is None else self.out_axes
-        for t, axis, shape in zip(found, axes, shapes, strict=True):
-            if t.numel() != shape.numel() or (axis and (t.ndim <= axis or t.shape[axis] != 1)):
-                raise ValueError(
-                    f"{type(self.module).__name__}, called with one example, returned shape {tuple(t.shape)}, but the "
-                    f"output gradient of one example has shape {tuple(shape)}. The examples must be dimension {axis} "
-                    "of this output, and each must be treated independently of the others."
-                )
+        if [t.numel() for t in found] != [shape.numel() for shape in shapes] or any(
+            axis and (t.ndim <= axis or t.shape[axis] != 1) for t, axis in zip(found, axes)
+        ):
+            raise self.refused(
+                f"It returned a {type(out).__name__} with floating-point tensors of shapes "
+                f"{[list(t.shape) for t in found]}, and its output gradients have {[list(shape) for shape in shapes]} "
+                f"for one example, which is to be on axis {axes} of them."
+            )
         return [(t.squeeze(a) if a else t).reshape(shape) for t, a, shape in zip(found, axes, shapes, strict=True)]
 
     def all_at_once(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
@@ -290,25 +272,18 @@ def in_chunks(
 
 
 def check_repeatable(module: nn.Module) -> None:
-    """Refuse modules whose output for an example depends on the batch or on the number of calls.
+    """Refuse batch normalization with the statistics of the batch.
 
     Raises:
-        UnsupportedError: For batch normalization with the statistics of the batch, and spectral normalization in
-            training mode, whose weight changes with every forward pass.
+        UnsupportedError: If the module contains it.
     """
     for name, child in module.named_modules():
-        where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
         if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
+            where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
             raise UnsupportedError(
                 f"{where} {'in training mode' if child.training else 'with track_running_stats=False'} normalizes with "
                 "the statistics of the batch: its examples have no gradients of their own. Call `model.eval()` first, "
                 "on a layer that tracks running statistics."
-            )
-        new = isinstance(child, _SpectralNorm) and hasattr(child, "_u")  # vectors are normalized without one
-        if child.training and (new or any(isinstance(h, SpectralNorm) for h in child._forward_pre_hooks.values())):
-            raise UnsupportedError(
-                f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
-                "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
             )
 
 
@@ -334,16 +309,8 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def attributes_restored(module: nn.Module) -> Iterator[None]:
     """Context in which a module runs again: vmapped tensors must not stay in it, e.g. as `self.attention`."""
-    # The contents of lists too: recurrent layers keep their weights in one.
-    held = [(v, [*v]) for m in module.modules() for v in vars(m).values() if isinstance(v, list)]
     with kept_attributes(module.modules()):
         for m in module.modules():
             if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
                 m.scale_grad_by_freq = False  # by frequencies in the batch: the result is not a derivative
-        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of others
-        try:
-            yield
-        finally:
-            parametrize._cache_enabled = cached
-            for now, before in held:
-                now[:] = before
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from math import prod
 
 import torch
@@ -140,10 +140,8 @@ class SparseRows:
 
     def mean_square(self) -> Tensor:  # [i]
         """`Σ_n ā_n²` of the means `ā_n` over an example's kept rows: the diagonal of `Σ_n ā_n ā_nᵀ`."""
-        B, S, _ = self.index.shape
         rows = self._kept.sum(1).clamp(min=1)[:, None, None]
-        examples = torch.arange(B, device=self.index.device)[:, None].expand(B, S)
-        return self._square_sum(examples, self._values / rows)
+        return self._square_sum(torch.arange(len(rows), device=rows.device)[:, None], self._values / rows)
 
     def count(self) -> float:
         """Number of kept rows."""
@@ -204,7 +202,7 @@ class SparseRows:
             g: Gradients of the layer's output, a row for each row of `a`.
             Q: Basis of the rows of W, None for the identity.
 
-        Cost: memory for V·B·S·L·o numbers at most, in pieces of several vectors.
+        Cost: memory for 2·B·S·L·o numbers at most.
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [2]], [[2], [0]]]), None, 3)
@@ -212,21 +210,11 @@ class SparseRows:
             tensor([[1., 0., 5.]])
         """
         g = g.to(torch.promote_types(g.dtype, self._dtype))
-        o = g.shape[3]
-        total = g.new_zeros(self.size, o)
-        pairs = self._pairs
-        if len(pairs.place) == 0 or o == 0:
-            return total.T
-        weight = self._values.flatten()[pairs.entry].to(g.dtype)
-        row = pairs.entry // self.index.shape[2]
-        step = max(1, _WORK_BYTES // max(1, len(pairs.entry) * o * g.element_size()))
-        for some in g.split(step):
-            # Vectors as more columns: [B·S, v·o].
-            table = some[0].flatten(0, 1) if len(some) == 1 else some.flatten(1, 2).transpose(0, 1).flatten(1)
-            J = F.embedding_bag(row, table.contiguous(), pairs.start, mode="sum", per_sample_weights=weight)
-            J = J.view(len(pairs.place), len(some), o)
-            J = multiplied(J, Q)
-            total.index_add_(0, pairs.place, J.square_().sum(1))
+        total, values = g.new_zeros(self.size, g.shape[3]), self._values.to(g.dtype)[..., None]
+        places, pair = self._pairs(torch.arange(len(self.index), device=g.device)[:, None])
+        for row in g:
+            J = g.new_zeros(len(places), g.shape[3]).index_add_(0, pair, (row[:, :, None] * values).flatten(0, 2))
+            total.index_add_(0, places, multiplied(J, Q).square_())
         return total.T
 
     # ------------------------------------------------------------------------------------------------- internals
@@ -251,47 +239,23 @@ class SparseRows:
         """The weights, 0 in rows that are not kept."""
         return self._weights if self.kept is None else torch.where(self.kept[..., None], self._weights, 0)
 
-    @cached_property
-    def _pairs(self) -> _Pairs:
-        """Pairs of an example and an index."""
-        B, S, L = self.index.shape
-        example = torch.arange(B, device=self.index.device)[:, None, None].expand(B, S, L)
-        keys = (self.index * B + example).flatten()
-        if self.kept is None:
-            return _Pairs.of(keys, None, B)
-        entry = self.kept[..., None].expand(B, S, L).flatten().nonzero()[:, 0]
-        return _Pairs.of(keys[entry], entry, B)
+    def _pairs(self, group: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs of an index and a group that occur: the index of each, and which pair each entry is.
+
+        Args:
+            group: A number for each row, `[B, S]` or `[B, 1]`, less than `B·S`.
+        """
+        groups = max(1, self.index.shape[0] * self.index.shape[1])
+        keys, pair = torch.unique((self.index * groups + group[..., None]).flatten(), return_inverse=True)
+        return keys // groups, pair
 
     def _square_sum(self, group: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k (Σ values)²` at each index, summed within the groups `[B, S]` before squaring."""
-        groups = group.numel()
-        keys = (self.index * groups + group[..., None]).flatten()
-        places, inverse = torch.unique(keys, return_inverse=True)
-        met = values.new_zeros(len(places)).index_add_(0, inverse, values.flatten())
-        return self._at_places(places // max(1, groups), met.square())
+        """`Σ_k (Σ values)²` at each index, summed within groups of rows before squaring."""
+        places, pair = self._pairs(group)
+        return self._at_places(places, values.new_zeros(len(places)).index_add_(0, pair, values.flatten()).square())
 
     def _at_places(self, places: Tensor, values: Tensor) -> Tensor:
         return torch.zeros(self.size, dtype=self.dtype, device=values.device).index_add_(0, places, values)
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """Entries sorted by index and example.
-
-    Attributes:
-        entry: Flat position of the entry in `[B, S, L]`, pair after pair.
-        start: Start of each pair in `entry`.
-    """
-
-    entry: Tensor
-    start: Tensor
-    place: Tensor
-
-    @classmethod
-    def of(cls, keys: Tensor, entry: Tensor | None, examples: int) -> _Pairs:
-        keys, order = keys.sort(stable=True)  # stable: sums in a fixed order
-        pairs, counts = torch.unique_consecutive(keys, return_counts=True)
-        return cls(order if entry is None else entry[order], counts.cumsum(0) - counts, pairs // max(1, examples))
 
 
 def _widened(t: Tensor, L: int) -> Tensor:

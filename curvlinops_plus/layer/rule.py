@@ -27,7 +27,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import differentiable_parameters, replay_per_example
+from curvlinops_plus.layer.replay import Call, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -98,8 +98,9 @@ class LayerRule:
         """
         return [axis] * len(leaves)
 
-    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`.
-    channels_first: ClassVar[bool] = False
+    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`. None:
+    #: either, as the mask's size tells.
+    channels_first: ClassVar[bool | None] = False
 
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:  # [V, B, *out] -> [V, B, *out]
         """Output gradients that are zero where a mask [N, T] says that a position does not count.
@@ -110,12 +111,11 @@ class LayerRule:
         if mask is None or g.ndim < 4:
             return g
         N, T = mask.shape
-        at = 3 if self.channels_first else 2
-        here = g.shape[3:].numel() if self.channels_first else g.shape[2]
-        if g.shape[1] != N or here != T:
+        behind = g.shape[2] != T if self.channels_first is None else self.channels_first
+        positions = g.shape[3:] if behind else g.shape[2:3]
+        if g.shape[1] != N or positions.numel() != T:
             return g
-        shape = g.shape[at:] if self.channels_first else (T,)
-        return g * mask.view(N, *[1] * (at - 2), *shape, *[1] * (0 if self.channels_first else g.ndim - 3))
+        return g * (mask.view(N, 1, *positions) if behind else mask.view(N, T, *[1] * (g.ndim - 3)))
 
     def replay(
         self,
@@ -134,7 +134,9 @@ class LayerRule:
                 examples share. Default 0.
             out_axes: The same for each floating-point tensor of the output; default 0.
         """
-        return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
+        num_examples = (g if isinstance(g, Tensor) else g[0]).shape[1]
+        call = Call(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
+        return call.per_example_grads(g, self.max_bytes)
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any
@@ -163,21 +165,13 @@ class LayerRule:
         return self.replay(module, args, kwargs, g)
 
     def example_grads(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        g: Any,
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any, *axes: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """`per_example_grads` of a recorded call, whose module may have the examples on another axis.
-
-        Override `per_example_grads` rather than this. Arguments are those of `replay`.
-        """
-        if type(self).per_example_grads is LayerRule.per_example_grads:
-            return self.replay(module, args, kwargs, g, in_axes, out_axes)
-        return self.per_example_grads(module, args, kwargs, g)  # rows have the examples first wherever the module does
+        """`per_example_grads` of a recorded call, whose module may have the examples on other axes, as `replay`."""
+        own = (
+            type(self).per_example_grads is not LayerRule.per_example_grads
+        )  # with examples first, whatever the module
+        return self.per_example_grads(module, args, kwargs, g) if own else self.replay(module, args, kwargs, g, *axes)
 
 
 class EnclosedRule(LayerRule):
@@ -335,34 +329,13 @@ class AffineRule(LayerRule):
         return self.split(module, outer_products(rows, a), rows)
 
     def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
-        """`inputs` in at least float32, with its shape checked.
-
-        Raises:
-            ValueError: If `inputs` returned another shape.
-        """
+        """`inputs` in at least float32."""
         a = self.inputs(module, at_least_float32(x))
-        if isinstance(a, SparseRows):
-            return a
-        if a.ndim not in (3, 4) or a.shape[0] != x.shape[0]:
-            raise ValueError(
-                f"{type(self).__name__}.inputs returned shape {tuple(a.shape)}, expected [B, S, i] with B = "
-                f"{x.shape[0]} for x of shape {tuple(x.shape)}."
-            )
-        return at_least_float32(a)
+        return a if isinstance(a, SparseRows) else at_least_float32(a)
 
     def grad_rows(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, *b, o]
-        """`grads` in at least float32, with its shape checked.
-
-        Raises:
-            ValueError: If `grads` returned another shape.
-        """
-        rows = at_least_float32(self.grads(module, at_least_float32(g)))
-        if rows.ndim not in (4, 5) or rows.shape[:2] != g.shape[:2]:
-            raise ValueError(
-                f"{type(self).__name__}.grads returned shape {tuple(rows.shape)}, expected [V, B, S, o] with V, B = "
-                f"{tuple(g.shape[:2])} for g of shape {tuple(g.shape)}."
-            )
-        return rows
+        """`grads` in at least float32."""
+        return at_least_float32(self.grads(module, at_least_float32(g)))
 
     def split(self, module: nn.Module, J: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Split the columns of `J [V, B, *b, o, i]` into parameters, and sum gradient rows for the bias.

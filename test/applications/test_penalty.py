@@ -85,9 +85,9 @@ def test_penalties_of_several_tasks_add_up() -> None:
     for task, M in enumerate(matrices):
         away = torch.stack(steps[task:]).sum(0)
         expected = expected + 0.5 * (task + 1) * away @ M @ away
-    for total in (sum(penalties), penalties[0] + (penalties[1] + penalties[2])):
-        torch.testing.assert_close(total().detach(), expected)  # type: ignore[operator]
-    (nn.MSELoss()(model(normal(2, 3)), normal(2, 2)) + sum(penalties)()).backward()  # type: ignore[operator]
+    total = torch.stack([penalty() for penalty in penalties]).sum()
+    torch.testing.assert_close(total.detach(), expected)
+    (nn.MSELoss()(model(normal(2, 3)), normal(2, 2)) + total).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 

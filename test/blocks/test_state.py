@@ -97,6 +97,7 @@ def mixed(**options: Any) -> BlockwiseLinearOperator:
 # ---------------------------------------------------------------------------------------------------------- round trips
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*FEW, "grouped cnn"])
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_round_trip_of_every_approximation(name: str, approximation: str, tmp_path: Path) -> None:

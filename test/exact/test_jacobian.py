@@ -62,6 +62,7 @@ def test_jacobian(name: str) -> None:
         close(J.to_dense(), matrix)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_factor_times_its_transpose_is_the_ggn(name: str) -> None:
     p = problem(name)

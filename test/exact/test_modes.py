@@ -90,6 +90,7 @@ def check_factor(risk: EmpiricalRisk, vectors: Any, G: GGN, dense: Tensor) -> No
     close(B.T @ V, dense_B.T @ V)
 
 
+@pytest.mark.one_in(2)
 @each_mode
 @pytest.mark.parametrize("name", FEW)
 def test_every_mode_is_the_same_matrix_everywhere(name: str, mode: str) -> None:

@@ -24,7 +24,7 @@ from . import run
 from .limits import LIMITS
 from .run import describe, draw_whole, run_case, run_seed
 
-SEEDS = 12
+SEEDS = 8
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["usual buffers", "small buffers"])

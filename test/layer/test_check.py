@@ -106,10 +106,10 @@ def bags() -> Tensor:
 
 
 RIGHT: dict[Any, tuple[Any, Any, int]] = {  # rule: module, input, number of checks
-    KernelRule: (Kernel, lambda: torch.randn(B, T, i), 13),
-    HeadsRule: (Heads, lambda: torch.randn(B, T, 3 * i), 11),
-    BagsRule: (Bags, bags, 11),
-    ScaleRule: (Scale, lambda: torch.randn(B, T, i), 5),
+    KernelRule: (Kernel, lambda: torch.randn(B, T, i), 12),
+    HeadsRule: (Heads, lambda: torch.randn(B, T, 3 * i), 10),
+    BagsRule: (Bags, bags, 10),
+    ScaleRule: (Scale, lambda: torch.randn(B, T, i), 4),
 }
 
 
@@ -154,15 +154,15 @@ def test_known_layers_pass_and_stay_as_they_are(make: Any, inputs: Any) -> None:
     tensors += [t for t in args if isinstance(t, Tensor)]
     before = [(t, t.clone(), t._version, t.requires_grad) for t in tensors]
     attributes, rng = [dict(vars(m)) for m in module.modules()], torch.get_rng_state()
-    assert len(check_rule(module, *args).rows) >= 5
+    assert len(check_rule(module, *args).rows) >= 4
     assert all(t.equal(c) and (t._version, t.requires_grad) == (v, flag) for t, c, v, flag in before)
     assert [dict(vars(m)) for m in module.modules()] == attributes
     assert torch.equal(rng, torch.get_rng_state())
 
 
 def test_keywords_and_tensors_that_all_examples_share() -> None:
-    assert len(check_rule(Scale(), torch.randn(B, T, i), rule=ScaleRule, shift=torch.randn(T, i)).rows) == 5
-    assert len(check_rule(Scale(), x=torch.randn(B, T, i), rule=ScaleRule).rows) == 5  # there are only keywords
+    assert len(check_rule(Scale(), torch.randn(B, T, i), rule=ScaleRule, shift=torch.randn(T, i)).rows) == 4
+    assert len(check_rule(Scale(), x=torch.randn(B, T, i), rule=ScaleRule).rows) == 4  # there are only keywords
 
 
 # ------------------------------------------------------------------------------------------------------ wrong rules
@@ -207,7 +207,7 @@ WRONG: dict[str, Any] = {
         r"mean_inputs': shape \[1, 4, 5\], expected \[4, 5\]",
     ),
     "grad_gram": (KernelRule, fast("grad_gram", lambda t: t * torch.nan), "'fast path grad_gram': off by nan"),
-    "own gradients hide rows": (KernelRule, {**PLAIN, "grads": lambda s, m, g: g}, "'rows': off by .*sum of outer pro"),
+    "own gradients hide rows": (KernelRule, {**PLAIN, "grads": lambda s, m, g: g}, "'rows': off by .*sum of produ"),
     "own gradients hide mixed rows": (KernelRule, {**PLAIN, "inputs": mixed}, "'rows of fewer examples': off by"),
     "batched": (HeadsRule, {"grads": lambda s, m, g: g.unflatten(-1, (3, o)).flip(3)}, "of Heads.*'gradi"),
     "sparse kept": (
@@ -232,11 +232,6 @@ WRONG: dict[str, Any] = {
         ScaleRule,
         grads(lambda J, g: J * (1 + (len(g) == 1))),
         "'gradients, one vector and fewer examples'",
-    ),
-    "vectors for examples": (
-        ScaleRule,
-        grads(lambda J, g: J.transpose(0, 1 if len(g) == g.shape[1] else 0)),
-        "'gradients, as many vectors as examples': off by",
     ),
 }
 
@@ -285,7 +280,7 @@ class Strict(LinearRule):
 
 @pytest.mark.parametrize("kind", [Mixes, Counts, Noisy])
 def test_modules_that_mix_examples_or_remember(kind: Any) -> None:
-    words = f"LayerRule of {kind.__name__}, check 'examples are independent': off by .*depends on the others of its"
+    words = f"LayerRule of {kind.__name__}, check 'examples are independent': off by .*depends on other examples"
     with pytest.raises(VerificationError, match=words):
         check_rule(kind(), torch.randn(B, T, i))
 
@@ -293,7 +288,7 @@ def test_modules_that_mix_examples_or_remember(kind: Any) -> None:
 def test_examples_on_another_axis() -> None:
     with pytest.raises(VerificationError, match=r"outputs of shapes \[\[3, 4, 5\]\], .* on axis 0.*override `axes`"):
         check_rule(Turned(), torch.randn(B, T, i))
-    assert len(check_rule(Turned(), torch.randn(B, T, i), rule=Axes).rows) == 5
+    assert len(check_rule(Turned(), torch.randn(B, T, i), rule=Axes).rows) == 4
 
 
 X = torch.zeros(B, i)

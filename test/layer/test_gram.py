@@ -36,14 +36,6 @@ def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> 
     assert error < 2e-6
 
 
-@pytest.mark.parametrize("shape", [(3, 30, 5, 6), (2, 30, 2, 3, 5)])
-def test_correlations_of_small_images_of_many_channels(shape: tuple[int, ...]) -> None:
-    """Images are the weights there, and channels the examples."""
-    n = len(shape) - 2
-    where, x = geometry((3, 2, 3)[:n], ((1, 0),) * n), torch.randn(shape)
-    torch.testing.assert_close(correlated(where, x), plain(where, x), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("many", "kernel"), list(product([1, 40], [(3,), (2, 3), (2, 1, 3)])))
 def test_patches_in_pieces(many: int, kernel: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns in channels-last order, a few examples at a time, as many times as it takes."""
@@ -80,16 +72,3 @@ def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: boo
     assert grams.correlations_pay(where, x) == pays
     rows = where.rows(x).flatten(0, 1)
     torch.testing.assert_close(grams.input_gram(where, x), rows.T @ rows, rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 15, 64), (5, 16, 64), (5, 16, 63), (40, 64, 256), (3, 65, 300), (1, 16, 64)])
-def test_products_of_channels(sizes: tuple[int, ...], last: bool, dtype: torch.dtype) -> None:
-    """Image by image, or all at once: whichever is faster."""
-    torch.manual_seed(0)
-    images = torch.randn(sizes, dtype=torch.float64)
-    images = images.mT.contiguous().mT if last else images
-    exact = torch.einsum("bcs,bds->cd", images, images)
-    away = (grams.image_gram(images.to(dtype)) - exact).abs().max() / exact.abs().max()
-    assert away < (1e-6 if dtype == torch.float32 else 1e-14)

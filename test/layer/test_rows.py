@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.layer import rows as rows_file
 from curvlinops_plus.layer.rows import SparseRows
 
 
@@ -74,15 +73,6 @@ def check(rows: SparseRows, V: int = 2, o: int = 3) -> None:
 @given(sparse(), st.integers(0, 3), st.integers(1, 3))
 def test_everything_is_that_of_the_rows_written_out(rows: SparseRows, V: int, o: int) -> None:
     check(rows, V, o)
-
-
-def test_vectors_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = SparseRows(torch.randint(5, (4, 3, 2)), torch.randn(4, 3, 2), 5)
-    check(rows, V=7)
-    monkeypatch.setattr(rows_file, "_WORK_BYTES", 3 * 4 * 3 * 2 * 3 * 8)
-    check(rows, V=7)  # three at a time, then one
-    monkeypatch.setattr(rows_file, "_WORK_BYTES", 1)
-    check(rows, V=7)
 
 
 def test_dtypes() -> None:

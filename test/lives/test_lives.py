@@ -60,6 +60,7 @@ def test_operator_in_a_new_process(name: str, elsewhere: list[dict[str, Any]]) -
         same(found[kind], operator_of(name, kind).to_dense())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("listens", [False, True], ids=["update", "listen"])
 def test_resumed_estimator(ordinary: Ordinary, kind: str, listens: bool) -> None:
@@ -105,6 +106,7 @@ def test_resumed_optimizer(ordinary: Ordinary) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a batch
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_are_one_batch(ordinary: Ordinary, kind: str) -> None:
     model, examples = ordinary.make(), ordinary.examples(6, 1)

@@ -45,6 +45,7 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> Non
             scheduler.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("make", [net, Twisted])
 @pytest.mark.parametrize("at", [3, 5])

@@ -240,6 +240,7 @@ def follow(model: nn.Module, options: dict[str, Any], groups: list[dict[str, Any
             assert report.damping == damping
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_are_those_of_dense_algebra(name: str) -> None:
     follow(net(), OPTIONS[name])

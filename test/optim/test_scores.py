@@ -26,6 +26,7 @@ def ensemble(problem: Problem, **options: Any) -> Ensemble:
     return Ensemble(LogAmplitude(problem.log_psi, problem.params, problem.amplitude), problem.samples, **options)
 
 
+@pytest.mark.one_in(2)
 @problems
 @pytest.mark.parametrize("weighted", [False, True])
 def test_covariance_by_definition(make: Callable[[], Problem], weighted: bool) -> None:

@@ -1,13 +1,35 @@
-"""From the arguments of curvlinops' classes to an `EmpiricalRisk`."""
+"""From the arguments of curvlinops' classes to an `EmpiricalRisk`, and the options that they name by strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
 from curvlinops_plus.risk import EmpiricalRisk
+
+
+class FisherType(str, Enum):
+    """Which matrix the gradient statistics estimate; members and their strings may be used alike.
+
+    Example:
+        >>> FisherType("mc") is FisherType.MC, FisherType.MC == "mc"
+        (True, True)
+    """
+
+    TYPE2 = "type-2"
+    MC = "mc"
+    EMPIRICAL = "empirical"
+    FORWARD_ONLY = "forward-only"
+
+
+class KFACType(str, Enum):
+    """How positions that share a weight are treated, see `KFAC`."""
+
+    EXPAND = "expand"
+    REDUCE = "reduce"
 
 
 def build_risk(
