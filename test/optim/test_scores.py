@@ -62,17 +62,6 @@ def test_scores_and_their_adjoint(make: Callable[[], Problem]) -> None:
         assert close(scores.kernel(), O @ O.T)
 
 
-def test_a_quarter_of_the_fisher_matrix() -> None:
-    """|ψ|² normal with mean m and deviation s has the Fisher matrix diag(1/s², 2/s²), here by quadrature."""
-
-    def log_psi(params: list[Tensor], x: Tensor) -> Tensor:
-        return -((x - params[0]) ** 2) / (4 * params[1] ** 2)
-
-    params, x = [torch.tensor(0.3, dtype=F64), torch.tensor(0.8, dtype=F64)], torch.linspace(-9, 9, 2001, dtype=F64)
-    S = CenteredFisherLinearOperator(log_psi, params, x, weights=(2 * log_psi(params, x)).exp())
-    assert close(4 * S.to_dense(), torch.diag(torch.tensor([1 / 0.64, 2 / 0.64], dtype=F64)))
-
-
 def test_samples_may_be_trees() -> None:
     problem = real_net(6, 3)
     x = problem.samples

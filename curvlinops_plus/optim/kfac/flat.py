@@ -18,7 +18,8 @@ Vectors = list[Tensor]  # one per group
 
 def norm(tensors: list[Tensor]) -> float:
     """The Euclidean norm of all of them."""
-    return float(torch.linalg.vector_norm(torch.stack(_foreach_norm(tensors))))
+    parts = _foreach_norm(tensors)
+    return float(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts)))
 
 
 class Products:
@@ -259,9 +260,11 @@ class Flat:
         """The squared norm of those of these numbers together, times their learning rates."""
         total: Any = 0.0
         for k in at:
-            (v, curved), (lr, _), λ = vectors[k], self.options[k].rates, self.options[k].shift
-            shift = {"damped": λ, "fisher": 0.0, "euclidean": 1.0}[norm]
-            total = total + lr**2 * (shift * v.dot(v) + (0.0 if norm == "euclidean" else v.dot(curved)))
+            (v, curved), o = vectors[k], self.options[k]
+            product = v if norm == "euclidean" else curved
+            if norm == "damped":
+                product = torch.add(curved, v, alpha=o.shift)
+            total = total + o.rates[0] ** 2 * v.dot(product)
         return float(total)
 
     def curved(self, vectors: Vectors) -> Vectors:

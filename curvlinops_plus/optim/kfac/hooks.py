@@ -146,7 +146,7 @@ class Hooks:
             self._open.heard.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._deaf or self._open is None:
+        if self._open is None or self._deaf:
             return
         call, self._open = self._open, None
         if output is None:  # the call has failed
@@ -159,7 +159,7 @@ class Hooks:
             self._waiting.pop(0).close()
 
     def _loss(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        if self._deaf or not self._waiting:
+        if not self._waiting or self._deaf:
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
         risk = self._estimator.risk
@@ -175,9 +175,7 @@ class Hooks:
         if len(call.targets) < len(risk.losses):  # others will be called on this output
             return
         self._waiting.remove(call)
-        if self.error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
-            error, self.error = self.error, None
-            warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
+        self.error = None  # of a batch that no step was taken for, as after an overflow that a gradient scaler has seen
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
             self.keep(replace(call.batch, y=y), call.start)
