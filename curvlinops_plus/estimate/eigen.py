@@ -159,21 +159,18 @@ def condition_number(
     with multiplying(A, square=False) as M:
         check_at_least(1, max_iter=max_iter)
         symmetric = M.asymmetry() <= 100 * M.eps
-        n, product = min(M.shape), M.matmat if symmetric else M.gram
-        start, steps = random_vectors(1, n, "normal", generator, M.zero), min(50, max_iter)
+        product, steps = M.matmat if symmetric else M.gram, min(50, max_iter)
+        start = random_vectors(1, min(M.shape), "normal", generator, M.zero)
         while True:
             (large, large_by), (small, small_by) = _stretched(product, start, steps)
-            done = small <= M.rounding(20) * large or (large_by <= tol * large and small_by <= tol * small)
+            singular = small <= M.rounding(20) * large
+            done = singular or (large_by <= tol * large and small_by <= tol * small)
             if done or steps >= max_iter:
                 break
             steps = min(2 * steps, max_iter)
         if not done:
-            warnings.warn(
-                f"The condition number did not converge in {steps} steps; it is at least what is returned.",
-                CurvatureWarning,
-                stacklevel=level_of_user(),
-            )
-        singular = small <= M.rounding(20) * large
+            words = f"The condition number did not converge in {steps} steps; it is at least what is returned."
+            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
         value, bound = inf if singular else large / small, (large + large_by) / max(small - small_by, 1e-300)
         if not symmetric:
             value, bound = value**0.5, bound**0.5
@@ -207,16 +204,7 @@ def approximate_boundaries(
         >>> round(low, 2), round(high, 2)
         (-1.0, 5.0)
     """
-    low, high = _given(boundaries)
-    with multiplying(A) as M:
-        if low is None or high is None:
-            M.require_symmetric()
-
-        def end(which: Which) -> float:
-            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator).eigenvalues.item()
-
-        low, high = end("smallest") if low is None else low, end("largest") if high is None else high
-    return float(low), float(high)
+    return _ends(A, tol, boundaries, generator, absolute=False)
 
 
 def approximate_boundaries_abs(
@@ -236,12 +224,26 @@ def approximate_boundaries_abs(
         >>> round(low, 2), round(high, 2)
         (1.0, 5.0)
     """
-    low, high = _given(boundaries)
+    return _ends(A, tol, boundaries, generator, absolute=True)
+
+
+def _ends(
+    A: MatrixLike, tol: float, boundaries: Boundaries, generator: Generator | None, absolute: bool
+) -> tuple[float, float]:
+    low, high = boundaries or (None, None)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
     with multiplying(A) as M:
         if low is None or high is None:
             M.require_symmetric()
+
+        def end(which: Which) -> float:
+            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator).eigenvalues.item()
+
+        if low is None and not absolute:
+            low = end("smallest")
         if high is None:
-            high = extreme_eigenpairs(M, M.matmat, 1, "largest magnitude", tol, 1000, generator)[0].abs().item()
+            high = abs(end("largest magnitude")) if absolute else end("largest")
         if low is None:
             start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
             low = min(_stretched(M.matmat, start, 100)[1][0], high)
@@ -268,13 +270,6 @@ def _stretched(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -
     return tuple(zip(lengths[ends].tolist(), torch.linalg.vector_norm(R, dim=0).tolist()))
 
 
-def _given(boundaries: Boundaries) -> tuple[float | None, float | None]:
-    low, high = (None, None) if boundaries is None else boundaries
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
-    return low, high
-
-
 @torch.no_grad()
 def extreme_eigenpairs(
     M: Matrix,
@@ -289,10 +284,14 @@ def extreme_eigenpairs(
     check_at_least(1, max_iter=max_iter)
     n = min(M.shape)
     limit = M.eps**0.5 if tol is None else max(tol, M.eps)
+
+    def order(values: Tensor) -> Tensor:  # best first
+        return (values.abs() if which == "largest magnitude" else values).argsort(descending=which != "smallest")
+
     if n <= max(20, 2 * k):
         T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
         values, X = torch.linalg.eigh((T + T.T) / 2)
-        X = X[:, _order(values, which)[:k]].to(M.zero)
+        X = X[:, order(values)[:k]].to(M.zero)
     else:
         start = random_vectors(1, n, "normal", generator, M.zero)
         # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not near zero.
@@ -322,11 +321,6 @@ def extreme_eigenpairs(
         X = torch.from_numpy(X.copy()).to(M.zero)
     Y = product(X)
     values = (X * Y).sum(0)
-    order = _order(values, which)
-    X, Y, values = X[:, order], Y[:, order], values[order]
+    best = order(values)
+    X, Y, values = X[:, best], Y[:, best], values[best]
     return Eigenpairs(values, X, torch.linalg.vector_norm(Y - X * values, dim=0))
-
-
-def _order(values: Tensor, which: Which) -> Tensor:
-    """Best first."""
-    return (values.abs() if which == "largest magnitude" else values).argsort(descending=which != "smallest")

@@ -94,6 +94,7 @@ class Matrix:
             raise NumericsError("A product with A has NaN or infinite entries; look for them in the model and data.")
         return torch.cat(results, dim=1)
 
+    @torch.no_grad()
     def asymmetry(self) -> float:
         """`|uᵀAv - vᵀAu|` for two random vectors, relative to `|Av|`; 0 if the matrix says that it is symmetric."""
         if self.shape[0] != self.shape[1]:
@@ -179,27 +180,22 @@ class Mean:
     """Mean and standard error of samples that come in blocks `[..., k]` (Chan, Golub, LeVeque 1983).
 
     Example:
-        >>> mean = Mean()
-        >>> mean.update(torch.tensor([1.0, 2.0]))
+        >>> mean = Mean(torch.tensor([1.0, 2.0]))
         >>> mean.update(torch.tensor([3.0]))
         >>> mean.value, mean.error
         (tensor(2.), tensor(0.5774))
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.value: Any = 0.0
-        self.squares: Any = 0.0  # sum of squared deviations from the mean
+    def __init__(self, samples: Tensor) -> None:
+        self.count, self.value = samples.shape[-1], samples.mean(-1)
+        self.squares = (samples - self.value[..., None]).square().sum(-1)  # of the deviations from the mean
 
     def update(self, samples: Tensor) -> None:
         """Add a block."""
-        new = samples.shape[-1]
-        total, mean = self.count + new, samples.mean(-1)
-        delta = mean - self.value
-        inside = (samples - mean[..., None]).square().sum(-1)
-        self.squares = self.squares + inside + delta.square() * (self.count * new / total)
-        self.value = self.value + delta * (new / total)
-        self.count = total
+        new, total = Mean(samples), self.count + samples.shape[-1]
+        delta = new.value - self.value
+        self.squares = self.squares + new.squares + delta.square() * (self.count * new.count / total)
+        self.value, self.count = self.value + delta * (new.count / total), total
 
     @property
     def error(self) -> Tensor:
@@ -211,9 +207,10 @@ def mean_of_draws(
     M: Matrix, num: int, distribution: str, generator: Generator | None, sample: Callable[[Tensor], Tensor]
 ) -> Mean:
     """The mean of what `sample` makes of blocks of random vectors, `[min(m, n), k] -> [..., k]`."""
-    mean = Mean()
-    for size in M.blocks(num):
-        mean.update(sample(random_vectors(size, min(M.shape), distribution, generator, M.zero)))
+    drawn = (random_vectors(size, min(M.shape), distribution, generator, M.zero) for size in M.blocks(num))
+    mean = Mean(sample(next(drawn)))
+    for V in drawn:
+        mean.update(sample(V))
     return mean
 
 

@@ -99,8 +99,7 @@ def hutchpp_trace(
         inside = (Q * M.matmat(Q)).sum()
         probes = probes - Q @ (Q.T @ probes)
         AP = M.matmat(probes)
-        rest = Mean()
-        rest.update((probes * (AP - Q @ (Q.T @ AP))).sum(0))
+        rest = Mean((probes * (AP - Q @ (Q.T @ AP))).sum(0))
     trace = inside + rest.value
     return (trace, rest.error) if return_error else trace
 
@@ -151,8 +150,7 @@ def xtrace(
         outside = (V * (AV - AQ @ C)).sum(0)
         if distribution == "sphere":  # the length of what is left of vᵢ says nothing about A: set it to its mean
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
-        trace = Mean()
-        trace.update(inside + outside)
+        trace = Mean(inside + outside)
     return (trace.value, trace.error) if return_error else trace.value
 
 
@@ -260,8 +258,7 @@ def xdiag(
         inside = (Q * B).sum(1, keepdim=True) - (Q @ S) * (B @ S)
         C = Q.T @ AV
         C = C - S * (S * C).sum(0)
-        diagonal = Mean()
-        diagonal.update(inside + V * (AV - Q @ C))
+        diagonal = Mean(inside + V * (AV - Q @ C))
     return (diagonal.value, diagonal.error) if return_error else diagonal.value
 
 
