@@ -55,6 +55,8 @@ class DataRows(RiskOperator):
         chunk_size: Columns that are computed together.
     """
 
+    _transposed = False  # whether the rows are columns
+
     def __init__(
         self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
     ) -> None:
@@ -96,20 +98,36 @@ class DataRows(RiskOperator):
         state.restore()
         return found
 
+    @property
+    def in_space(self) -> Space:  # type: ignore[override]
+        return self._row_space if self._transposed else self.risk.space
+
+    @property
+    def out_space(self) -> Space:  # type: ignore[override]
+        return self.risk.space if self._transposed else self._row_space
+
     # ----------------------------------------------------------------------------------------------------- products
-    def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
-        return self._over_data(self._rows_sweep, X)
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._product(X, self._transposed)
 
-    def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
-        return self._over_data(self._transpose_sweep, X)
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._product(X, not self._transposed)
 
-    def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+    def _product(self, X: Tensor, transposed: bool) -> Tensor:
+        products = [partial(self._over_data, sweep) for sweep in (self._rows_sweep, self._transpose_sweep)]
+        return linear_in(X, products[transposed], products[not transposed])
+
+    def _to_dense(self) -> Tensor:
+        dense = self._over_data(self._dense_sweep)
+        return dense.T if self._transposed else dense
+
+    def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [P, K] -> [m, K]
         totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
         for batch, block, at in self._blocks(weights, totals):
             result[at] = self._forward(batch, block, X.T).T
         return result, totals
 
-    def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+    def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, K] -> [P, K]
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
         for batch, block, at in self._blocks(weights, totals):
             self._back(batch, block, X[at].T, result)
@@ -203,27 +221,13 @@ class Jacobian(DataRows):
     def __init__(
         self, risk: EmpiricalRisk, *, check_deterministic: bool | None = None, chunk_size: int | None = None
     ) -> None:
-        self.in_space = risk.space
         super().__init__(risk, self._read, 0, check_deterministic, chunk_size)
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, None]:
         return self.risk.run(batch, model)[0], None
 
-    @property
-    def out_space(self) -> Space:  # type: ignore[override]
-        return self._row_space
-
     def _block(self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals) -> OutputRows:
         return OutputRows([f.shape for f in F])
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._rows_product, self._transpose_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._transpose_product, self._rows_product)
-
-    def _to_dense(self) -> Tensor:
-        return self._over_data(self._dense_sweep)
 
 
 class GGNFactor(DataRows):
@@ -276,7 +280,7 @@ class GGNFactor(DataRows):
         (tensor([[4.2426]]), tensor([[18.0000]]))
     """
 
-    _exponent = 0.5
+    _exponent, _transposed = 0.5, True
 
     @takes_risk
     def __init__(
@@ -287,23 +291,10 @@ class GGNFactor(DataRows):
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        self.vectors, self.out_space = as_vectors(vectors), risk.space
+        self.vectors = as_vectors(vectors)
         risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
         super().__init__(risk, partial(read_terms, risk), self.vectors.seed or 0, check_deterministic, chunk_size)
 
-    @property
-    def in_space(self) -> Space:  # type: ignore[override]
-        return self._row_space
-
     def _block(self, F: Outputs, extra: Terms, draws: Draws, weights: LossWeights, totals: Totals) -> LossRoots:
         return LossRoots(self.risk, self.vectors, weights, draws, totals, F, extra)
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._transpose_product, self._rows_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._rows_product, self._transpose_product)
-
-    def _to_dense(self) -> Tensor:
-        return self._over_data(self._dense_sweep).T

@@ -81,13 +81,6 @@ def test_eigenvalues_near_zero() -> None:
     assert found.residuals < 2e-4
 
 
-def test_single_precision(device: torch.device) -> None:
-    A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
-    values, X, _ = top_eigenpairs(A, 4, generator=seeded())
-    assert (values.dtype, X.dtype, X.device.type) == (torch.float32, torch.float32, device.type)
-    torch.testing.assert_close(values.cpu(), torch.arange(1.0, 5.0) ** -1.5, rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize("known", [None, (None, None), (1.5, None), (None, 2.5), (0.0, 10.0)])
 def test_boundaries(known: tuple | None) -> None:
     A = with_eigenvalues([-2.0, -1.0, 3.0, 4.0, 5.0])

@@ -122,13 +122,6 @@ def test_every_kind_gives_the_same(call: str) -> None:
 
 
 @every_call
-def test_devices(call: str, device: torch.device) -> None:
-    found = CALLS[call](MATRIX.to(device))
-    assert {t.device.type for t in found} == {device.type}
-    torch.testing.assert_close(found[0].cpu(), CALLS[call](MATRIX)[0], rtol=1e-6, atol=1e-9)
-
-
-@every_call
 def test_the_user_s_modes_and_tensors(call: str) -> None:
     """Autocast changes nothing; nothing of the user's changes; NaN and infinity are noticed."""
     single = MATRIX.float()

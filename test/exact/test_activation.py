@@ -112,20 +112,6 @@ def test_hessian(name: Callable[[], Block], loss: nn.Module) -> None:
         assert H.T is H
 
 
-def test_same_numbers_as_curvlinops() -> None:
-    pytest.importorskip("backpack")
-    peer = pytest.importorskip("curvlinops.experimental")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 2)).double()
-    data = [(torch.rand(10, 4, dtype=F64), torch.rand(10, 2, dtype=F64))]
-    for activation in (("1", "input", 0), ("0", "output", 0), ("2", "output", 0), ("1", "output", 0)):
-        ours = ActivationHessianLinearOperator(model, nn.MSELoss(), activation, data)
-        theirs = peer.ActivationHessianLinearOperator(model, nn.MSELoss(), activation, data)
-        V = normal(ours.shape[0], 2)
-        assert ours.shape == tuple(theirs.shape)
-        close(ours @ V, theirs @ V)
-
-
 def test_input_of_the_whole_model_and_num_data() -> None:
     model, data = make(mlp, 3)
     loss, (X, y) = nn.CrossEntropyLoss(), data[0]

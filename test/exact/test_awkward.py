@@ -336,22 +336,6 @@ def test_columns_of_a_group_norm_before_any_vector() -> None:
     data = [(normal(1, 2, 3), torch.tensor([1]))]
     expected = matrices(plain(model.double()), data)
     close(Hessian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).to_dense(), expected["H"])
-    J = Jacobian(EmpiricalRisk(Gated(model), nn.CrossEntropyLoss(), data))
-    V = normal(J.shape[1], 4)
-    close(J @ V, torch.stack([J @ v for v in V.T], 1))
-
-
-class Gated(nn.Module):
-    """Lets no gradient through a gate: forward mode is wrong."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            gate = self.inner(x).sigmoid()
-        return gate * self.inner(x)
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

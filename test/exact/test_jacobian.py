@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import NETS, PROBLEMS, Problem, close, problem, unchanged
-from helpers import F64, normal
+from helpers import normal
 from torch import Tensor, nn
 
-import curvlinops_plus
 from curvlinops_plus import (
     GGN,
     EmpiricalRisk,
@@ -90,12 +89,6 @@ def test_rows_are_examples_terms_columns() -> None:
     assert jacobian_of(uneven, output=lambda f: f.mean(2)).out_shapes == ((sum(b.N for b in uneven.exact.batches), 3),)
 
 
-def test_scale_follows_num_data() -> None:
-    p = problem("mlp")
-    D = factor_of(p, num_data=60).to_dense()
-    close(D @ D.T, p.reference(num_data=60).ggn())
-
-
 @pytest.mark.parametrize("kind", [Jacobian, GGNFactor])
 @pytest.mark.parametrize("number", [2, 4])
 def test_rows_are_as_many_as_in_the_first_pass(kind: Any, number: int) -> None:
@@ -134,20 +127,6 @@ def test_both_doors() -> None:
     assert (Jt.shape, Jt.in_shapes) == (J.shape[::-1], J.out_shapes)
     close(Jt.to_dense(), matrix.T)
     close(Jt.T.to_dense(), matrix)
-
-
-def test_same_numbers_as_curvlinops() -> None:
-    peer = pytest.importorskip("curvlinops")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(1), nn.Linear(8, 6), nn.Unflatten(1, (2, 3)))
-    model = model.double()
-    data = [(torch.randn(n, 1, 4, 4, dtype=F64), torch.zeros(n, 2, 3)) for n in (2, 3)]
-    params = list(model.parameters())
-    for name in ("JacobianLinearOperator", "TransposedJacobianLinearOperator"):
-        ours, theirs = getattr(curvlinops_plus, name)(model, params, data), getattr(peer, name)(model, params, data)
-        assert ours.shape == tuple(theirs.shape)
-        V = normal(ours.shape[1], 2)
-        close(ours @ V, theirs @ V)
 
 
 def test_function_as_model() -> None:
