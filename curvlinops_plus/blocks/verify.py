@@ -121,7 +121,7 @@ def _loss_error(one: OutputLoss, read: tuple[Tensor, Any, int | None], N: int) -
         return 0.0
     f = f / f.detach().abs().amax().clamp(min=1) if f.numel() else f
     with torch.no_grad():
-        F, Y = one.canonical(f, y, N, class_axis)
+        F, Y = likelihood.canonical(f, y, N, class_axis)
     direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
     # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the loss itself.
     product = partial(Likelihood.hessian_product, likelihood) if likelihood.no_ggn else likelihood.hessian_product

@@ -207,38 +207,36 @@ class OutputLoss:
         # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
         return "mean" if reduction == "batchmean" else reduction
 
-    def canonical(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any]:
-        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood.
+    def terms(
+        self, f: Tensor, y: Any, class_axis: int | None, batch: Batch, values: bool
+    ) -> tuple[Tensor, Any, Number, Number]:
+        """Output [N, R, C] and target of a batch, what "mean" divides by, and the sum of all terms.
+
+        Of a loss without a likelihood output and target are as they are, and it counts as N terms. Of others the sum is
+        0 unless `values` are asked for.
 
         Raises:
             UnsupportedError: If somebody has changed what the loss computes since its likelihood was taken.
         """
+        N, weight = batch.num_examples, batch.weight
         if not self.known:
-            return f, y
+            value = self._scalar(self.loss(f, y), f)
+            return f, y, float(N), value * N if self.reduction == "mean" else value
         if is_changed(self.loss):
             raise UnsupportedError(
                 f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made: "
                 "make it anew."
             )
+        likelihood = self.likelihood
         try:
-            return self.likelihood.canonical(f, y, N, class_axis)
+            F, Y = likelihood.canonical(f, y, N, class_axis)
         except (UnsupportedError, ValueError, TypeError) as error:
             raise error if self.key is None else type(error)(f"output {self.key!r}: {error}") from error
-
-    def sums(self, F: Tensor, Y: Any, N: int, weight: Tensor | None, values: bool) -> tuple[Number, Number]:
-        """What "mean" divides by, and the sum of all terms, or 0 where it is known how to make it without `values`.
-
-        A loss without a likelihood counts as N terms.
-        """
-        if not self.known:
-            value = self._scalar(self.loss(F, Y), F)
-            return float(N), value * N if self.reduction == "mean" else value
-        likelihood = self.likelihood
         count = likelihood.count(F, Y) if weight is None else likelihood.counts(F, Y) @ weight
         if not values:
-            return count, 0.0
+            return F, Y, count, 0.0
         terms = likelihood.nll(F, Y)
-        return count, (terms if weight is None else terms * weight.to(F)[:, None]).sum()
+        return F, Y, count, (terms if weight is None else terms * weight.to(F)[:, None]).sum()
 
     def _scalar(self, value: Any, f: Tensor) -> Tensor:
         """What the loss returned for output `f`, if that can be differentiated.
@@ -412,14 +410,14 @@ class Losses(list[OutputLoss]):
             read: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
             values: Whether the values of losses that have a likelihood are asked for.
         """
-        N, weight = batch.num_examples, batch.weight
-        Fs, Ys = zip(*[one.canonical(f, y, N, axis) for one, f, y, axis in zip(self, *read, strict=True)])
-        counts, losses = zip(*[one.sums(F, Y, N, weight, values) for one, F, Y in zip(self, Fs, Ys)])
-        first = self.index(self.reference)
+        given = zip(self, *read, strict=True)
+        Fs, Ys, counts, losses = zip(*[one.terms(f, y, axis, batch, values) for one, f, y, axis in given])
+        means = [k for k, one in enumerate(self) if one.reduction == "mean"]
+        first, N = means[0] if means else 0, batch.num_examples
         terms = N * Fs[first].shape[1] if self[first].known else N
         # Sums are divided by nothing; whether any term of any loss counts is asked all the same.
-        count = sum(counts[1:], counts[0]) if self[first].reduction == "sum" else counts[first]
-        return Terms(Fs, Ys, Totals(N, terms, count, counts=counts, losses=losses), weight)
+        count = counts[first] if means else sum(counts[1:], counts[0])
+        return Terms(Fs, Ys, Totals(N, terms, count, counts=counts, losses=losses), batch.weight)
 
 
 def _read_loss(key: Key | None, entry: Any, reduction: str | None) -> OutputLoss:
