@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -229,7 +230,7 @@ class Recorder:
             raise OutsideReads(f"{_of(use)} can't be recorded: {error}", use.keys.values()) from error
 
     def _noted(self, found: Sequence[Found], given: Any, out: Any, axis: int, fold: int | None) -> Any:
-        (_, use, rule), N, expanded, changed = found[0], self.num_examples, False, self.backward
+        (_, use, rule), N, expanded, changed, rows = found[0], self.num_examples, False, self.backward, 0
         if self.backward and not torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
@@ -237,16 +238,14 @@ class Recorder:
                 f"{list(use.keys.values())} out of `params`."
             )
         leaves, spec = ([out], None) if isinstance(out, Tensor) else tree_flatten(out)
-        at, tensors, affine = list[int](), list[Tensor](), isinstance(rule, AffineRule)
-        for k, t in enumerate(leaves):
-            if isinstance(t, Tensor) and t.is_floating_point():
-                at.append(k)
-                tensors.append(t)
+        at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+        affine = isinstance(rule, AffineRule)
         packed = spec is not None and any(isinstance(t, PackedSequence) for t in (*given[0], *given[1].values()))
         if not at or packed or (affine and len(at) > 1):
             raise self._not_by_example(use, f"returned a {getattr(out, 'dtype', None) or type(out).__name__}")
-        axes = [axis] if fold is not None else rule.axes(use.module, axis, tensors, False)
-        for place, (k, on) in enumerate(zip(at, axes, strict=True)):
+        axes = [axis] if fold is not None else rule.axes(use.module, axis, [leaves[k] for k in at], False)
+        outputs = list[Output]()
+        for k, on in zip(at, axes, strict=True):
             t = leaves[k]
             if self.backward:
                 alias = not t.requires_grad or len(at) > 1 or t._is_view()
@@ -255,18 +254,29 @@ class Recorder:
                 # code may have saved its output for backward, and an alias has a version counter of its own.
                 t = t if t.requires_grad else t.detach().requires_grad_()
                 t = t if not alias else torch.ops.aten._unsafe_view(t, t.shape) if affine else t.clone()
+            size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples (position embeddings): each example gets a gradient of its own.
-            if N > 1 and t.ndim > on and t.shape[on] == 1 and fold is None:
+            if size == 1 < N and fold is None:
                 if not self.own_pass:
                     raise _refusal_of_one_row(use, N, "this is not done in passes of others")
-                t, expanded, changed = t.expand(*t.shape[:on], N, *t.shape[on + 1 :]), True, True
-            leaves[k] = tensors[place] = t
+                t, size, expanded, changed = t.expand(*t.shape[:on], N, *t.shape[on + 1 :]), N, True, True
+            leaves[k] = t
+            if self._recording:
+                by_example = size and not size % N and rows in (0, size) and (on == 0 or size == N or use.function)
+                if not by_example:
+                    raise self._not_by_example(use, f"returned {list(t.shape)}")
+                rows = size
+                outputs.append(
+                    Output(t.shape, t.dtype, t.device, on, fold, get_gradient_edge(t) if self.backward else None)
+                )
+                self.dtypes.add(t.dtype)
+                self.numbers += t.numel()
         for index, one, own_rule in found if self._recording else ():
-            call = self._call(index, one, own_rule, given, tensors, axes, axis, fold, expanded)
+            own = [replace(output) for output in outputs]
+            call = self._call(index, one, own_rule, given, own, axis, fold, rows, expanded)
             call.single = spec is None
-            for place, t in enumerate(tensors if self.backward else ()):
-                call.outputs[place].edge = get_gradient_edge(t)
-                t.register_hook(partial(self._arrive, len(self.calls), place))
+            for place, k in enumerate(at if self.backward else ()):
+                leaves[k].register_hook(partial(self._arrive, len(self.calls), place))
             self.calls.append(call)
         return None if not changed else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
@@ -276,10 +286,10 @@ class Recorder:
         use: ModuleUse,
         rule: Any,
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
-        tensors: Sequence[Tensor],
-        axes: Sequence[int],
+        outputs: list[Output],
         axis: int,
         fold: int | None,
+        rows: int,
         expanded: bool,
     ) -> Call:
         """A call with its inputs, the examples first.
@@ -287,16 +297,7 @@ class Recorder:
         Raises:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around may tell them apart.
         """
-        N, of_function, rows = self.num_examples, use.function is not None, 0
-        outputs = list[Output]()
-        for t, on in zip(tensors, axes):
-            size = fold or (t.shape[on] if t.ndim > on else 0)
-            if not size or size % N or (rows and size != rows) or (on != 0 and size != N and not of_function):
-                raise self._not_by_example(use, f"returned {list(t.shape)}")
-            rows = size
-            outputs.append(Output(t.shape, t.dtype, t.device, on, fold))
-            self.dtypes.add(t.dtype)
-            self.numbers += t.numel()
+        N, of_function = self.num_examples, use.function is not None
 
         def first(t: Tensor, on: int) -> tuple[Tensor, int]:
             t = t if fold is None else t.unflatten(0, (-1, fold))
@@ -310,7 +311,7 @@ class Recorder:
             inputs = [x]
             x = first(x, axis)[0] if axis or expanded or fold is not None else x
             if len(x) != rows:
-                raise self._not_by_example(use, f"got {list(inputs[0].shape)} and returned {list(tensors[0].shape)}")
+                raise self._not_by_example(use, f"got {list(inputs[0].shape)} and returned {list(outputs[0].shape)}")
             args: tuple[Any, ...] = (x,)
         else:
             leaves, spec = tree_flatten((tuple(given[0]), dict(given[1])))
@@ -320,11 +321,9 @@ class Recorder:
                 t, moved = leaves[k], _ = first(t, on)
                 in_axes.append(moved if moved or (t.ndim > 0 and len(t) == rows) else None)
             args, kwargs = tree_unflatten(leaves, spec)
-        versions = list[tuple[Tensor, int]]()
-        for t in inputs:
-            if not t.is_inference():
-                versions.append((t, t._version))
         self.kinds.add((use.name, expanded, in_axes and tuple(in_axes)))
+        versions = [(t, t._version) for t in inputs if not t.is_inference()]
+        axes = [output.axis for output in outputs]
         return Call(use, rule, args, kwargs, in_axes, axes, index, expanded, outputs, versions)
 
     def _not_by_example(self, use: ModuleUse, what: str) -> OutsideReads:
@@ -390,30 +389,26 @@ class Recorder:
             at_once: How many to send in one vectorised pass; 1 streams them.
             keep: Keep the graph: somebody goes back through it afterwards.
         """
+        while at_once > 1 and (chunk := list(islice(vectors, at_once))):
+            if len(chunk) == 1 or not self._send_at_once(outputs, [torch.stack(part) for part in zip(*chunk)]):
+                self.send(outputs, iter(chunk), len(chunk), 1, True)
+        if at_once > 1:
+            return
         with self._mode:
-            while at_once > 1 and (chunk := list(islice(vectors, at_once))):
-                if len(chunk) == 1 or not self._send_at_once(outputs, [torch.stack(part) for part in zip(*chunk)]):
-                    self._stream(outputs, iter(chunk), len(chunk), True)
-            if at_once == 1:
-                self._stream(outputs, vectors, number, keep)
-
-    def _stream(self, outputs: Sequence[Tensor], vectors: Iterator[Sequence[Tensor]], number: int, keep: bool) -> None:
-        """One vector at a time; each layer is consumed, and its gradient freed, as soon as it is complete."""
-        sources = self._sources(outputs)
-        for left, vector in enumerate(vectors, 1 - number):
-            waiting = dict.fromkeys(self.by_layer, 0)
-            for call in self.calls:
-                waiting[call.layer] += len(call.outputs)
-            self._waiting = waiting
-            try:
-                if sources:
-                    gradients_of(outputs, sources, self._in_range(vector, outputs), keep or left < 0)
-            finally:
-                self._waiting = None
-            for index, missing in waiting.items():
-                if missing:  # some call, or all of them, does not reach the output: its gradient is zero
-                    self._show(index)
-            self._first = False
+            sources = self._sources(outputs)
+            for left, vector in enumerate(vectors, 1 - number):  # a layer is consumed as soon as it is complete
+                self._waiting = waiting = dict.fromkeys(self.by_layer, 0)
+                for call in self.calls:
+                    waiting[call.layer] += len(call.outputs)
+                try:
+                    if sources:
+                        gradients_of(outputs, sources, self._in_range(vector, outputs), keep or left < 0)
+                finally:
+                    self._waiting = None
+                for index, missing in waiting.items():
+                    if missing:  # some call, or all of them, does not reach the output: its gradient is zero
+                        self._show(index)
+                self._first = False
 
     def _sources(self, outputs: Sequence[Tensor]) -> list[Any]:
         """Edges with no other recorded edge between them and the input: asking for these visits all.
@@ -459,7 +454,7 @@ class Recorder:
         options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
         edges, sent = [output.edge for _, output in places], self._in_range(vectors, outputs)
         try:
-            with quiet():
+            with self._mode, quiet():
                 arrived = torch.autograd.grad(outputs, edges, sent, **options) if places else ()
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again
             return False
