@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from warnings import warn
 
@@ -16,7 +15,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.losses import Losses, LossWeights, Terms, Totals, loss_weights
+from curvlinops_plus.risk.losses import LossWeights, Terms, Totals, loss_weights
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
@@ -90,13 +89,12 @@ class RecordedPasses:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Context in which the hooks are on the modules."""
-        if not self.recorder.own_pass:
+        with ExitStack() as modes:
+            if self.recorder.own_pass:
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.set_grad_enabled(self.vectors.backward))
             with self.risk.placed(), self.recorder:
                 yield
-            return
-        gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
-        with torch.inference_mode(False), gradients, self.risk.placed(), self.recorder:
-            yield
 
     def observe(
         self,
@@ -152,14 +150,11 @@ class RecordedPasses:
         totals.called = {*recorder.by_layer}
         if vectors.backward:
             totals.weights, factors = self.weights.of(totals), self.weights.factors(totals, vectors.of_loss)
-            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, factors)
-            for group in groups:
-                if group.terms > 1:
-                    _announce(risk, vectors, group)
-                sent = group.vectors if look is None else look.expect(group.outputs, group.vectors)
-                keep = keep_graph or group is not groups[-1]
-                at_once = 1 if group.number == 1 else _vectors_at_once(recorder, group.number)
-                recorder.send(group.outputs, sent, group.number, at_once, keep)
+            groups = vector_groups(risk, vectors, fs, terms, class_axes, draws, factors)
+            for left, (heads, number, sent) in enumerate(groups, 1 - len(groups)):
+                sent = sent if look is None else look.expect(heads, sent)
+                at_once = 1 if number == 1 else _vectors_at_once(recorder, number)
+                recorder.send(heads, sent, number, at_once, keep_graph or left < 0)
                 if look is not None:
                     look.compare()
         else:
@@ -170,34 +165,18 @@ class RecordedPasses:
         return totals
 
 
-@dataclass(eq=False)
-class VectorGroup:
-    """Vectors that are backpropagated one after the other, through the same outputs.
-
-    Attributes:
-        number: Of vectors.
-        vectors: The vectors, each with a part for every output, of the outputs' shapes.
-        terms: Loss terms per example, R, where vectors are those of one loss.
-        where: Which loss, in words.
-    """
-
-    outputs: Sequence[Tensor]
-    number: int
-    vectors: Iterator[tuple[Tensor, ...]]
-    terms: int = 1
-    where: str = ""
-
-
 def vector_groups(
-    losses: Losses,
+    risk: EmpiricalRisk,
     vectors: Vectors,
     outputs: Sequence[Tensor],
     terms: Terms,
     class_axes: Sequence[int | None],
     draws: Draws,
     factors: Sequence[float],
-) -> list[VectorGroup]:
-    """What is backpropagated together in one batch; outputs without a graph are left out.
+) -> list[tuple[Sequence[Tensor], int, Iterator[tuple[Tensor, ...]]]]:
+    """What is backpropagated together in one batch: outputs, a number of vectors, and these, with a part for each.
+
+    Outputs without a graph are left out.
 
     Args:
         outputs: What the losses read, attached to the graph.
@@ -208,6 +187,7 @@ def vector_groups(
     Raises:
         ValueError: When one sends more vectors than its `count` says.
     """
+    losses, said = risk.losses, risk.checked.said
     streams = [draws.of_loss(k) for k in range(len(losses))]  # before any of them draws
 
     def restored(k: int, number: int) -> Iterator[tuple[Tensor]]:
@@ -223,31 +203,26 @@ def vector_groups(
             v = one.likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
             yield (v.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
 
-    groups, numbers = list[VectorGroup](), set[int]()
+    groups, numbers = list[Any](), set[int]()
     for k, (one, f, F) in enumerate(zip(losses, outputs, terms.outputs, strict=True)):
-        number = vectors.count(one.likelihood, F)
+        number, R = vectors.count(one.likelihood, F), F.shape[1]
         numbers.add(number)
-        if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
-            where = "" if one.key is None else f" for output {one.key!r}"
-            groups.append(VectorGroup([f], number, restored(k, number), F.shape[1], where))
+        if not f.requires_grad or not number:  # an output that no tracked layer reaches has no graph
+            continue
+        groups.append(([f], number, restored(k, number)))
+        if R > 1 and isinstance(vectors, Exact) and not vectors.together and "announced" not in said:
+            said.add("announced")
+            warn(
+                f"Exact() sends {number} vectors per batch{'' if one.key is None else f' for output {one.key!r}'}: {R} "
+                f"loss terms per example, each by itself, times {number // R} columns. Exact(signs=True) or "
+                "MonteCarlo() take fewer passes.",
+                CurvatureWarning,
+                stacklevel=2,
+            )
     if len(groups) > 1 and vectors.together and len(numbers) == 1:
-        together = (tuple(part for (part,) in parts) for parts in zip(*[g.vectors for g in groups], strict=True))
-        return [VectorGroup([g.outputs[0] for g in groups], groups[0].number, together)]
+        together = (tuple(part for (part,) in parts) for parts in zip(*[sent for *_, sent in groups], strict=True))
+        return [([f for (f,), *_ in groups], number, together)]
     return groups
-
-
-def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:
-    """Say once what exact vectors cost when there are several loss terms per example."""
-    if not isinstance(vectors, Exact) or vectors.together or "announced" in risk.checked.said:
-        return
-    risk.checked.said.add("announced")
-    warn(
-        f"Exact() sends {group.number} vectors per batch{group.where}: {group.terms} loss terms per example, "
-        f"each by itself, times {group.number // group.terms} columns. Exact(signs=True) or MonteCarlo() "
-        "take fewer passes.",
-        CurvatureWarning,
-        stacklevel=2,
-    )
 
 
 def _vectors_at_once(recorder: Recorder, number: int) -> int:
