@@ -196,7 +196,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Layers, losses, approximations, vectors and matrices of your own. [Recipes](../extending.md)",
         "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood FromDistribution Likelihood "
         "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors linalg.Dense "
-        "linalg.Diagonal linalg.Identity linalg.Kronecker linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum "
+        "linalg.Diagonal linalg.Kronecker linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum "
         "linalg.Product linalg.Scaled linalg.Structure linalg.Space linalg.Layout",
     ),
 }

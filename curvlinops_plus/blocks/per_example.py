@@ -98,7 +98,7 @@ class FullBlock(Accumulator):
 
 
 class ScaledIdentity(Accumulator):
-    """The identity times a number, whatever the data: a layer with this block is preconditioned by nothing.
+    """The identity times a number, whatever the data: a layer with this block is not preconditioned.
 
     Arguments as for `Accumulator`, and:
 
