@@ -94,6 +94,12 @@ def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(path.read_text(encoding="utf-8"), path.stem)
 
 
+def test_code_fits_the_column_of_the_site() -> None:
+    for path in PAGES:
+        for code, _ in blocks(path.read_text(encoding="utf-8")):
+            assert [line for line in code.splitlines() if len(line) > 88] == [], path.name
+
+
 def test_a_page_that_says_something_else_fails() -> None:
     with pytest.raises(AssertionError, match="block 0 printed"):
         run("```python\nprint(1 + 1)\n```\n```text\n3\n```\n")
