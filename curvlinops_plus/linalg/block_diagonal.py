@@ -12,10 +12,9 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.dense import Dense, Diagonal
-from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
-from curvlinops_plus.linalg.operator import LinearOperator, Shifted, error_context, outside_autocast
+from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, Shifted, about, outside_autocast
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
 
@@ -116,8 +115,10 @@ class BlockDiagonal(LinearOperator):
         results: list[Any] = [None] * len(given)
         for name in self.blocks:
             layout, places = self.layouts[name], self._places[name]
-            with error_context(f'block "{name}"'):
+            try:
                 y = getattr(self._fetched(name), product)(layout.gather([given[place] for place in places]).T)
+            except OF_PARTS as error:
+                raise about(f'block "{name}"', error) from error
             for place, part in zip(places, layout.scatter(y.T)):
                 results[place] = part
         return torch.cat(results, 1).T
@@ -330,15 +331,26 @@ class BlockDiagonal(LinearOperator):
         """
 
         def of(name: str) -> T:
-            with error_context(f'block "{name}"'):
-                block = self._fetched(name)
-                found = function(block) if arguments is None else function(block, arguments[name])
-                if self._keeps_elsewhere and isinstance(found, LinearOperator):
-                    return found.to(self.blocks[name].device)  # type: ignore[return-value]
-                return found
+            try:
+                found = function(self._fetched(name), *(() if arguments is None else (arguments[name],)))
+            except OF_PARTS as error:
+                raise about(f'block "{name}"', error) from error
+            if self._keeps_elsewhere and isinstance(found, LinearOperator):
+                return found.to(self.blocks[name].device)  # type: ignore[return-value]
+            return found
 
         with outside_autocast(self.device):
-            return in_threads(of, self.blocks) if decomposes else {name: of(name) for name in self.blocks}
+            if decomposes:
+                return dict(zip(self.blocks, side_by_side(of, list(self.blocks), self._work)))
+            return {name: of(name) for name in self.blocks}
+
+    def _work(self, name: str) -> float:
+        """About how many operations a decomposition of the block takes, for `side_by_side`."""
+        block = self.blocks[name]
+        block = block.A if isinstance(block, Shifted) else block
+        dense = [M for M in getattr(block, "factors", (block,)) if isinstance(M, Dense)]
+        alone = block.device.type != "cpu" or any(M.matrix.requires_grad for M in dense)  # a graph is of one thread
+        return 0.0 if alone else float(sum(10 * M.size**3 for M in dense))
 
     def _with(self, blocks: dict[str, LinearOperator], *others: LinearOperator) -> BlockDiagonal:
         """The same groups of parameters with other blocks of the same sizes, made with other matrices."""
@@ -365,28 +377,3 @@ class BlockDiagonal(LinearOperator):
                 )
             return dict(zip(self.blocks, damping.unbind(), strict=True))
         return dict.fromkeys(self.blocks, damping)
-
-
-def in_threads(of: Callable[[str], T], blocks: Mapping[str, LinearOperator]) -> dict[str, T]:
-    """Block name to `of(name)`, which decomposes the block: those of much work at the same time.
-
-    Blocks that share a factor come one after another: it is decomposed once and remembered. Those of other kinds are
-    left to the main thread; so are those that take derivatives, whose graph is one.
-    """
-    units: list[list[str]] = []
-    known: dict[int, list[str]] = {}
-    work: dict[str, float] = {}
-    for name, block in blocks.items():
-        block = block.A if isinstance(block, Shifted) else block
-        matrices = (block.G, block.A) if isinstance(block, Kronecker) else (block,)
-        unit = next((known[id(m)] for m in matrices if id(m) in known), None)
-        if unit is None:
-            units.append(unit := [])
-        unit.append(name)
-        known |= dict.fromkeys(map(id, matrices), unit)
-        on_cpu = block.device.type == "cpu"
-        dense = [m for m in matrices if on_cpu and isinstance(m, Dense) and not m.matrix.requires_grad]
-        work[name] = float(sum(10 * m.size**3 for m in dense))
-    found = side_by_side(lambda unit: [of(name) for name in unit], units, lambda unit: sum(work[name] for name in unit))
-    results = {name: result for unit, of_unit in zip(units, found) for name, result in zip(unit, of_unit)}
-    return {name: results[name] for name in blocks}

@@ -128,7 +128,7 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
     if isinstance(value, tuple):
         raise TypeError(
             f"Expected {what} of a {type(operator).__name__} to be one number, got a pair. Pairs of dampings, one for "
-            "each factor of a Kronecker product, and HeuristicDamping, which makes one, are for `inverse` alone."
+            "each factor, and HeuristicDamping, which makes one, are for the `inverse` of a Kronecker product."
         )
     given = f"{type(value).__name__} {value!r}"
     if isinstance(value, Tensor):
@@ -140,28 +140,29 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
     )
 
 
-def applied(damping: Any, operator: Matrix) -> Any:
-    """The value of a rule for this matrix; a number is its own.
+def resolve(damping: Any, operator: Matrix, *, each: bool = False, batch: tuple[int, ...] = ()) -> Any:
+    """The number that a damping (a number or a rule) means for this matrix.
+
+    Args:
+        each: Whether it may also be a pair, of a Kronecker product, which then is a pair of numbers.
+        batch: `(b,)` where it may also be one number for each of `b` matrices.
 
     Raises:
-        TypeError: For the class of a rule.
+        TypeError: If it is none of these.
+        ValueError: If it is negative and the matrix positive semi-definite.
     """
     if isinstance(damping, type):
         raise TypeError(
             f"The damping is the class {damping.__name__}; expected a rule. Call it: {damping.__name__}(...)."
         )
-    return damping(operator) if callable(damping) else damping
-
-
-def resolve(damping: Any, operator: Matrix) -> Scalar:
-    """The number that a damping (a number or a rule) means for this matrix.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it is negative and the matrix positive semi-definite.
-    """
-    value = scalar(applied(damping, operator), operator, "the damping")
-    number = float(value.detach()) if isinstance(value, Tensor) else value
+    value: Any = damping(operator) if callable(damping) else damping
+    if each and isinstance(value, tuple) and (factors := getattr(operator, "factors", None)):
+        return tuple(resolve(d, F, batch=batch) for d, F in zip(value, factors[::-1], strict=True))
+    if batch and isinstance(value, Tensor) and value.shape == batch:
+        value, number = value.to(operator.device, operator.dtype), float(value.detach().min())
+    else:
+        value = scalar(value, operator, "the damping")
+        number = float(value.detach()) if isinstance(value, Tensor) else value
     if number != number:
         raise ValueError("Expected the damping to be a number, got nan.")
     if operator.structure == Structure.PSD and number < 0:

@@ -11,15 +11,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
-from math import log, prod
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
-from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve, scalar
+from curvlinops_plus.linalg.damping import Scalar, is_zero, scalar
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
@@ -30,13 +29,13 @@ from curvlinops_plus.linalg.numerics import (
     psd_clip,
     slogdet_of,
 )
-from curvlinops_plus.linalg.operator import LinearOperator, Sum
+from curvlinops_plus.linalg.operator import Flat, LinearOperator, Sum
 from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
 
 
-class Factor(LinearOperator):
+class Factor(Flat):
     """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
 
     Subclasses give the numbers of each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers
@@ -47,13 +46,18 @@ class Factor(LinearOperator):
     size: int  # columns of one matrix
     rows: int  # rows of one matrix
 
-    @abstractmethod
-    def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
-        """`F M` for matrices `M`, whose leading axes end with the batch."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        b = prod(self.batch)
+        return b * self.rows, b * self.size
 
     @abstractmethod
-    def right(self, M: Tensor) -> Tensor:  # [..., k, n] -> [..., k, m]
-        """`M Fᵀ` for matrices `M`, whose leading axes end with the batch."""
+    def left(self, M: Tensor, transposed: bool = False) -> Tensor:  # [..., n, k] -> [..., m, k]
+        """`F M`, or `Fᵀ M`, for matrices `M`, whose leading axes end with the batch."""
+
+    @abstractmethod
+    def right(self, M: Tensor, transposed: bool = False) -> Tensor:  # [..., k, n] -> [..., k, m]
+        """`M Fᵀ`, or `M F`, for matrices `M`, whose leading axes end with the batch."""
 
     @abstractmethod
     def diagonals(self) -> Tensor:  # [*b, n]
@@ -89,8 +93,7 @@ class Factor(LinearOperator):
         return self
 
     @abstractmethod
-    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
-        """The inverse with a damping that is one number, or a tensor `[*b]` of one per matrix."""
+    def _inverse(self, damping: Any, retry: bool) -> Factor: ...
 
     @abstractmethod
     def _power(self, p: float, damping: Scalar) -> Factor: ...
@@ -98,13 +101,6 @@ class Factor(LinearOperator):
     @abstractmethod
     def entrywise_square(self) -> Factor:
         """The matrix of the squared entries."""
-
-    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
-        """See `LinearOperator.inverse`; of a batch the damping may also be a tensor `[b]`, one for each matrix."""
-        if self.batch and isinstance(damping, Tensor) and damping.shape == self.batch:
-            _ = resolve(damping.detach().min(), self)  # refuses what is negative or no number
-            return self._inverse(damping.to(self.device, self.dtype), retry_double_precision)
-        return super().inverse(damping, retry_double_precision=retry_double_precision)
 
     @property
     def trace(self) -> Tensor:
@@ -143,10 +139,6 @@ class OneTensor(Factor):
         self.batch = tuple(tensor.shape[:-axes])
         self._memory: dict[str, tuple[Any, Any]] = {}
         super().__init__(space, tensor.dtype, tensor.device)
-
-    @cached_property
-    def in_space(self) -> Space:
-        return Space.flat(prod(self.batch) * self.size)  # factors of a Kronecker product are never asked for it
 
     def _remember(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which is called again only when the tensor has changed."""
@@ -191,17 +183,16 @@ class Dense(OneTensor):
         out_space: Space | None = None,
     ) -> None:
         super().__init__(matrix, 2, in_space)
-        self.structure, self.rtol = structure, rtol
+        self.structure, self.rtol, self._spaces = structure, rtol, (in_space, out_space)
         if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
             kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
-        if out_space is not None or self.rows != self.size:
-            self.out_space = out_space or Space.flat(self.rows)
-        b = prod(self.batch)
-        if (in_space or out_space) and self.shape != (b * self.rows, b * self.size):
+        if out_space is not None:
+            self.out_space = out_space
+        if (in_space or out_space) and self.shape != (self.out_space.dim, self.in_space.dim):
+            m, n = self.shape
             raise ValueError(
-                f"Dense: expected spaces of {b * self.rows} rows and {b * self.size} columns, got {self.out_space} "
-                f"and {self.in_space}."
+                f"Dense: expected spaces of {m} rows and {n} columns, got {self.out_space} and {self.in_space}."
             )
 
     @property
@@ -212,11 +203,11 @@ class Dense(OneTensor):
     def matrices(self) -> Tensor:
         return self._tensor
 
-    def left(self, M: Tensor) -> Tensor:
-        return self._tensor @ M
+    def left(self, M: Tensor, transposed: bool = False) -> Tensor:
+        return (self._tensor.mT if transposed else self._tensor) @ M
 
-    def right(self, M: Tensor) -> Tensor:
-        return M @ (self._tensor if self.structure >= Structure.SYMMETRIC else self._tensor.mT)
+    def right(self, M: Tensor, transposed: bool = False) -> Tensor:
+        return M @ (self._tensor if transposed or self.structure >= Structure.SYMMETRIC else self._tensor.mT)
 
     def _matmat(self, X: Tensor) -> Tensor:
         if not self.batch:
@@ -238,7 +229,7 @@ class Dense(OneTensor):
         """A matrix that multiplies the same vectors."""
         if matrix.ndim != self._tensor.ndim:  # one damping per matrix of the other factor's batch
             return Dense(matrix, structure, rtol)
-        return Dense(matrix, structure, rtol, in_space=self.in_space, out_space=self.out_space)
+        return Dense(matrix, structure, rtol, in_space=self._spaces[0], out_space=self._spaces[1])
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
         return self._like(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
@@ -267,9 +258,6 @@ class Dense(OneTensor):
         if c > 0 and "eigh" in self._memory:
             values, Q = self.eigh()
             scaled.remember_eigh(c * values, Q)
-        if c > 0 and "slogdets" in self._memory:
-            sign, logarithm = self.slogdets()
-            scaled._remember("slogdets", lambda: (sign, logarithm + self.size * log(c)))
         return scaled
 
     def norms(self) -> Tensor:
@@ -376,10 +364,10 @@ class Diagonal(OneTensor):
             "structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC
         )
 
-    def left(self, M: Tensor) -> Tensor:
+    def left(self, M: Tensor, transposed: bool = False) -> Tensor:
         return self._tensor[..., :, None] * M
 
-    def right(self, M: Tensor) -> Tensor:
+    def right(self, M: Tensor, transposed: bool = False) -> Tensor:
         return M * self._tensor[..., None, :]
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -456,7 +444,7 @@ class IdentityLinearOperator(Factor):
         other.c, other.structure = c, Structure.PSD if c >= 0 else Structure.SYMMETRIC
         return other
 
-    def left(self, M: Tensor) -> Tensor:
+    def left(self, M: Tensor, transposed: bool = False) -> Tensor:
         return self.c * M
 
     right = left

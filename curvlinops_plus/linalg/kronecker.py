@@ -8,7 +8,7 @@ Every number is computed from the small factors, never from the big matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm
-from curvlinops_plus.linalg.damping import Damping, Scalar, applied, heuristic_damping, is_zero, resolve
+from curvlinops_plus.linalg.damping import Damping, Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
-from curvlinops_plus.linalg.operator import LinearOperator, Sum, error_context
+from curvlinops_plus.linalg.operator import OF_PARTS, Flat, LinearOperator, Sum, about
 from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.space import Space, Structure
 
 
-class Kronecker(LinearOperator):
+class Kronecker(Flat):
     """`G ⊗ A` on the row-major `vec(W)` of `W [o, i]` (or `[b, o, i]`): `W ↦ G W Aᵀ`.
 
     Args:
@@ -60,23 +60,13 @@ class Kronecker(LinearOperator):
                 f"Expected factors in one dtype and on one device, got G {self.G.dtype} on {self.G.device} "
                 f"and A {self.A.dtype} on {self.A.device}."
             )
-        self.batch = self.G.batch or self.A.batch
+        self.batch, self.factors = self.G.batch or self.A.batch, (self.G, self.A)
         super().__init__(dtype=self.G.dtype, device=self.G.device)
 
-    # Spaces are made when asked for: most products of eigenvectors never are.
     @property
     def shape(self) -> tuple[int, int]:
         b = prod(self.batch)
         return b * self.G.rows * self.A.rows, b * self.G.size * self.A.size
-
-    @cached_property
-    def in_space(self) -> Space:
-        return Space.flat(self.shape[1])
-
-    @cached_property
-    def out_space(self) -> Space:
-        m, n = self.shape
-        return self.in_space if m == n else Space.flat(m)
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
@@ -84,24 +74,21 @@ class Kronecker(LinearOperator):
 
     # Products --------------------------------------------------------------------------------------------------------
 
-    def _matmat(self, X: Tensor) -> Tensor:  # [b o i, K] -> [b o' i', K]
+    def _matmat(self, X: Tensor, transposed: bool = False) -> Tensor:  # [b o i, K] -> [b o' i', K]
         """Two matrix products, whatever the number of columns."""
         G, A, K = self.G, self.A, X.shape[1]
+        o, i = (G.rows, A.rows) if transposed else (G.size, A.size)
         if K == 1:
-            return A.right(G.left(X.reshape(*self.batch, G.size, A.size))).reshape(-1, 1)
+            return A.right(G.left(X.reshape(*self.batch, o, i), transposed), transposed).reshape(-1, 1)
         # Columns first: then all of them are rows of one product with A. No copy if X was stored like that already.
-        M = X.T.reshape(K, *self.batch, G.size, A.size)
-        return G.left(A.right(M)).reshape(K, prod(self.batch) * G.rows * A.rows).T
+        M = X.T.reshape(K, *self.batch, o, i)
+        return G.left(A.right(M, transposed), transposed).reshape(K, -1).T
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._transposed._matmat(X)
-
-    @cached_property
-    def _transposed(self) -> Kronecker:
-        return Kronecker(self.G.adjoint(), self.A.adjoint())
+        return self._matmat(X, True)
 
     def adjoint(self) -> Kronecker:
-        return self if self.structure >= Structure.SYMMETRIC else self._transposed
+        return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Kronecker:
         return Kronecker(self.G.to(device, dtype), self.A.to(device, dtype))
@@ -143,39 +130,34 @@ class Kronecker(LinearOperator):
         return _outer(self.G.diagonals(), self.A.diagonals(), self.batch)
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        (sign_G, log_G), (sign_A, log_A) = self._factors(lambda factor: factor.slogdets())
+        (sign_G, log_G), (sign_A, log_A) = self._factors("slogdets")
         o, i = self.G.size, self.A.size
         return (sign_G**i * sign_A**o).expand(self.batch).prod(), (i * log_G + o * log_A).expand(self.batch).sum()
 
     def _eigh(self) -> tuple[Tensor, Kronecker]:
-        (values_G, Q_G), (values_A, Q_A) = self._factors(lambda factor: factor.eigh())
+        (values_G, Q_G), (values_A, Q_A) = self._factors("eigh")
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
-    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
-        """See `LinearOperator.inverse`; a pair `(λ_A, λ_G)` is added to the factors, each to its own."""
-        damping = applied(damping, self)
-        if not isinstance(damping, tuple):
-            return super().inverse(damping, retry_double_precision=retry_double_precision)
-        return self._of_factors(lambda factor, d: factor._inverse(d, retry_double_precision), damping)
-
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        if is_zero(damping):
-            return Kronecker(*self._factors(lambda factor: factor._inverse(0.0, retry)))
+    def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
+        if isinstance(damping, tuple) or is_zero(damping):
+            for_A, for_G = damping if isinstance(damping, tuple) else (0.0, 0.0)
+            return Kronecker(*self._factors("_inverse", ((for_G, retry), (for_A, retry))))
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("inverse")
         values, Q = self._eigh()
+        if isinstance(damping, Tensor) and damping.ndim:
+            damping = damping.repeat_interleave(len(values) // len(damping))
         return Eigendecomposed(Q, powers(values + damping, -1.0, self), self.structure, rtol=0.0)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
-        damping = resolve(damping, self)
         if exact or 1 in (self.G.size, self.A.size) or not bool((self.G.traces() * self.A.traces() > 0).all()):
             return super().power(p, damping)
-        pair = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
-        return self._of_factors(lambda factor, d: factor._power(p, d), pair)
+        for_A, for_G = heuristic_damping(self.A, self.G, resolve(damping, self), min_damping=0.0)
+        return Kronecker(*self._factors("_power", ((p, for_G), (p, for_A))))
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if is_zero(damping):
-            return Kronecker(*self._factors(lambda factor: factor._power(p, 0.0)))
+            return Kronecker(*self._factors("_power", ((p, 0.0), (p, 0.0))))
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, p, self), rtol=0.0)
 
@@ -183,24 +165,18 @@ class Kronecker(LinearOperator):
         values, Q = self._eigh()
         return Q._matmat(values.sqrt()[:, None] * Q._rmatmat(X))
 
-    def _factors(self, function: Callable[..., Any], *for_each: Any) -> tuple[Any, Any]:
-        """`function` of both factors, and of what is `for_each` of them; its errors say which one they are about."""
-        with error_context("factor G"):
-            of_G = function(self.G, *for_each[:1])
-        with error_context("factor A"):
-            return of_G, function(self.A, *for_each[1:])
-
-    def _of_factors(self, function: Callable[[Factor, Scalar], Factor], pair: tuple[Any, Any]) -> Kronecker:
-        """The product of a function of both factors, each with its damping, of a batch also one for each."""
-
-        def of(factor: Factor, damping: Any) -> Factor:
-            each = isinstance(damping, Tensor) and damping.ndim == 1
-            return function(factor, damping.to(factor.device, factor.dtype) if each else resolve(damping, factor))
-
-        return Kronecker(*self._factors(of, pair[1], pair[0]))
+    def _factors(self, method: str, arguments: Sequence[tuple[Any, ...]] = ((), ())) -> list[Any]:
+        """What a method of both factors returns, each with its arguments; errors say which factor they are about."""
+        found = []
+        for name, factor, given in zip("GA", self.factors, arguments, strict=True):
+            try:
+                found.append(getattr(factor, method)(*given))
+            except OF_PARTS as error:
+                raise about(f"factor {name}", error) from error
+        return found
 
 
-class Eigendecomposed(LinearOperator):
+class Eigendecomposed(Flat):
     """`Q diag(values) Qᵀ` for an orthogonal `Q`.
 
     Args:
@@ -223,7 +199,8 @@ class Eigendecomposed(LinearOperator):
     def __init__(
         self, basis: LinearOperator, values: Tensor, structure: Structure = Structure.PSD, rtol: float | None = None
     ) -> None:
-        if basis.shape[0] != basis.shape[1] or values.shape != (basis.shape[1],):
+        self.basis, self.values, self.rtol = basis, values, rtol
+        if basis.shape != self.shape:
             raise ValueError(
                 f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}."
             )
@@ -232,8 +209,15 @@ class Eigendecomposed(LinearOperator):
                 f"Expected basis and values in one dtype and on one device, got {basis.dtype} on {basis.device} "
                 f"and {values.dtype} on {values.device}."
             )
-        super().__init__(basis.out_space, values.dtype, values.device, structure)
-        self.basis, self.values, self.rtol = basis, values, rtol
+        super().__init__(None, values.dtype, values.device, structure)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.numel(), self.values.numel()
+
+    @cached_property
+    def in_space(self) -> Space:  # type: ignore[override]
+        return self.basis.out_space
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.values[:, None] * self.basis._rmatmat(X))
@@ -265,7 +249,7 @@ class Eigendecomposed(LinearOperator):
 
     def diagonal(self) -> Tensor:
         Q = self.basis
-        squares: Any = Kronecker(*Q._factors(lambda F: F.entrywise_square())) if isinstance(Q, Kronecker) else Q
+        squares: Any = Kronecker(*Q._factors("entrywise_square")) if isinstance(Q, Kronecker) else Q
         squares = squares.entrywise_square() if isinstance(squares, Factor) else squares
         return squares._matmat(self.values[:, None])[:, 0]
 

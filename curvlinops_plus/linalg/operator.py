@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, NumericsError
-from curvlinops_plus.linalg.damping import Damping, Scalar, applied, resolve, scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, whole, wide
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
@@ -52,18 +52,13 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class error_context:
-    """Errors of this package that are raised inside begin with the name of the part of the matrix they are about."""
+#: What errors about a part of a matrix are of.
+OF_PARTS = (NumericsError, NotImplementedError, TypeError, ValueError)
 
-    def __init__(self, part: str) -> None:
-        self.part = part
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
-            raise type(error)(f"{self.part}: {error}") from error
+def about(part: str, error: Exception) -> Exception:
+    """The error, beginning with the name of the part of the matrix that it is about."""
+    return type(error)(f"{part}: {error}")
 
 
 class _Linear(torch.autograd.Function):
@@ -342,7 +337,7 @@ class LinearOperator(ABC):
         """
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self.label}.")
-        return self._shift(scalar(applied(delta, self), self, "the shift"))
+        return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         return Shifted(self, delta)
@@ -403,13 +398,8 @@ class LinearOperator(ABC):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        damping = applied(damping, self)
-        if isinstance(damping, tuple):
-            raise ValueError(
-                f"A pair of dampings (λ_A, λ_G) belongs to the two factors of a Kronecker product, got one for "
-                f"{self.label}; pass a single number."
-            )
-        return self._inverse(resolve(damping, self), retry_double_precision)
+        damping = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
+        return self._inverse(damping, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
@@ -499,7 +489,8 @@ class LinearOperator(ABC):
         """Sign of the determinant and logarithm of its absolute value."""
         raise self._no_closed_form("logdet")
 
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+    def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
+        """The inverse; of a Kronecker product also with a pair of dampings, of a batch with one for each, `[b]`."""
         raise self._no_closed_form("inverse")
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
@@ -515,18 +506,36 @@ class LinearOperator(ABC):
         return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
 
 
+class Flat(LinearOperator):
+    """A matrix that knows its shape, whose spaces are made when asked for: by default one flat vector."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    @cached_property
+    def in_space(self) -> Space:  # type: ignore[override]
+        return Space.flat(self.shape[1])
+
+    @cached_property
+    def out_space(self) -> Space:
+        m, n = self.shape
+        return self.in_space if m == n else Space.flat(m)
+
+
 class Foreign(LinearOperator):
     """An operator of another library: curvlinops', SciPy's, or any object with `shape`, `@` and a transpose.
 
     Args:
         op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else arrays.
         like: What has the dtype and device of this one; the operator itself, if nothing else is said.
+        structure: What is known about the matrix.
     """
 
-    def __init__(self, op: Any, like: Any = None) -> None:
+    def __init__(self, op: Any, like: Any = None, structure: Structure = Structure.GENERAL) -> None:
         m, n = map(int, op.shape)
         like = op if like is None else like
-        super().__init__(Space.flat(n), like.dtype, torch.device(like.device), Structure.GENERAL, Space.flat(m))
+        super().__init__(Space.flat(n), like.dtype, torch.device(like.device), structure, Space.flat(m))
         self.op = op
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -535,10 +544,16 @@ class Foreign(LinearOperator):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._adjoint_product, self._product)
 
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
+        like = torch.empty(0, dtype=dtype or self.dtype, device=device or self.device)
+        return Foreign(self.op, like, self.structure)
+
     def _product(self, X: Tensor) -> Tensor:
         return self._of(self.op, X)
 
     def _adjoint_product(self, X: Tensor) -> Tensor:
+        if self.structure >= Structure.SYMMETRIC:
+            return self._product(X)
         return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
 
     def _of(self, op: Any, X: Tensor) -> Tensor:
@@ -546,7 +561,7 @@ class Foreign(LinearOperator):
         if isinstance(dtype, torch.dtype):
             found = op @ X.detach().to(getattr(self.op, "device", X.device), dtype)
         else:
-            found = torch.as_tensor(op @ X.detach().cpu().numpy())
+            found = torch.as_tensor(op @ to_numpy(X))
         return found.to(X)
 
 

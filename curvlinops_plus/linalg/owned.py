@@ -13,7 +13,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.operator import LinearOperator, error_context
+from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
 
@@ -93,8 +93,10 @@ class OwnedBlockDiagonal(BlockDiagonal):
             found = {key: torch.zeros_like(t) for key, t in tree.items()}
             for name in self.blocks:
                 layout = self.layouts[name]
-                with error_context(f'block "{name}"'):
+                try:
                     found |= layout.split(getattr(self._fetched(name), product)(layout.join(tree)))
+                except OF_PARTS as error:
+                    raise about(f'block "{name}"', error) from error
             Y = self.out_space.flatten(found).contiguous()
             if Y.requires_grad:
                 raise UnsupportedError(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.dense import Dense
-from curvlinops_plus.linalg.operator import LinearOperator, linear_in
-from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.linalg.operator import Foreign, LinearOperator
+from curvlinops_plus.linalg.space import Structure
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
@@ -59,42 +59,6 @@ def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
     return make(A.shape, matvec=forth, rmatvec=back, matmat=forth, rmatmat=back, dtype=wanted)
 
 
-class _FromSciPy(LinearOperator):
-    """Vectors are copied to NumPy and back."""
-
-    def __init__(self, op: SciPyLinearOperator, dtype: torch.dtype, device: torch.device, structure: Structure) -> None:
-        m, n = op.shape
-        super().__init__(Space.flat(n), dtype, device, structure, None if m == n else Space.flat(m))
-        self.op = op
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return _FromSciPy(self.op, dtype or self.dtype, device or self.device, self.structure)
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._product, self._adjoint_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._adjoint_product, self._product)
-
-    def _product(self, X: Tensor) -> Tensor:
-        return self._on_host(X, self.op.matmat)
-
-    def _adjoint_product(self, X: Tensor) -> Tensor:
-        if self.structure >= Structure.SYMMETRIC:
-            return self._product(X)
-        try:
-            return self._on_host(X, self.op.rmatmat)
-        except (NotImplementedError, TypeError) as error:  # which of them depends on how the operator was written
-            raise NotImplementedError(
-                f"The SciPy operator {self.op!r} cannot multiply from the left; give it `rmatvec`, or call "
-                "from_scipy(op, structure=Structure.SYMMETRIC) if it is symmetric."
-            ) from error
-
-    def _on_host(self, X: Tensor, product: Any) -> Tensor:
-        array = X.detach().cpu().to(torch.float64 if self.dtype == torch.float64 else torch.float32).numpy()
-        return torch.tensor(np.asarray(product(array)), dtype=self.dtype, device=self.device)
-
-
 def from_scipy(
     op: Any,
     dtype: torch.dtype | None = None,
@@ -133,7 +97,7 @@ def from_scipy(
     wrapped = scipy.sparse.linalg.aslinearoperator(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
-    return _FromSciPy(wrapped, dtype, where, structure)
+    return Foreign(wrapped, torch.empty(0, dtype=dtype, device=where), structure)
 
 
 # Set from here, because operators are defined without the classes that build on them.

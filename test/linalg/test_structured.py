@@ -155,12 +155,14 @@ def test_pair_belongs_to_the_factors() -> None:
         close((2.5 * Kronecker(G, A)).inverse(damping).to_dense(), expected)
 
 
-@pytest.mark.parametrize("kind", [Dense, Diagonal])
+@pytest.mark.parametrize("kind", [Dense, Diagonal, Kronecker])
 def test_a_batch_takes_one_damping_for_each_matrix(kind: Any) -> None:
     M = torch.stack([psd(3, 3, seed=k) for k in range(2)])
-    A = Dense(M, PSD) if kind is Dense else Diagonal(M.diagonal(dim1=1, dim2=2))
+    A = {Dense: Dense(M, PSD), Diagonal: Diagonal(M.diagonal(dim1=1, dim2=2)), Kronecker: Kronecker(EYE.to(F64), M)}[
+        kind
+    ]
     dampings = torch.tensor([0.1, 2.0], dtype=F64)
-    expected = torch.linalg.inv(A.to_dense() + torch.diag(dampings.repeat_interleave(3)))
+    expected = torch.linalg.inv(A.to_dense() + torch.diag(dampings.repeat_interleave(A.shape[0] // 2)))
     close(A.inverse(dampings).to_dense(), expected)
     close(A.inverse(dampings).logdet, torch.logdet(expected))
     with pytest.raises(ValueError, match="to be at least 0, got -1"):
@@ -344,16 +346,16 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: K12.inverse(HeuristicDamping((0.1, 0.1))), TypeError, "to be one number.* got a pair"),
     (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, r"one number, got a pair\. Pairs of dampings"),
     (lambda: K12.inverse(-0.1), ValueError, "semi-definite matrix to be at least 0, got -0.1"),
-    (lambda: K12.inverse((0.1, -0.1)), ValueError, "factor G: .*at least 0"),
+    (lambda: K12.inverse((0.1, -0.1)), ValueError, "damping .* to be at least 0, got -0.1"),
     (lambda: K12.inverse("large"), TypeError, "one number, a 0-d tensor or a rule; got str 'large'"),
     (lambda: K12.inverse(RelativeDamping), TypeError, r"the class RelativeDamping; expected a rule. Call it"),
     (lambda: K12.shift([1.0]), TypeError, "the shift of a Kronecker to be one number"),
-    (lambda: EYE.inverse((0.1, 0.2)), ValueError, "pair of dampings .* belongs to the two factors"),
+    (lambda: EYE.inverse((0.1, 0.2)), TypeError, "one number, got a pair. Pairs of dampings"),
     (lambda: EYE.shift(-0.5).inverse(), ValueError, "semi-definite matrix to be at least 0, got -0.5"),
     (lambda: RelativeDamping(-1.0), ValueError, "factor that is not negative, got -1.0"),
     (lambda: blocks().inverse(torch.ones(3)), ValueError, r"one per block, \[4\], got a damping of shape \[3\]"),
     (lambda: blocks().inverse({"fc": 1.0, "f": 2.0}), ValueError, r"each of the blocks .* got some for \['fc', 'f'\]"),
-    (lambda: blocks().inverse((0.1, 0.1)), ValueError, 'block "scale": A pair of dampings'),
+    (lambda: blocks().inverse((0.1, 0.1)), TypeError, 'block "scale": .* got a pair'),
     (lambda: with_scale(torch.zeros(3, 3)).inverse(), SingularMatrixError, r'block "scale": Dense.* singular: 3 of'),
     (lambda: with_scale(NAN3).logdet, NumericsError, r'block "scale": the matrix .* 9 entries that are NaN'),
 ]  # fmt: skip
