@@ -78,6 +78,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
     d, eps = values.shape[-1], torch.finfo(values.dtype).eps
     largest = values.detach().amax(-1, keepdim=True).clamp(min=0)
     kept = values > (d * eps if rtol is None else rtol) * largest
+    if bool(kept.all()):
+        return values.clone()
     if rtol is None and scales is not None:
         kept |= (values > eps**0.5 * scales) & (values <= d * scales) & (values > (d * eps) ** 2 * largest)
     return torch.where(kept, values, torch.zeros_like(values))
@@ -298,7 +300,7 @@ def check_finite(M: Tensor, what: str) -> None:
         NumericsError: If it has some; says how many, and where they may come from.
     """
     # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
-    if not bool(M.detach().sum().isfinite()) and (bad := int((~torch.isfinite(M)).sum())):
+    if not isfinite(M.detach().sum()) and (bad := int((~torch.isfinite(M)).sum())):
         raise NumericsError(
             f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in the data, "
             "for a diverged model, or for overflow in half precision."
