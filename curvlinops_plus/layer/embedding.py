@@ -24,7 +24,7 @@ class EmbeddingRule(AffineRule):
 
     Tokens at `padding_idx` have no gradient: their rows are not kept. `scale_grad_by_freq` rescales what PyTorch writes
     into `.grad`, which is then not a derivative: it is ignored here, as is `sparse`, which only sets how PyTorch stores
-    a gradient. `max_norm` is supported where it changes nothing, see `check`.
+    a gradient. `max_norm` is refused.
 
     Example:
         >>> layer, x = nn.Embedding(10, 3, padding_idx=0), torch.tensor([[4, 2, 4], [7, 0, 0]])
@@ -38,10 +38,10 @@ class EmbeddingRule(AffineRule):
     sparse = True
 
     def check(self, module: nn.Module) -> None:
-        """Refuse a table whose rows are longer than `max_norm`: the forward pass would overwrite them.
+        """Refuse `max_norm`.
 
         Raises:
-            UnsupportedError: If there is such a row.
+            UnsupportedError: If it is set.
         """
         assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         refuse_renormalization(module)
@@ -163,23 +163,13 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Refuse a table with rows that are longer than its `max_norm`, by more than rounding.
+    """Refuse `max_norm`: a forward pass would shorten rows of the weight in place.
 
-    A forward pass that reads such a row first shortens it in place. If there is none, `max_norm` has no effect: rows
-    that PyTorch itself has shortened pass.
+    Raises:
+        UnsupportedError: If it is set.
     """
-    limit, order = module.max_norm, module.norm_type
-    if limit is None:
-        return
-    W = module.weight.detach()
-    norms = torch.linalg.vector_norm(at_least_float32(W), ord=order, dim=1)
-    # In half precision each entry of a shortened row is rounded; otherwise it is the norm that is not known better.
-    tolerance = (4 if W.dtype.itemsize < 4 else 32) * torch.finfo(W.dtype).eps
-    longer = norms > limit * (1 + tolerance)
-    if longer.any():
+    if module.max_norm is not None:
         raise UnsupportedError(
-            f"{module} has {int(longer.sum())} of {len(W)} rows whose norm exceeds max_norm={limit} (the largest is "
-            f"{float(norms.max()):.6g}): a forward pass that meets them would overwrite the weight. Normalize them "
-            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {limit}))` for its weight w, or set "
-            "max_norm=None."
+            f"{module} shortens rows of its weight in place whenever it reads them. Set max_norm=None; rows that are "
+            "still longer can be shortened before, w.copy_(torch.renorm(w, 2, 0, max_norm)) for its weight w."
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import check_repeatable, in_chunks, why_computed
+from curvlinops_plus.layer.replay import in_chunks, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
@@ -84,19 +84,6 @@ class RecurrentRule(LayerRule):
             )
         return [0 if cell or module.batch_first else 1, *[0 if cell else 1] * (len(leaves) - 1)]
 
-    def check(self, module: nn.Module) -> None:
-        """Refuse dropout between layers, which draws random numbers.
-
-        Raises:
-            UnsupportedError: For dropout in training mode.
-        """
-        check_repeatable(module)
-        if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
-            raise UnsupportedError(
-                f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
-                "gradients are those of one draw. Call `model.eval()` first."
-            )
-
     def replay(
         self,
         module: nn.Module,
@@ -111,7 +98,6 @@ class RecurrentRule(LayerRule):
         Layers whose weights are computed from other parameters (weight normalization, pruning) are run again instead,
         one example at a time.
         """
-        self.check(module)
         g = [g] if isinstance(g, Tensor) else list(g)
         named = {**dict(zip(("input", "hx"), args)), **kwargs}
         if why_computed(module, self._weights(module)):

@@ -198,7 +198,7 @@ def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 # Options of embeddings that say nothing about the function they compute.
-_PLAIN = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
+_PLAIN = {"sparse": False, "scale_grad_by_freq": False}
 
 
 @contextmanager
@@ -209,14 +209,14 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     statistics. Cost: a copy of the buffers.
 
     Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
-    no derivative), and without `max_norm`, after a check that no row exceeds it. Compiled modules run eagerly. And
-    nothing runs under the caller's autocast: a matrix does not depend on where it is asked for. Autocast inside the
-    model's forward is part of the model.
+    no derivative), and `max_norm` is refused. Compiled modules run eagerly. And nothing runs under the caller's
+    autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
+    model.
 
     One thread at a time is in here; others wait.
 
     Raises:
-        UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
+        UnsupportedError: If an embedding has a `max_norm`.
     """
     modules = [*model.modules()]
     with eager, own_passes, ExitStack() as stack:

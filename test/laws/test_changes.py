@@ -1,11 +1,10 @@
-"""What is changed after an operator, estimator or optimizer was made: it computes with that, or refuses it by name.
+"""What is changed after an operator or estimator was made: it computes with that, or refuses it by name.
 
 Only what is documented as computed before (a finished block, an inverse) stays as it was.
 """
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from curvlinops_plus import (
     KFAC,
     CurvatureEstimator,
     EmpiricalRisk,
-    KFACOptimizer,
     UnsupportedError,
     curvature,
 )
@@ -155,50 +153,18 @@ def _update(case: Case) -> tuple[Again, Again]:
     return lambda: add(estimator, case.data[1]), lambda: add(new(), case.data[1])
 
 
-def _optimizer(case: Case) -> tuple[Again, Again]:
-    options, before = {"lr": 0.1, "damping": 0.1, "momentum": 0.0}, dict[str, Any]()
-
-    def step(optimizer: KFACOptimizer, batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        case.loss(case.model(batch[0]), batch[1]).backward()
-        optimizer.step()
-        return torch.cat([p.detach().flatten() for p in case.model.parameters()])
-
-    optimizer = KFACOptimizer(case.model, case.loss, **options)
-    step(optimizer, case.data[0])
-    before["optimizer"] = copy.deepcopy(optimizer.state_dict())
-
-    def again() -> Tensor:
-        before["model"] = copy.deepcopy(case.model.state_dict())
-        return step(optimizer, case.data[1])
-
-    def fresh() -> Tensor:
-        optimizer.close()
-        case.model.load_state_dict(before["model"])
-        other = KFACOptimizer(case.model, case.loss, **options)
-        other.load_state_dict(before["optimizer"])
-        return step(other, case.data[1])
-
-    return again, fresh
-
-
 MADE: dict[str, Callable[[Case], tuple[Again, Again]]] = {
     "GGN": _product(GGN),
     "gradient": _gradient,
     "KFAC": _blocks(KFAC),
     "update": _update,
-    "optimizer": _optimizer,
 }
-# States of convolutions and losses tell what they are of, and are not taken by others.
-_STATES = {("optimizer", name) for name in ("stride", "reduction", "smoothing", "class weights", "ignored")}
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MADE)
 def test_changes_count(name: str, change: str) -> None:
-    if (name, change) in _STATES:
-        pytest.skip("an optimizer with this change does not take the state of one without")
     case = Case()
     again, fresh = MADE[name](case)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, fresh, problem, unchanged
+from cases import close, problem, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,20 +85,6 @@ def test_data_that_changes_is_noticed(kind: Any) -> None:
     kind(p.model, p.loss, p.params, Noisy(), check_deterministic=False)
 
 
-# -------------------------------------------------------------------------------------------------- train and eval mode
-
-
-@every_operator
-def test_dropout_in_training_mode_is_named(kind: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
-    p = problem("mlp")
-    with unchanged(model), pytest.raises(RuntimeError, match=r"'1' \(Dropout\).*model\.eval\(\)"):
-        kind(model, p.loss, list(model.parameters()), p.data)
-    model.eval()
-    kind(model, p.loss, list(model.parameters()), p.data)
-
-
 # ------------------------------------------------------------------------------------------------------------ wrappers
 
 
@@ -130,11 +116,3 @@ def test_wrappers(wrapper: str) -> None:
             K.compute()
         close(K.to_dense(), p.curvature(approximation).to_dense())
     close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
-
-
-def test_a_hook_of_the_user_that_changes_an_output() -> None:
-    """The layer's own output is what its gradient is about, not what the hook makes of it."""
-    p = fresh("mlp")
-    p.model[0].register_forward_hook(lambda module, args, out: 2 * out)
-    expected = GGNLinearOperator(p.model, p.loss, p.params, p.data).to_dense()
-    close(p.curvature(FullBlock).to_dense(), problem("mlp").exact.only_blocks(expected, False))

@@ -167,22 +167,6 @@ class TestLaws:
                 rule_of(module).axes(module, 0, leaves, inputs=inputs)
 
 
-@pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
-class TestRefusals:
-    def test_dropout(self, kind: Any, loop: Any, same: Any) -> None:
-        module = kind(i, h, num_layers=2, dropout=0.5)
-        words = rf"{kind.__name__}\(dropout=0.5\) in training mode draws random numbers.*model.eval\(\)"
-        args, g = problem(module)
-        with pytest.raises(UnsupportedError, match=words):
-            rule_of(module).check(module)
-        with pytest.raises(UnsupportedError, match=words):
-            rule_of(module).per_example_grads(module, args, {}, g)
-        compare(module.eval(), loop, same)
-        with pytest.warns(UserWarning, match="dropout"):
-            last = kind(i, h, dropout=0.5)  # there is nothing after the last layer to drop
-        compare(last, loop, same)
-
-
 def normed(kind: Any, **options: Any) -> nn.Module:
     return weight_norm(weight_norm(kind(i, h, **options), "weight_hh_l0"), "weight_ih_l0")
 

@@ -52,6 +52,7 @@ def replaced() -> nn.Module:
         (lambda: OwnCall(2, 2), "this OwnCall has another `forward` than Linear"),
         (replaced, "this Linear has another `forward` than Linear"),
         (lambda: OwnConvForward(2, 2, 1), "this OwnConvForward has another `_conv_forward` than Conv1d"),
+        (lambda: nn.EmbeddingBag(5, 3, mode="max"), r"EmbeddingBag\(mode='max'\) is not linear in its table"),
         (Extra, r"this Extra holds the parameters \['weight', 'bias', 'gain'\], expected \['weight', 'bias'\]"),
         (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "holds the parameters.*weight normalization"),
     ],
