@@ -47,6 +47,7 @@ class LayerBatch:
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: What all calls multiply with; None if there is no matrix, or if there are several.
         summed: Gradients of each example in place of the calls, see `for_squares`.
+        whole: Whether all calls multiply with the layer's matrix.
         keys: Keys of the parameters that the batch is restricted to.
         weight: Whether the weight is among them.
         bias: Whether the bias is, as one more column of the role's matrix: a column of ones in the inputs.
@@ -62,6 +63,7 @@ class LayerBatch:
     group: Group | None = None
     role: Role | None = None
     summed: Tensor | None = None
+    whole: bool = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     weight: bool = field(init=False)
     bias: bool = field(init=False)
@@ -72,9 +74,10 @@ class LayerBatch:
         if role is None and len(layer.roles) == 1:
             role = self.role = layer.roles[0]
         self.sparse = role is not None and role.sparse
+        self.whole = role is not None and not role.transposed
         self.keys = tuple(layer.params) if self.group is None else self.group.keys
         self.weight = layer.weight in self.keys
-        self.bias = layer.bias in self.keys and role is not None and not role.transposed
+        self.bias = self.whole and layer.bias in self.keys
 
     # ------------------------------------------------------------------------------------------------ parts of a batch
     def restrict(self, group: Group) -> LayerBatch:
@@ -154,7 +157,8 @@ class LayerBatch:
         Raises:
             UnsupportedError: If the layer has no affine rule, or multiplies with several matrices.
         """
-        self._require_matrix()
+        if self.role is None:
+            raise self._no_matrix()
         found: list[Any] = []
         for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
             a: Any = self._inputs[k] if self.weight else None
@@ -175,7 +179,8 @@ class LayerBatch:
     @cached_property
     def grads(self) -> Tensor:
         """Output gradients `g`, [V, N, S, *b, o]; masked rows are zero. Errors as for `inputs`."""
-        self._require_matrix()
+        if self.role is None:
+            raise self._no_matrix()
         return self._grads[0] if len(self._grads) == 1 else torch.cat(self._grads, 2)
 
     def mean_inputs(self) -> Tensor:
@@ -260,27 +265,27 @@ class LayerBatch:
         g = self.grads.sum(2).flatten(0, 1) if reduce else self.grads.flatten(0, 2)
         return g.square().sum(0) if diagonal else gram(g)
 
-    def _require_matrix(self) -> None:
-        if self.role is None:
-            layer, owner = self.layer, type(self.layer.uses[0].owner).__name__
-            if layer.roles:
-                raise UnsupportedError(
-                    f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
-                    f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
-                )
-            raise UnsupportedError(
-                f"{layer.title} ({owner}) {'is shared by several modules' if layer.tied else 'has no affine rule'}, so "
-                "it has no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule and "
-                f"register it with @register_rule({owner})."
+    def _no_matrix(self) -> UnsupportedError:
+        layer, owner = self.layer, type(self.layer.uses[0].owner).__name__
+        if layer.roles:
+            return UnsupportedError(
+                f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
+                f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
+        return UnsupportedError(
+            f"{layer.title} ({owner}) {'is shared by several modules' if layer.tied else 'has no affine rule'}, so it "
+            "has no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule and register it "
+            f"with @register_rule({owner})."
+        )
 
     @cached_property
     def _only_call(self) -> Call | None:
         """The call, if there is one, all of its positions count and it reads all matrices."""
+        if self.role is None:
+            raise self._no_matrix()
         call = self.calls[0]
-        self._require_matrix()
-        alone = len(self.calls) == 1 and self._masks[0] is None and call.rule.reads(call.use.module) is None
-        return call if alone else None
+        every = (self.mask is None and not call.rule.sparse) or self._masks[0] is None
+        return call if len(self.calls) == 1 and every and call.rule.reads(call.use.module) is None else None
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -344,7 +349,7 @@ class LayerBatch:
         """
         if self.summed is not None:
             return self.summed
-        if self._one_matrix:
+        if self.whole:
             if not self.weight:
                 return self.bias_grads()[..., None]
             total = outer_products(self._grads[0], self._inputs[0])
@@ -372,7 +377,7 @@ class LayerBatch:
             return sum(parts[1:], parts[0])
         C = C.to(self.layer.accumulation_dtype)
         right = None if right is None else right.to(C.dtype)
-        by_rows = self._one_matrix and self.weight
+        by_rows = self.whole and self.weight
         if by_rows and isinstance(self.inputs, SparseRows):
             return self.inputs.inner_products(self.grads, C, right)
         parts = []
@@ -398,7 +403,7 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
         """
-        by_rows = self._one_matrix and self.summed is None and self.weight
+        by_rows = self.whole and self.summed is None and self.weight
         if by_rows and self.sparse and QA is None:
             assert isinstance(self.inputs, SparseRows)
             found = self.inputs.squared(self.grads, QG)
@@ -422,7 +427,7 @@ class LayerBatch:
 
     def for_squares(self) -> Iterator[LayerBatch]:
         """Batches with all that `squared_grads` reads: gradients where these are smaller than the rows, else itself."""
-        by_rows = self._one_matrix and len(self.layer.groups) == 1 and self.weight and not self.sparse
+        by_rows = self.whole and len(self.layer.groups) == 1 and self.weight and not self.sparse
         if not by_rows or not self._many_positions:
             yield self
             return
@@ -447,15 +452,10 @@ class LayerBatch:
         *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
         return self._shared_positions > math.prod(batch) * max(rows, columns)
 
-    @property
-    def _one_matrix(self) -> bool:
-        """Whether all calls multiply with the layer's matrix."""
-        return self.role is not None and not self.role.transposed
-
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
         V, N, total, start = self.num_vectors, self.num_examples, dict[str, Tensor](), 0
-        if self._one_matrix:
+        if self.whole:
             J = self.per_example_grads.flatten(0, 1)  # [V N, *b, rows, columns]
             for group in self.layer.groups if self.group is None else (self.group,):
                 columns = group.layout.matrix_shape[-1]

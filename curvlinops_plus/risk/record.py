@@ -168,7 +168,10 @@ class Recorder:
         for holder, name, p in own:  # with other tensors in place, by functional_call, it is no call of the layer
             if holder._parameters.get(name) is not p:
                 return None
-        return self._note([(index, use, use.rule)], (args, kwargs), out, self._axes.get(use.name, 0))
+        try:
+            return self._note([(index, use, use.rule)], (args, kwargs), out, self._axes.get(use.name, 0))
+        except Exception as error:
+            self._failed(use, error)
 
     def _function_call(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
@@ -181,9 +184,22 @@ class Recorder:
                 # Inside attention examples are on axis 1, or on an axis with positions.
                 fold = None if examples is None or product.input.ndim == 3 else examples
                 axis = self._axes.get(found[0][1].name, 0) if examples is None else 1
-                made = self._note(found, ((product.input,), {}), out, axis, fold)
-                return out if made is None else made
+                try:
+                    made = self._note(found, ((product.input,), {}), out, axis, fold)
+                    return out if made is None else made
+                except Exception as error:
+                    self._failed(found[0][1], error)
+                break
         return out
+
+    def _failed(self, use: ModuleUse, error: Exception) -> None:
+        if not self.own_pass:
+            # The rest of a pass of others is left alone; frames hold what the user's pass has computed.
+            self.doubt = error.with_traceback(None)
+        elif isinstance(error, (UnsupportedError, ValueError)):
+            raise error
+        else:  # inside of `vmap`, or with sparse tensors: what is around it may be run for each example
+            raise OutsideReads(f"{_of(use)} can't be recorded: {error}", use.keys.values()) from error
 
     def _uses_of(self, product: Product) -> list[Found]:
         """The uses that a product is; one inside a module that answers for the parameter belongs to the module."""
@@ -203,33 +219,12 @@ class Recorder:
                 found.append((*entry, rule.at(view.rows, len(self._params[view.key]))))
         return found
 
-    def _note(
-        self,
-        found: Sequence[Found],
-        given: tuple[tuple[Any, ...], Mapping[str, Any]],
-        out: Any,
-        axis: int,
-        fold: int | None = None,
-    ) -> Any:
+    def _note(self, found: Sequence[Found], given: Any, out: Any, axis: int, fold: int | None = None) -> Any:
         """Note a call for one layer, or several that read different parameters in it.
 
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
-        use = found[0][1]
-        try:
-            return self._noted(found, given, out, axis, fold)
-        except Exception as error:
-            if not self.own_pass:
-                # The rest of a pass of others is left alone; frames hold what the user's pass has computed.
-                self.doubt = error.with_traceback(None)
-                return None
-            if isinstance(error, (UnsupportedError, ValueError)):
-                raise
-            # Inside of `vmap`, or with sparse tensors: what is around it may be run for each example.
-            raise OutsideReads(f"{_of(use)} can't be recorded: {error}", use.keys.values()) from error
-
-    def _noted(self, found: Sequence[Found], given: Any, out: Any, axis: int, fold: int | None) -> Any:
         (_, use, rule), N, expanded, changed, rows = found[0], self.num_examples, False, self.backward, 0
         if self.backward and not torch.is_grad_enabled():
             raise UnsupportedError(
