@@ -104,7 +104,7 @@ CLASSES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     (CLASSIC, {"data": [(X, torch.full((6,), -100))]}, ValueError, "No term of CrossEntropyLoss counts: every target"),
     (CLASSIC, {"data": [(X, Y), (NAN, Y)]}, NumericsError, "layer '0'.*statistic|The total loss is nan"),
     (KFACS, {"data": [(X, Y), (NAN, Y)], "check_deterministic": False}, NumericsError, "layer '0': the statistic"),
-    (CLASSIC, {"of": TWO}, ValueError, r"The model returned a tuple\. .*output=lambda o: o\[0\]"),
+    (CLASSIC, {"of": TWO}, ValueError, r"The model returned a tuple[.;] .*output=lambda o: o\[0\]"),
     (CLASSIC, {"of": TWO, "output": lambda out: out}, ValueError, "`output` selected a tuple; expected the tensor"),
     (SAMPLING, {"mc_samples": 0}, ValueError, "at least one sample"),
 ]  # fmt: skip
