@@ -117,7 +117,7 @@ class BlockwiseLinearOperator(Deferred):
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
         #: What multiples are, times the curvature.
-        self.scale: float | Tensor = 1.0
+        self.scale = 1.0
         self._operator: BlockDiagonal | None = None
         self.vectors = as_vectors(vectors)
         self.risk = risk.for_vectors(self.vectors)
@@ -127,7 +127,9 @@ class BlockwiseLinearOperator(Deferred):
         self.renew_plan()
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
-        self.max_bytes, self._offload = max_bytes, offload
+        self.max_bytes = max_bytes
+        #: Where finished blocks are kept, if not on the operator's own device.
+        self.kept_on = None if offload is None else torch.device(offload)
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
@@ -140,10 +142,13 @@ class BlockwiseLinearOperator(Deferred):
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
-        parameters = fingerprint(self.risk)
+        self._compute(fingerprint(self.risk))
+        return self
+
+    def _compute(self, parameters: Fingerprint) -> None:
+        """Compute the blocks of the present parameters, of which this is the fingerprint."""
         sweeps = self._swept(self.max_kept_bytes)
         self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
-        return self
 
     def _swept(self, max_kept_bytes: int = 0, max_sweeps: int | None = None) -> Sweeps:
         """Sweeps that have run. Collective.
@@ -154,11 +159,9 @@ class BlockwiseLinearOperator(Deferred):
         def work() -> Sweeps:
             while True:
                 self.agree_on_reads()
-                options = {"max_bytes": self.max_bytes, "offload": self._offload, "owners": self.owners}
-                title = type(self).__name__
-                sweeps = Sweeps(self.risk, self.plan, self.vectors, title, max_kept_bytes, **options)
+                sweeps = Sweeps(self, max_kept_bytes)
                 try:
-                    sweeps.run(max_sweeps, self.check_deterministic)
+                    sweeps.run(max_sweeps)
                 except OutsideReads as error:
                     require_rereadable(self.risk.data, "it is read again for functions that read parameters")
                     self.learn_reads(error=error)  # raises the error again if it finds no more than was known
@@ -171,7 +174,7 @@ class BlockwiseLinearOperator(Deferred):
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint) -> None:
         """Take these blocks, times `scale`, in the operator's own precision and on its device."""
         layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
-        kept = self.device if self._offload is None else torch.device(self._offload)
+        kept = self.kept_on or self.device
         mine = {name: blocks[name].to(kept, self.dtype) for name in self.kept_blocks}
         space, processes = self.risk.space, self.risk.processes
         if self.owners is None:
@@ -179,7 +182,7 @@ class BlockwiseLinearOperator(Deferred):
         else:
             operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
             operator._keeps_elsewhere = kept != self.device
-        self._operator = operator if float(self.scale) == 1 else operator._scale(self.scale)
+        self._operator = operator if self.scale == 1 else operator._scale(self.scale)
         self.examples, self.parameters = examples, parameters
 
     def _compute_later(self) -> None:
@@ -247,8 +250,8 @@ class BlockwiseLinearOperator(Deferred):
         return self._operator
 
     def _finish(self) -> None:
-        """Compute what is missing."""
-        self.compute()
+        """Compute what is missing, at the parameters that were there before."""
+        self._compute(self.parameters)
 
     @property
     def blocks(self) -> dict[str, LinearOperator]:
@@ -262,7 +265,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def _scale(self, c: Scalar) -> Self:
         multiple = self._with(self.operator._scale(c))
-        multiple.scale = self.scale * c
+        multiple.scale = self.scale * float(c.detach() if isinstance(c, Tensor) else c)
         multiple.structure = Structure.PSD if multiple.scale >= 0 else Structure.SYMMETRIC
         return multiple
 
@@ -398,7 +401,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def __repr__(self) -> str:
         state = "not computed yet" if self._operator is None else f"from {self.examples} examples"
-        scale = "" if float(self.scale) == 1 else f", times {float(self.scale):g}"
+        scale = "" if self.scale == 1 else f", times {self.scale:g}"
         return f"{self.label}, {state}{scale}\n{plan_table(self.plan)}"
 
     # --------------------------------------------------------------------------------------------------------- state

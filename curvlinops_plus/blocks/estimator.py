@@ -15,7 +15,7 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.layer_sums import Sums, decompose_factors
 from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.plan import plan_table
-from curvlinops_plus.blocks.state import about, checked, difference, fingerprint, plain, take_state
+from curvlinops_plus.blocks.state import about, checked, difference, fingerprint, plain, plan_of, take_state
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
@@ -403,14 +403,9 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        mine, theirs = (
-            ([(e.layer.name, repr(e.approximation)) for e in one.plan], repr(one.vectors), one.decay)
-            for one in (self, other)
-        )
-        if mine != theirs:
-            raise ValueError(
-                f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
-            )
+        mine, theirs = ({**plan_of(one._blank), "decay": one.decay} for one in (self, other))
+        if found := difference(mine, theirs):
+            raise ValueError("Can't merge estimators that differ in {}: {!r} and {!r}.".format(*found))
         self._sums = self._sums.merged(other._sums)
         self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight

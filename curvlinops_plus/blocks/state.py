@@ -53,12 +53,11 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
 
 def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
     """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
-
-    def same(key: str) -> bool:
-        room = 2 * tolerance * before[key][1]
-        return key in now and all(abs(a - b) <= room for a, b in zip(before[key], now[key], strict=True))
-
-    return [key for key in before if not same(key)]
+    return [
+        key
+        for key, (total, norm) in before.items()
+        if key not in now or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
@@ -157,7 +156,7 @@ def about(K: Any) -> dict[str, Any]:
         "version": VERSION,
         "plan": plan_of(K),
         "options": {name: getattr(K.risk.options, name) for name in names},
-        "scale": float(K.scale),
+        "scale": K.scale,
         "fingerprint": dict(K.parameters),
         "examples": K.examples,
     }

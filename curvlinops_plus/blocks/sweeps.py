@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.layer_sums import Sums
-from curvlinops_plus.blocks.plan import LayerPlan, groups_within
+from curvlinops_plus.blocks.plan import groups_within
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
@@ -30,38 +30,25 @@ class Sweeps:
     """Sweeps over the data, for one group of layers after the other, and the blocks that are finished so far.
 
     Args:
-        title: Begins the text of progress bars.
+        K: The `BlockwiseLinearOperator` whose blocks they are, with its plan and options.
         max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
             must not change until then.
-        max_bytes: Memory for the statistics of layers: they are taken in groups that fit, each with sweeps of its own.
-            None: all at once.
-        offload: The device to which the blocks of a group are moved when they are finished; None leaves them.
-        owners: Accumulator name to the rank of the only process that needs its blocks; default: all do.
 
     Attributes:
         sums: Of the present group.
         totals: Of each pass over the data.
 
     Raises:
-        UnsupportedError: If a layer alone needs more than `max_bytes`.
+        UnsupportedError: If a layer alone needs more than the operator's `max_bytes`.
     """
 
-    def __init__(
-        self,
-        risk: EmpiricalRisk,
-        plan: Iterable[LayerPlan],
-        vectors: Vectors,
-        title: str,
-        max_kept_bytes: int = 0,
-        max_bytes: int | None = None,
-        offload: str | torch.device | None = None,
-        owners: Mapping[str, int] | None = None,
-    ) -> None:
-        self.risk, self.vectors, self.title, self.owners, self._offload = risk, vectors, title, owners, offload
-        plan = list(plan)
-        self.layers = [entry.layer for entry in plan]
-        groups, left = groups_within(plan, max_bytes)
-        self._groups = [Sums(group, risk.scale) for group in groups]
+    def __init__(self, K: Any, max_kept_bytes: int = 0) -> None:
+        self.K = K
+        self.risk: EmpiricalRisk = K.risk
+        self.vectors: Vectors = K.vectors
+        self.layers = [entry.layer for entry in K.plan]
+        groups, left = groups_within(K.plan, K.max_bytes)
+        self._groups = [Sums(group, K.risk.scale) for group in groups]
         self.sums, self._number = self._groups[0], 0
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
@@ -70,14 +57,15 @@ class Sweeps:
         self._weights: LossWeights | None = None
 
     @untraced
-    def run(self, max_sweeps: int | None = None, check_deterministic: bool | None = None) -> None:
+    def run(self, max_sweeps: int | None = None) -> None:
         """Sweep until all blocks are finished.
+
+        With the operator's `check_deterministic` the total loss of the first two passes over the data is compared;
+        unless `max_sweeps` is given, a single one is followed by a forward pass for that. None: two evaluations of a
+        few examples have to agree. False: not even these.
 
         Args:
             max_sweeps: Stop after this number of sweeps.
-            check_deterministic: Compare the total loss of the first two passes over the data. Unless `max_sweeps` is
-                given, a single one is followed by a forward pass for that. None: two evaluations of a few examples have
-                to agree. False: not even these.
 
         Raises:
             ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
@@ -85,37 +73,33 @@ class Sweeps:
             NumericsError: If a statistic is not finite; names layer and statistic.
             RuntimeError: If two passes disagree.
         """
-        last = None if max_sweeps is None else self._number + max_sweeps
+        last, check = None if max_sweeps is None else self._number + max_sweeps, self.K.check_deterministic
         with preserve_state(self.risk.model, self.risk.data):
             while self._number != last:
                 if not self.sums.pending:
                     if self.sums is self._groups[-1]:
                         break
                     self.sums, self._kept = self._groups[self._groups.index(self.sums) + 1], None
-                self._sweep(repeatable=check_deterministic is not False)
-                if check_deterministic and len(self.totals) == 2:
+                self._sweep()
+                if check and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
-                finished = self.sums.finish(self.totals[-1], self.risk.processes, self.owners)
-                if self._offload is not None:
-                    finished = {name: block.to(self._offload, self.risk.dtype) for name, block in finished.items()}
+                finished = self.sums.finish(self.totals[-1], self.risk.processes, self.K.owners)
+                if self.K.kept_on is not None:
+                    finished = {name: block.to(self.K.kept_on, self.risk.dtype) for name, block in finished.items()}
                 self.blocks |= finished
-            if check_deterministic and last is None and len(self.totals) == 1:
+            if check and last is None and len(self.totals) == 1:
                 advice = ", or check_deterministic=False"
                 require_rereadable(self.risk.data, "the determinism check reads it again", advice)
                 again = sweep(self.risk, [], ForwardOnly(), lambda batch: None, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
 
-    def _sweep(self, repeatable: bool) -> None:
-        """Show all data to the sums: read them, or replay what was kept of the sweep before.
-
-        Args:
-            repeatable: Whether two evaluations of the model have to agree.
-        """
+    def _sweep(self) -> None:
+        """Show all data to the sums: read them, or replay what was kept of the sweep before."""
         sums, risk = self.sums, self.risk
         if self.totals:
             require_rereadable(risk.data, "another sweep over it is needed")
         self._number += 1
-        desc = f"{self.title} sweep {self._number}"
+        desc = f"{type(self.K).__name__} sweep {self._number}"
         if len(self._groups) > 1:
             desc += f", group {self._groups.index(sums) + 1} of {len(self._groups)}"
         if self._kept is not None and all(risk.processes.gather(self._kept.has(sums.pending))):
@@ -140,6 +124,7 @@ class Sweeps:
             self._weights = loss_weights(risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
         # do not depend on groups and on what is kept.
+        repeatable = self.K.check_deterministic is not False
         totals = sweep(
             risk, self.layers, self.vectors, consume, desc=desc, weights=self._weights, repeatable=repeatable
         )

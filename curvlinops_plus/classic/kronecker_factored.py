@@ -258,7 +258,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         # Reset first: after an exception in the sweep its sums are incomplete and must never be added to again.
         sweeps, self._after_factors = self._after_factors or self._in_current_basis(), None
         self.parameters = fingerprint(self.risk)
-        self.risk.together(partial(sweeps.run, max_sweeps=1, check_deterministic=self.check_deterministic))
+        self.risk.together(partial(sweeps.run, max_sweeps=1))
         self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, self.parameters)
 
     def _finish(self) -> None:
@@ -282,7 +282,7 @@ class EKFACLinearOperator(KFACLinearOperator):
                 "The eigenvectors of all layers are needed at once, which owned=True and max_bytes= keep apart. Use "
                 "compute(), which computes everything anew."
             )
-        sweeps, blocks = Sweeps(self.risk, self.plan, self.vectors, type(self).__name__), self.operator.blocks
+        sweeps, blocks = Sweeps(self), self.operator.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         for entry in self.plan:
             layer, stages = entry.layer, sweeps.sums.stages

@@ -43,7 +43,7 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
 
 def add_gram(rows: Tensor, total: Tensor) -> Tensor:  # [M, d], [d, d] -> [d, d]
     """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything: see `mirror`."""
-    if not _half_pays(rows):
+    if not (total.is_contiguous() and _half_pays(rows)):
         return total.addmm_(rows.T, rows)
     transposed = rows.T.is_contiguous()
     array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns

@@ -47,13 +47,16 @@ def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
 def test_sums_of_gram_matrices(d: int, dtype: torch.dtype) -> None:
     """Of pieces of every length, in place in one triangle, of which the other one is read in between."""
     total, expected = torch.zeros(d, d, dtype=dtype), torch.zeros(d, d, dtype=F64)
+    turned = torch.zeros(d, d, dtype=dtype).T  # in another order in memory
     for step, M in enumerate((0, 1, 300, 70)):
         rows = normal(M, d, seed=step).to(dtype)
         assert add_gram(rows, total) is total
+        add_gram(rows, turned)
         expected += rows.double().T @ rows.double()
         rows.fill_(torch.nan)  # nobody's tensor is kept
         if step > 1:
             near(mirror(total), expected)
+            near(mirror(turned), expected)
 
 
 def test_cholesky_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
