@@ -258,7 +258,7 @@ def reference_index() -> str:
         "Names without a dot are imported from `curvlinops_plus`, others from its subpackages.",
     ]
     for page, (title, _, _) in REFERENCE.items():
-        lines += [f"\n## [{title}]({page}.md)\n\n| name | |", "| --- | --- |"]
+        lines += [f"\n## [{title}]({page}.md)\n\n| | |", "| --- | --- |"]
         for name in full_names(page):
             short = name.removeprefix("curvlinops_plus.")
             doc = package[short].docstring
