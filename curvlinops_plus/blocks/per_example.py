@@ -18,7 +18,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
+from curvlinops_plus.linalg.kronecker import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
+from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, OwnedBlockDiagonal
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled, Shifted
-from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
-from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.linalg.space import Layout, Space, Structure
 
 _COLUMNS = 1024  # that are multiplied together where entries of a part are formed
 

@@ -45,6 +45,7 @@ def test_products(case: Case, dtype: torch.dtype) -> None:
     X, Y = normal(n, 3).to(dtype), normal(m, 3, seed=1).to(dtype)
     close(A @ X, M @ X)
     close(A.T @ Y, M.T @ Y)
+    close(A._rmatmat(Y), M.T @ Y)
     close(A.adjoint().adjoint() @ X, M @ X)
     close(A @ X.T.contiguous().T, M @ X)  # columns one after another in memory
     close(torch.stack([A @ x for x in X.T], dim=1), M @ X)
