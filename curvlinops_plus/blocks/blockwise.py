@@ -53,7 +53,7 @@ from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.record import OutsideReads
-from curvlinops_plus.risk.risk import checked_bytes, takes_risk
+from curvlinops_plus.risk.risk import takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,7 +126,7 @@ class BlockwiseLinearOperator(Deferred):
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
-        self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
+        self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
         self.kept_on = None if offload is None else torch.device(offload)

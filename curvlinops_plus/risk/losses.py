@@ -335,14 +335,11 @@ class Losses(list[OutputLoss]):
         return losses
 
     def options(self) -> dict[str, Any]:
-        """Everything that determines the losses and their weights, in one flat dict; see `rebuild_losses`."""
+        """Everything that determines the losses and their weights; see `rebuild_losses`."""
         if self.form == "single":
             return self[0].likelihood.options()
-        found: dict[str, Any] = {"loss": self.form, "number": len(self)}
-        for index, one in enumerate(self):
-            found |= {f"{index}.output": one.key, f"{index}.weight": one.weight}
-            found |= {f"{index}.options.{name}": option for name, option in one.likelihood.options().items()}
-        return found
+        parts = {one.key: {"weight": one.weight, "options": one.likelihood.options()} for one in self}
+        return {"loss": self.form, "parts": parts}
 
     # -------------------------------------------------------------------------------------------- outputs and targets
     def select(
@@ -449,13 +446,9 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
         >>> rebuild_losses(Losses({"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}).options())
         {'a': (MSELoss(), 1.0), 'b': (CrossEntropyLoss(), 0.5)}
     """
-    if options["loss"] not in ("dict", "tuple"):
+    if "parts" not in options:
         return rebuild_loss(options)
-    found: dict[Key, Any] = {}
-    for index in range(options["number"]):
-        prefix = f"{index}.options."
-        own = {name.removeprefix(prefix): option for name, option in options.items() if name.startswith(prefix)}
-        found[options[f"{index}.output"]] = (rebuild_loss(own), options[f"{index}.weight"])
+    found = {key: (rebuild_loss(part["options"]), part["weight"]) for key, part in options["parts"].items()}
     return found if options["loss"] == "dict" else tuple(found.values())
 
 

@@ -243,9 +243,8 @@ def named_params(
     for position, (key, p) in enumerate(given):
         label, name = f"params[{position if key is None else key!r}]", by_identity.get(id(p))
         if name is None and isinstance(p, Tensor):
-            name = by_memory.get((p.data_ptr(), p.shape, p.stride()))
-            if name is None and isinstance(key, str) and key in owned and owned[key].shape == p.shape:
-                name = key
+            other = key if isinstance(key, str) and key in owned and owned[key].shape == p.shape else None
+            name = by_memory.get((p.data_ptr(), p.shape, p.stride()), other)
         if name is None or not isinstance(key, (str, type(None))):
             came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
             raise ValueError(
@@ -270,15 +269,11 @@ def named_params(
 
 def _values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What stands for parameters: the model's own tensors, or other values given under their names."""
-    if not isinstance(params, Mapping):
-        return own
-
-    def value(given: Tensor, own: Tensor) -> Tensor:
-        if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
-            return own
-        return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
-
-    return {key: value(params[key], p) for key, p in own.items()}
+    values = dict(own)
+    for key, p in own.items() if isinstance(params, Mapping) else ():
+        if (t := params[key]) is not p and (t.data_ptr() != p.data_ptr() or t.shape != p.shape or not p.numel()):
+            values[key] = t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
+    return values
 
 
 def common_device(params: Mapping[str, Tensor]) -> torch.device:
@@ -308,19 +303,13 @@ def require_module(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}: call it" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ValueError(
-            f"`model` is {what}. Layers can only be recorded in a torch.nn.Module; functions (params, X) are models of "
-            "KFACLinearOperator(function, loss, params, data) and the like."
-        )
+        raise ValueError(f"`model` is {what}. Layers can only be recorded in a torch.nn.Module.")
     model = inner_model(model)
     _give_up_gathered(model)
     for name, module in model.named_modules():
         where = f"The module {name!r}" if name else "The model"
         if type(module).__name__ == "FullyShardedDataParallel":
-            raise UnsupportedError(
-                f"{where} is a FullyShardedDataParallel, whose parameters are pieces of flat tensors. Use fully_shard "
-                "of torch.distributed.fsdp, or DistributedDataParallel."
-            )
+            raise UnsupportedError(f"{where} is a FullyShardedDataParallel, of flat pieces. Use fully_shard, or DDP.")
         held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
         if any(type(t) is not nn.Parameter and is_lazy(t) for t in held):
             raise ValueError(
@@ -414,9 +403,8 @@ def wrapped_processes(model: nn.Module) -> Processes | None:
     """
     if any(map(_is_sharded, model.modules())):
         raise UnsupportedError(
-            "The parameters of the model are sharded by fully_shard (FSDP), and this optimizer takes steps with whole "
-            "ones. Use DistributedDataParallel. Or listen to its passes, CurvatureEstimator(EmpiricalRisk(..., "
-            "processes=Processes())).listen(batch), and take steps along inverse() @ whole gradients, full_tensor()."
+            "The parameters of the model are sharded by fully_shard, and this optimizer takes steps with whole ones. "
+            "Use DistributedDataParallel, or a CurvatureEstimator that listens, and whole gradients, full_tensor()."
         )
     return Processes(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else None
 

@@ -439,17 +439,3 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return checked
-
-
-def checked_bytes(max_kept_bytes: int, between: str) -> int:
-    """The option `max_kept_bytes`, checked; `between` what something stays.
-
-    Raises:
-        ValueError: If it is no integer of at least 0.
-    """
-    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
-        raise ValueError(
-            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
-            f"{between}; 0 keeps nothing."
-        )
-    return max_kept_bytes

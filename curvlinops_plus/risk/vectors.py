@@ -343,16 +343,12 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
         return Exact()
     if isinstance(given, Vectors):
         return given
-    if isinstance(given, str):
-        if given in _MODES:
-            return _MODES[given]
-        raise ValueError(
-            f"Unknown vectors: {str(given)!r}. Known words: {', '.join(map(repr, _MODES))}. Options need an object: "
-            "MonteCarlo(samples=4, seed=1)."
-        )
-    kind = given.__name__ if isinstance(given, type) else type(given).__name__
-    call = f" Call the class: {kind}()." if isinstance(given, type) and issubclass(given, Vectors) else ""
-    raise TypeError(f"Expected vectors such as Exact() or MonteCarlo(samples=4), or a word, got {kind}.{call}")
+    if isinstance(given, str) and given in _MODES:
+        return _MODES[given]
+    raise (ValueError if isinstance(given, str) else TypeError)(
+        f"Unknown vectors: {given!r}. Expected an object such as Exact() or MonteCarlo(samples=4, seed=1), or a word: "
+        f"{', '.join(map(repr, _MODES))}."
+    )
 
 
 class Draws:
