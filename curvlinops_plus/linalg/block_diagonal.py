@@ -67,7 +67,7 @@ class BlockDiagonal(LinearOperator):
                 f"and layouts {list(layouts)}."
             )
         first = next(iter(blocks.values()))
-        super().__init__(space, first.dtype, first.device)
+        super().__init__(space, first.dtype, first.device, out_space=space)
         #: The parameters of the layouts, in the order of the vector.
         self.space = space
         #: Name to operator, and to how the parameters of the block make its vector.
@@ -76,13 +76,11 @@ class BlockDiagonal(LinearOperator):
         if sorted(listed) != sorted(space.shapes.items()):
             raise ValueError(f"Expected each of the parameters {space} in one layout, got {listed}.")
         for name, block in self.blocks.items():
-            if block.shape != (dim := self.layouts[name].dim, dim):
+            dim, known = self.layouts[name].dim, (self.dtype, self.device)
+            if block.shape != (dim, dim) or (block.dtype, block.device) != known:
                 raise ValueError(
-                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block.label}.'
-                )
-            if block.dtype != self.dtype or block.device != self.device:
-                raise ValueError(
-                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
+                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, in {self.dtype} on '
+                    f"{self.device} as the first block, got {block.label}."
                 )
         if device not in (None, self.device):
             self.device, self._keeps_elsewhere = device, True

@@ -37,7 +37,7 @@ class Kronecker(Flat):
     A product with `[n, K]` costs `2 o i (o + i) K` operations, an eigendecomposition `O(o³ + i³)`.
 
     Raises:
-        ValueError: If the batches, dtypes or devices of the factors differ.
+        ValueError: If the batches of the factors differ.
 
     Example:
         >>> K = Kronecker(torch.diag(torch.tensor([1.0, 2.0])), torch.eye(3))
@@ -53,11 +53,6 @@ class Kronecker(Flat):
         if self.G.batch and self.A.batch and self.G.batch != self.A.batch:
             raise ValueError(
                 f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with {self.A.batch[0]}."
-            )
-        if self.G.dtype != self.A.dtype or self.G.device != self.A.device:
-            raise ValueError(
-                f"Expected factors in one dtype and on one device, got G {self.G.dtype} on {self.G.device} "
-                f"and A {self.A.dtype} on {self.A.device}."
             )
         self.batch, self.factors = self.G.batch or self.A.batch, (self.G, self.A)
         super().__init__(dtype=self.G.dtype, device=self.G.device)
@@ -202,11 +197,6 @@ class Eigendecomposed(Flat):
         if basis.shape != self.shape:
             raise ValueError(
                 f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}."
-            )
-        if values.dtype != basis.dtype or values.device != basis.device:
-            raise ValueError(
-                f"Expected basis and values in one dtype and on one device, got {basis.dtype} on {basis.device} "
-                f"and {values.dtype} on {values.device}."
             )
         super().__init__(None, values.dtype, values.device, structure)
 

@@ -92,7 +92,11 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
         SingularMatrixError: If `p` is negative and an eigenvalue is 0.
     """
     if p < 0 and bool((values == 0).any()):
-        raise SingularMatrixError(_singular(values, f"{what} is singular"))
+        largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
+        raise SingularMatrixError(
+            f"{what} is singular: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is "
+            f"{largest:.1e}). Add a damping, for example RelativeDamping(1e-3)."
+        )
     return values**p
 
 
@@ -311,18 +315,6 @@ def _suggestion(M: Tensor) -> float:
     """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
     eps = torch.finfo(torch.promote_types(M.dtype, torch.float32)).eps
     return max(10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()), torch.finfo(torch.float32).tiny)
-
-
-def _singular(values: Tensor, what: str) -> str:
-    largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
-    eps = torch.finfo(values.dtype).eps
-    advice = (
-        f"damping={max(10 * values.shape[-1] * eps * largest, 1e-30):.1e}" if largest > 0 else "any positive damping"
-    )
-    return (
-        f"{what}: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is {largest:.1e}). "
-        f"Add a damping, for example {advice} or RelativeDamping(1e-3)."
-    )
 
 
 def _show(damping: float | Tensor) -> str:

@@ -84,7 +84,7 @@ def test_singular_matrices(name: str, dtype: torch.dtype) -> None:
     M = A.to_dense()
     assert (A.logdet.item(), A.det.item()) == (-inf, 0)
     assert bool((A.eigenvalues() >= 0).all())
-    message = r"singular: \d+ of its \d+ eigenvalues count as zero.*(damping=|any positive)"
+    message = r"singular: \d+ of its \d+ eigenvalues count as zero.*RelativeDamping"
     for function in (lambda: A.inverse(), lambda: A.inverse(torch.tensor(0.0)), lambda: A.power(-0.5)):
         with pytest.raises(SingularMatrixError, match=message):
             function()
@@ -97,7 +97,7 @@ def test_singular_matrices(name: str, dtype: torch.dtype) -> None:
 
 
 def test_which_eigenvalues_are_zero() -> None:
-    """A tolerance decides; the damping that a message suggests is enough; small exact values are no zeros."""
+    """A tolerance decides; small exact values are no zeros."""
     M = torch.diag(torch.tensor([1.0, 1e-9]))
     assert Dense(M, PSD).logdet == -inf
     assert torch.isfinite(Dense(M, PSD, rtol=0.0).logdet)
@@ -106,13 +106,6 @@ def test_which_eigenvalues_are_zero() -> None:
     assert Eigendecomposed(Dense(torch.eye(2)), values, rtol=1e-2).logdet == -inf
     # Of a Kronecker basis the size of its largest factor counts: 4 eps is below 1e-6, and 12 eps above it.
     assert torch.isfinite(Eigendecomposed(Kronecker(torch.eye(3), torch.eye(4)), of_twelve).logdet)
-    A = Dense(low_rank(5, 2, torch.float32), PSD)
-    with pytest.raises(SingularMatrixError) as caught:
-        A.inverse()
-    damping = float(str(caught.value).split("damping=")[1].split(" ")[0])
-    assert 0 < damping < 1e-3
-    identity = A.inverse(damping).to_dense().double() @ (A.to_dense().double() + damping * torch.eye(5))
-    torch.testing.assert_close(identity, torch.eye(5, dtype=F64), atol=0.05, rtol=0)
     for A in (Dense(torch.diag(values.floor()), PSD), Kronecker(torch.diag(values.floor()), torch.eye(1))):
         inverse = A.inverse(1e-10)  # whose eigenvalues are 1 and 1e10
         torch.testing.assert_close(inverse.logdet, torch.tensor(1e10).log(), rtol=1e-4, atol=0)
@@ -336,11 +329,9 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Dense(torch.eye(2)).power(0.5), ValueError, "Expected a positive semi-definite matrix, got .*real powers"),
     (lambda: Dense(torch.eye(2)).sample(), ValueError, "only those are covariances"),
     (lambda: Kronecker(torch.zeros(2, 2, 2), torch.zeros(3, 2, 2)), ValueError, "batches, got G with 2 and A with 3"),
-    (lambda: Kronecker(torch.eye(2), torch.eye(2, dtype=F64)), ValueError, "G torch.float32 .* A torch.float64"),
     (lambda: Kronecker(NAN3, torch.eye(2)).logdet, NumericsError, "factor G: .*NaN or infinite"),
     (lambda: Kronecker(torch.eye(2), torch.eye(2), GENERAL).inverse(0.1), NoClosedForm, "Kronecker.*form of `inverse`"),
     (lambda: Eigendecomposed(EYE, torch.ones(3)), ValueError, r"values \[n\], got \[2, 2\] and \[3\]"),
-    (lambda: Eigendecomposed(EYE, torch.ones(2, dtype=F64)), ValueError, "basis and values in one dtype"),
     (lambda: Dense(torch.zeros(2, 2), Structure.SYMMETRIC).inverse(), SingularMatrixError, "singular or not finite"),
     (lambda: (0 * IdentityLinearOperator([(2,)])).inverse(), SingularMatrixError, "is singular: 1 of its 1"),
     (lambda: K12.inverse(HeuristicDamping((0.1, 0.1))), TypeError, "to be one number.* got a pair"),
