@@ -103,7 +103,7 @@ class RiskOperator(LinearOperator):
             except (UnsupportedError, NumericsError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                if passes.twice:
+                if passes.twice or isinstance(risk.data, Iterator):  # which can't be read again
                     raise
                 state.restore()
                 passes.twice = True  # an operation has no forward mode, or a wrong one; all else fails again

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import NETS, PROBLEMS, Problem, close, problem, unchanged
 from helpers import normal
+from middles import MIDDLES
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -176,15 +177,22 @@ def test_operations_that_cannot_be_vectorised(monkeypatch: pytest.MonkeyPatch) -
     close(found, dense(p) @ V)
 
 
+class Squared(nn.Module):
+    """Has no forward mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MIDDLES["no rule for tangents"][0](self, x)
+
+
 @pytest.mark.parametrize("columns", [1, 2])
-def test_dropout_draws_the_same_for_value_and_derivative(columns: int) -> None:
-    """The forward pass and the tangents of several columns are those of one mask."""
+@pytest.mark.parametrize("middle", [nn.Tanh, Squared])
+def test_dropout_draws_the_same_for_value_and_derivative(middle: Any, columns: int) -> None:
+    """The forward pass, the tangents of several columns, and a pass that begins anew, are those of one mask."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double().train()
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), middle(), nn.Linear(8, 2)).double().train()
     X = normal(4, 3)
     G = GGN(EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2))], check=False), check_deterministic=False)
     V = normal(G.shape[1], columns)
-    _ = G @ V  # finds out about forward mode
     torch.manual_seed(1)
     found = G @ V
     torch.manual_seed(1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cases import unchanged
 from helpers import F64, normal
-from torch import nn
+from middles import MIDDLES
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import (
@@ -80,6 +81,13 @@ def called_twice() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2)).double()
 
 
+class Square(nn.Module):
+    """Has no forward mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MIDDLES["no rule for tangents"][0](self, x)
+
+
 Case = tuple[Callable[[], object], type[Exception], str]
 REFUSED: dict[str, Case] = {
     # ------------------------------------------------------------------------------------------------------ arguments
@@ -114,6 +122,11 @@ REFUSED: dict[str, Case] = {
         lambda: classic(ROWS[0], iter(loader())),
         ValueError,
         "JacobianLinearOperator reads the data once per product",
+    ),
+    "an iterator and no forward mode": (
+        lambda: GGN(EmpiricalRisk(net(Square()), nn.CrossEntropyLoss(), iter(data()))).to_dense(),
+        RuntimeError,
+        "jvp",
     ),
     "rows of other data": (lambda: classic(ROWS[0], Changing()), RuntimeError, "random augmentation"),
     "a sum over other data": (
