@@ -191,13 +191,10 @@ def test_distributions_without_a_divergence_have_only_draws(kind: str, make: Any
     y = make(OUTPUT[:, None]).sample()[:, 0]
     F, Y = likelihood.canonical(OUTPUT, y, 4)
     words = f"no Kullback-Leibler divergence between two {kind} distributions.*MonteCarlo.*register_kl"
-    for use in (
-        lambda: likelihood.hessian_product(F, Y, F),
-        lambda: likelihood.hessian_root(F, Y),
-        lambda: likelihood.hessian_root_product(F, Y, F),
-    ):
-        with pytest.raises(UnsupportedError, match=words):
-            use()
+    with pytest.raises(UnsupportedError, match=words):
+        likelihood.hessian_product(F, Y, F)
+    with pytest.raises(UnsupportedError, match=words):
+        likelihood.hessian_root(F, Y)
     assert likelihood.draw(F, Y, 2, uniforms()).isfinite().all()
     assert likelihood.grad(F, Y).isfinite().all()
 

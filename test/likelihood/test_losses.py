@@ -194,15 +194,6 @@ def test_count_is_what_mean_divides_by(typed_case: Case, num_examples: int) -> N
     close(mean.to(F.dtype), typed_case.loss(typed_case.f, typed_case.y))
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_count_of_a_split_batch(case: Case, at: int) -> None:
-    likelihood, total, count = likelihood_of(case.loss), torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
-    for f, y in zip(case.f.split([at, N - at]), case.y.split([at, N - at]), strict=True):
-        F, Y = likelihood.canonical(f, y, len(f))
-        total, count = total + likelihood.nll(F, Y).sum(), count + likelihood.count(F, Y)
-    close(total / count, case.loss(case.f, case.y))
-
-
 def test_grad(typed_case: Case) -> None:
     likelihood, F, Y = typed_case.canonical()
     expected = torch.func.grad(lambda f: typed_case.unreduced(f).sum())(typed_case.f)
@@ -246,10 +237,7 @@ def test_fisher_takes_the_place_of_the_hessian(name: str) -> None:
     close(J.mT @ blocks(likelihood, F, Y) @ J, blocks(likelihood_of(of_logits), logits, Y))
     B = J.mT @ likelihood.hessian_root(F, Y).permute(1, 2, 3, 0)
     close(B @ B.mT, blocks(likelihood_of(of_logits), logits, Y))
-    close(
-        (J.mT @ likelihood.grad(F, Y)[..., None])[..., 0],
-        likelihood_of(of_logits).grad(logits, Y),
-    )
+    close((J.mT @ likelihood.grad(F, Y)[..., None])[..., 0], likelihood_of(of_logits).grad(logits, Y))
 
 
 def test_float32_root_product_and_scale(case: Case) -> None:
@@ -259,13 +247,6 @@ def test_float32_root_product_and_scale(case: Case) -> None:
     close(blocks(likelihood32, F_32, Y_32), H)
     close(squared(likelihood32.hessian_root(F_32, Y_32)), H)
     assert likelihood.scale(F, Y).shape in {(*F.shape[:2], 1), F.shape}
-
-
-def test_columns_are_those_of_the_root(typed_case: Case) -> None:
-    likelihood, F, Y = typed_case.canonical()
-    root = likelihood.hessian_root(F, Y)
-    assert len(root) == likelihood.num_columns(F)
-    close(torch.stack(list(likelihood.hessian_root_columns(F, Y))), root)
 
 
 @pytest.mark.parametrize("C", [1, 2, 5, 40])
@@ -291,9 +272,12 @@ def test_the_root_of_saturated_outputs_keeps_its_digits(C: int, size: float) -> 
 def test_products_with_the_root(typed_case: Case) -> None:
     """`B (Bᵀ v) = H v`, and one-hot vectors give the columns of `B` one by one."""
     likelihood, F, Y = typed_case.canonical()
-    K = likelihood.num_columns(F)
+    root = likelihood.hessian_root(F, Y)
+    K = len(root)
+    assert likelihood.num_columns(F) == K
+    close(torch.stack(list(likelihood.hessian_root_columns(F, Y))), root)
     one_hot = torch.eye(K, dtype=F.dtype)[:, None, None].expand(K, *F.shape[:2], K)
-    close(likelihood.hessian_root_product(F, Y, one_hot), likelihood.hessian_root(F, Y))
+    close(likelihood.hessian_root_product(F, Y, one_hot), root)
     V = torch.randn(2, 3, *F.shape, dtype=F.dtype)
     adjoint = likelihood.hessian_root_transpose_product(F, Y, V)
     assert adjoint.shape == (2, 3, *F.shape[:2], K)
@@ -433,13 +417,8 @@ def test_all_ignored_counts_zero_and_stays_finite() -> None:
     likelihood = likelihood_of(nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1))
     F, Y = likelihood.canonical(torch.randn(2, 3), torch.full((2,), -100), 2)
     assert likelihood.count(F, Y) == 0
-    for result in (
-        likelihood.nll(F, Y),
-        likelihood.grad(F, Y),
-        likelihood.hessian_root(F, Y),
-        likelihood.draw(F, Y, 3, uniforms()),
-    ):
-        assert (result == 0).all()
+    found = [likelihood.nll(F, Y), likelihood.grad(F, Y), likelihood.hessian_root(F, Y)]
+    assert all((result == 0).all() for result in (*found, likelihood.draw(F, Y, 3, uniforms())))
 
 
 def test_options_rebuild_the_loss(case: Case) -> None:

@@ -121,25 +121,6 @@ def test_numbers_do_not_depend_on_autocast_around_them(number: str) -> None:
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
-@each_number
-def test_autocast_in_a_model_is_part_of_it(number: str) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net(torch.float32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.net(x).float()
-
-    data = batches(torch.float32)
-    found, plain = (
-        torch.as_tensor(NUMBERS[number](EmpiricalRisk(m, CE, data))) for m in (Inside(), net(torch.float32))
-    )
-    assert not torch.equal(found, plain)
-    close(found, plain, 0.2)
-
-
 # -------------------------------------------------------------------------------------------------------------- threads
 class Tokens(nn.Module):
     def __init__(self) -> None:
