@@ -5,7 +5,6 @@ Only what is documented as computed before (a finished block, an inverse) stays 
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -50,11 +49,6 @@ class Net(nn.Module):
         return self.last(pad(h, (0, 4 - h.shape[-1])).flatten(1))
 
 
-class Doubled(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return 2 * w
-
-
 class Case:
     """A network, a loss and two batches."""
 
@@ -70,10 +64,6 @@ class Case:
 
 def _scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: 1.2 * value for name, value in state.items()}
-
-
-def _patched(case: Case) -> None:
-    case.model.scale.forward = types.MethodType(lambda self, x: torch.sin(x), case.model.scale)
 
 
 # Attributes, functions, tensors, of the model, the loss and the data.

@@ -5,11 +5,9 @@ Layers inside of nets are in `cases.NETS`; here each one stands alone, so that a
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -261,13 +259,6 @@ def alone(name: str) -> Problem:
     return p
 
 
-def copied(p: Problem) -> Problem:
-    """A problem with a model of its own."""
-    with torch.no_grad():
-        p.model(p.net.inputs[0])  # weight norm of before leaves a weight with a graph, which can't be copied
-    return Problem(replace(p.net, model=copy.deepcopy(p.model)), p.loss, p.data)
-
-
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
@@ -309,20 +300,6 @@ def test_the_layers_that_have_no_factors_are_listed(name: str) -> None:
     for found in p.net.fallback:
         assert found in said[0] or found in str(K), said[0]
     assert f"{len(p.net.fallback)} of {len(K.plan)} layers" in said[0] if said else True
-
-
-def halves(p: Problem) -> list[Any]:
-    """Every example in a batch of its own."""
-
-    def cut(X: Any, n: int, N: int) -> Any:
-        if isinstance(X, Mapping):
-            return {key: cut(value, n, N) for key, value in X.items()}
-        return X[n : n + 1] if isinstance(X, Tensor) else X
-
-    return [(cut(X, n, len(y)), y[n : n + 1]) for X, y in p.data for n in range(len(y))]
-
-
-# ---------------------------------------------------------------------------------------- the layer is the whole model
 
 
 # -------------------------------------------------------------------------------------------------- what must not be so

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, close, unchanged
-from reference import Reference
 from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
-    KFAC,
     CurvatureWarning,
     DiagonalBlock,
     Empirical,
@@ -169,22 +167,6 @@ def test_padding_with_a_mask_is_no_padding(name: str, separate: bool) -> None:
             close(got.trace, expected.trace, what=approximation)
         else:
             close(got.to_dense(), expected.to_dense(), what=approximation)
-
-
-@every_model
-def test_no_padding_is_the_twin_s(name: str) -> None:
-    """What the padded batches are compared with is itself right."""
-    model, _, apart = padded(name)
-    inner = ("self_attn", "linear1", "linear2")
-    axes = {"layer.layer": 1} if "time first" in name else {f"layer.layer.{part}": 0 for part in inner}
-    params = dict(model.named_parameters())
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    twin = Reference(model, loss, apart, params, axis=1, count=count, example_axis=axes)
-    exact = twin.only_blocks(twin.ggn(), False)
-    plain = risk(model, apart, False)
-    close(quietly(plain, FullBlock).to_dense(), exact, what="FullBlock")
-    close(quietly(plain, KFAC).to_dense(), twin.kfac(twin.exact()), what="KFAC")
-    close(quietly(plain, EKFAC).trace, exact.trace(), what="trace of EKFAC")
 
 
 # ------------------------------------------------------------------------------------- positions with gradients

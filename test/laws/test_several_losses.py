@@ -287,14 +287,6 @@ def test_parameters_that_one_loss_does_not_reach() -> None:
         assert all(float(curvature(risk, vectors=vectors).trace) > 0 for vectors in (MonteCarlo(), Empirical()))
 
 
-@pytest.mark.parametrize("vectors", [MonteCarlo(2, seed=5), CurvaturePropagation(2, seed=5), Exact(True, 5)], ids=repr)
-def test_draws_do_not_depend_on_batches(vectors: Vectors) -> None:
-    ((x, y),) = whole = batches((7,), terms=(2,))
-    pieces = [(x[i:j], {k: t[i:j] for k, t in y.items()}) for i, j in ((0, 2), (2, 3), (3, 7))]
-    risks = [EmpiricalRisk(net(*"abc"), CASES["three"][0], data) for data in (whole, pieces)]
-    close(*(dense(risk, vectors=vectors) for risk in risks), 1e-13)
-
-
 # ------------------------------------------------------------------------------------------------- passes over the data
 
 
