@@ -93,6 +93,8 @@ class KFACPreconditioner(torch.optim.Optimizer):
     _group_options: Mapping[str, Any] = {}
     # What gradients are multiplied with; whether there is a velocity.
     _sign, _moves = 1, False
+    # Whether the next step runs the model on its batches once more.
+    _looks_again: Any = False
     _levenberg: LevenbergMarquardt | None = None
     _reject: float | None = None
 
@@ -187,11 +189,6 @@ class KFACPreconditioner(torch.optim.Optimizer):
     def steps(self) -> int:
         """Steps that were taken."""
         return self._hooks.steps
-
-    @property
-    def _looks_again(self) -> bool:
-        """Whether the next step runs the model on its batches once more."""
-        return False
 
     @contextmanager
     def listen(self, batch: Any) -> Iterator[None]:

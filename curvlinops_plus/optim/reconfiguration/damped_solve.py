@@ -243,8 +243,9 @@ class DampedSystem:
         Without `φ` it is `(S + M)⁻¹ Ōᵀ target`. SPRING: with `δ = d + μ φ` the problem is one without it, for `d` and
         `target - μ Ō φ`.
         """
-        start = 0.0 if phi is None else momentum * phi
+        start: Tensor | float = 0.0
         if phi is not None and momentum:
+            start = momentum * phi
             target = target - self.scores @ (self.D * start)
         x, report = self._solve(target if self.mode == "kernel" else self.scores.T @ target)
         return (self.scores.T @ x if self.mode == "kernel" else x) / self.D + start, report
