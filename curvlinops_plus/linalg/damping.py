@@ -16,29 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.space import Structure
-
-
-class Matrix(Protocol):
-    """The attributes of a matrix that dampings depend on."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def structure(self) -> Structure: ...
-    @property
-    def trace(self) -> Tensor: ...
-
 
 Scalar = float | Tensor
 Rule = Callable[[Any], Any]  # a number, or a pair for the factors of a Kronecker product
@@ -69,7 +53,7 @@ class RelativeDamping:
         if self.factor < 0:
             raise ValueError(f"Expected a factor that is not negative, got {self.factor}.")
 
-    def __call__(self, operator: Matrix) -> Tensor:
+    def __call__(self, operator: Any) -> Tensor:
         return self.factor * operator.trace / operator.shape[0]
 
 
@@ -115,7 +99,7 @@ class BlockDampings:
     find: Callable[[], Mapping[str, Any]]
 
 
-def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
+def scalar(value: Any, operator: Any, what: str) -> Scalar:
     """`value` as a Python number, or as a 0-d tensor of the operator's dtype and device.
 
     Raises:
@@ -140,7 +124,7 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
     )
 
 
-def resolve(damping: Any, operator: Matrix, *, each: bool = False, batch: tuple[int, ...] = ()) -> Any:
+def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int, ...] = ()) -> Any:
     """The number that a damping (a number or a rule) means for this matrix.
 
     Args:

@@ -639,13 +639,29 @@ class Adjoint(LinearOperator):
         return self.A.to_dense().T
 
 
-class Scaled(LinearOperator):
+class _WithNumber(LinearOperator):
+    """`A` changed by a number or 0-d tensor; a negative one makes it indefinite."""
+
+    def __init__(self, A: LinearOperator, number: Scalar) -> None:
+        structure = A.structure if number >= 0 else min(A.structure, Structure.SYMMETRIC)
+        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
+        self.A, self._number = A, number
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.structure >= Structure.SYMMETRIC else type(self)(self.A.adjoint(), self._number)
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
+        A = self.A.to(device, dtype)
+        return type(self)(A, scalar(self._number, A, "the number"))
+
+
+class Scaled(_WithNumber):
     """`c A` for a number or 0-d tensor `c`."""
 
-    def __init__(self, A: LinearOperator, c: Scalar) -> None:
-        structure = A.structure if c >= 0 else min(A.structure, Structure.SYMMETRIC)
-        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
-        self.A, self.c = A, c
+    @property
+    def c(self) -> Scalar:
+        """The factor."""
+        return self._number
 
     def _scale(self, c: Scalar) -> LinearOperator:
         return Scaled(self.A, self.c * c)
@@ -655,13 +671,6 @@ class Scaled(LinearOperator):
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.c * self.A._rmatmat(X)
-
-    def adjoint(self) -> LinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else Scaled(self.A.adjoint(), self.c)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        A = self.A.to(device, dtype)
-        return Scaled(A, scalar(self.c, A, "the factor"))
 
     def _to_dense(self) -> Tensor:
         return self.c * self.A.to_dense()
@@ -674,22 +683,19 @@ class Scaled(LinearOperator):
         return self.c * self.A.diagonal()
 
 
-class Shifted(LinearOperator):
+class Shifted(_WithNumber):
     """`A + delta I` for a square `A` and a number or 0-d tensor `delta`."""
 
-    def __init__(self, A: LinearOperator, delta: Scalar) -> None:
-        structure = A.structure if delta >= 0 else min(A.structure, Structure.SYMMETRIC)
-        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
-        self.A, self.delta = A, delta
+    @property
+    def delta(self) -> Scalar:
+        """The shift."""
+        return self._number
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.A._matmat(X) + self.delta * X
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.A._rmatmat(X) + self.delta * X
-
-    def adjoint(self) -> LinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else Shifted(self.A.adjoint(), self.delta)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
         return (self.A + other).shift(self.delta)
@@ -699,10 +705,6 @@ class Shifted(LinearOperator):
 
     def _scale(self, c: Scalar) -> LinearOperator:
         return self.A._scale(c).shift(c * self.delta)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        A = self.A.to(device, dtype)
-        return Shifted(A, scalar(self.delta, A, "the shift"))
 
     def _to_dense(self) -> Tensor:
         return add_to_diagonal(self.A.to_dense(), self.delta)

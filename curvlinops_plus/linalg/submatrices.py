@@ -74,19 +74,18 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     if isinstance(which, slice):
         picked = every[list(range(n)[which])]
     else:
-        picked = torch.as_tensor(np.asarray(which) if isinstance(which, (Sequence, np.ndarray)) else which)
-        picked = picked.long() if picked.numel() == 0 else picked.to(device)
-        if picked.ndim != 1 or picked.is_floating_point():
-            raise ValueError(
-                f"Expected {axis}s as a list of integers, a boolean mask, a slice, or names of parameters out of "
-                f"{space.names}; got {which!r}."
-            )
-        if picked.dtype == torch.bool and len(picked) == n:
+        picked = torch.as_tensor(
+            np.asarray(which) if isinstance(which, (Sequence, np.ndarray)) else which, device=device
+        )
+        picked = picked.long() if picked.numel() == 0 else picked
+        if picked.dtype == torch.bool and picked.shape == (n,):
             picked = every[picked]
-        elif picked.dtype == torch.bool or bool(((picked < 0) | (picked >= n)).any()):
-            raise ValueError(f"Expected {axis} numbers between 0 and {n - 1}, or a mask of {n} entries, got {which!r}.")
-        elif len(picked.unique()) != len(picked):
-            raise ValueError(f"Expected different {axis}s, got {len(picked) - len(picked.unique())} duplicates.")
+        wrong = picked.ndim != 1 or picked.dtype == torch.bool or picked.is_floating_point()
+        if wrong or bool(((picked < 0) | (picked >= n)).any()) or len(picked.unique()) != len(picked):
+            raise ValueError(
+                f"Expected {axis}s as different integers between 0 and {n - 1}, a mask of {n} entries, a slice, or "
+                f"names of parameters out of {space.names}; got {which!r}."
+            )
     return Selection(Space.flat(len(picked)), picked.to(device, torch.long), n)
 
 

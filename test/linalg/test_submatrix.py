@@ -190,12 +190,12 @@ def test_parts_of_curvature_matrices() -> None:
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: A9[[0, 9], [0]], ValueError, r"Expected row numbers between 0 and 8, .*, got \[0, 9\]"),
-    (lambda: A9[[0], [-1, 3]], ValueError, "Expected column numbers between 0 and 8"),
-    (lambda: A9[[0, 1, 0], [0]], ValueError, "Expected different rows, got 1 duplicates"),
-    (lambda: A9[[0], [1.0]], ValueError, "columns as a list of integers, a boolean mask, a slice, or names .*'a', 'b'"),
-    (lambda: A9[3, [0]], ValueError, "rows as a list of integers.*; got 3"),
-    (lambda: A9[[True], [0]], ValueError, "or a mask of 9 entries"),
+    (lambda: A9[[0, 9], [0]], ValueError, r"Expected rows as different integers between 0 and 8, .*; got \[0, 9\]"),
+    (lambda: A9[[0], [-1, 3]], ValueError, "columns as different integers between 0 and 8"),
+    (lambda: A9[[0, 1, 0], [0]], ValueError, "rows as different integers"),
+    (lambda: A9[[0], [1.0]], ValueError, "a mask of 9 entries, a slice, or names of .*'a', 'b'"),
+    (lambda: A9[3, [0]], ValueError, "rows as different integers.*; got 3"),
+    (lambda: A9[[True], [0]], ValueError, "a mask of 9 entries"),
     (lambda: A9[["a", "d"], [0]], ValueError, r"names of rows out of \['a', 'b', 'c'\], got \['a', 'd'\]"),
     (lambda: A9["a", ["b", "b"]], ValueError, "Expected different names of columns"),
     (lambda: A9["a"], ValueError, r"Expected A\[rows, cols\], with : for all rows or columns; got A\['a'\]"),
