@@ -54,12 +54,13 @@ def test_several_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     risk, seen, eigh = three_layers(), set(), ekfac.eigh
     v = torch.linspace(-1, 1, sum(p.numel() for p in risk.params.values()), dtype=torch.float64)
 
-    def found() -> tuple[Tensor, Tensor]:
-        K, estimator = curvature(risk, EKFAC), CurvatureEstimator(risk, EKFAC, damping=0.1)
+    def found() -> tuple[Tensor, ...]:
+        K, stream, estimator = curvature(risk, EKFAC), CurvatureEstimator(risk), CurvatureEstimator(risk, EKFAC)
         for batch in risk.data:
+            stream.update(batch)
             estimator.update(batch)
-        estimator.refresh()
-        return K @ v, estimator.operator.trace
+        estimator.refresh(0.1)
+        return K @ v, stream.operator @ v, estimator.operator.trace
 
     torch.set_num_threads(1)
     expected = found()
