@@ -456,6 +456,22 @@ def _as_stored(risk: EmpiricalRisk) -> list[Tensor]:
     return places
 
 
+@pytest.mark.parametrize("approximation", [KFAC, KFAC.using(kfac_approx="reduce")])
+def test_an_embedding_of_words_and_of_probabilities_is_one_product(approximation: Any) -> None:
+    """Rows of one matrix, some of them sparse: as if all were dense."""
+    risk = risk_of("embedding of words and of probabilities")
+
+    def dense(s: Any, x: Tensor) -> Tensor:
+        word = F.one_hot(x, 7).double()
+        return s.o(torch.tanh(word @ s.e.weight + s.h(word @ s.e.weight).softmax(-1) @ s.e.weight)).sum(1)
+
+    twin = copy.deepcopy(risk.model)
+    twin.run = dense
+    other = EmpiricalRisk(twin, nn.MSELoss(), risk.data, dict(twin.named_parameters()))
+    K, L = (curvature(r, approximation).to_dense() for r in (risk, other))
+    close(K, L)
+
+
 # ------------------------------------------------------------------------------------------------------ what is refused
 def test_data_that_can_be_read_once() -> None:
     name = "tied decoder"

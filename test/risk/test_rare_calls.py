@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
+from cases import close
 from helpers import normal
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import (
-    EKFAC,
     KFAC,
-    CurvatureWarning,
     EmpiricalRisk,
     Exact,
     FullBlock,
@@ -23,7 +19,6 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import nearest_kronecker
 from curvlinops_plus.risk import LayerBatch, find_layers
-from curvlinops_plus.risk import sweep as sweep_file
 from curvlinops_plus.risk.sweep import sweep
 
 
@@ -103,47 +98,3 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), data, biases, **options)
     sweep(risk, find_layers(risk.model, risk.params), Exact(), consume)
     assert set(seen) == {"0", "2"}
-
-
-# ------------------------------------------------------------------------------------- attention under checkpointing
-class Attending(nn.Module):
-    def __init__(self, checkpointed: bool, batch_first: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-        self.last = nn.Linear(4, 2)
-        self.checkpointed, self.batch_first = checkpointed, batch_first
-        set_numbers(self)
-
-    def segment(self, x: Tensor) -> Tensor:
-        h = self.first(x) if self.batch_first else self.first(x).transpose(0, 1)
-        h = self.attention(h, h, h, need_weights=False)[0]
-        return (h if self.batch_first else h.transpose(0, 1)).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(self.segment, x, use_reentrant=False) if self.checkpointed else self.segment(x)
-        return self.last(h)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("at_once", [1, 100])
-@pytest.mark.parametrize("approximation", [KFAC, EKFAC, FullBlock])
-def test_attention_inside_activation_checkpointing(
-    approximation: Any, at_once: int, frozen: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number: min(number, at_once))
-    data, found = [(normal(3, 5, 4), normal(3, 5, 2)), (normal(2, 5, 4, seed=1), normal(2, 5, 2, seed=2))], []
-    for checkpointed in (True, False):
-        model = Attending(checkpointed, batch_first).requires_grad_(not frozen)
-        params = list(model.parameters())
-        with unchanged(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore", CurvatureWarning)
-            risk = EmpiricalRisk(model, nn.MSELoss(), data, params, example_axis={"last": 0, "first": 0})
-            found.append(curvature(risk, approximation).to_dense())
-    close(found[0], found[1], 1e-12)
-    if approximation is FullBlock and not frozen:
-        exact, start = ggn(model, data, params), 0
-        for p in params[:2]:  # the weight and the bias of the first layer are one block, in this order
-            start += p.numel()
-        close(found[0][:start, :start], exact[:start, :start])
