@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.lanczos import Product, lanczos
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, estimator, multiplying, random_vectors
 
 Which = Literal["largest", "smallest", "largest magnitude"]
@@ -179,11 +178,7 @@ def condition_number(
 
 
 def approximate_boundaries(
-    A: MatrixLike,
-    tol: float = 1e-2,
-    boundaries: Boundaries = None,
-    *,
-    generator: Generator | None = None,
+    A: MatrixLike, tol: float = 1e-2, boundaries: Boundaries = None, *, generator: Generator | None = None
 ) -> tuple[float, float]:
     """The smallest and the largest eigenvalue of a symmetric matrix, approximately.
 
@@ -208,11 +203,7 @@ def approximate_boundaries(
 
 
 def approximate_boundaries_abs(
-    A: MatrixLike,
-    tol: float = 1e-2,
-    boundaries: Boundaries = None,
-    *,
-    generator: Generator | None = None,
+    A: MatrixLike, tol: float = 1e-2, boundaries: Boundaries = None, *, generator: Generator | None = None
 ) -> tuple[float, float]:
     """The smallest and the largest absolute eigenvalue of a symmetric matrix, as `approximate_boundaries`.
 
@@ -250,7 +241,7 @@ def _ends(
     return float(low), float(high)
 
 
-def _stretched(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[tuple[float, float], ...]:
+def _stretched(product: Product, start: Tensor, steps: int) -> tuple[tuple[float, float], ...]:
     """The longest and the shortest `A x` for `x` of length 1 in a Krylov space, and the lengths of `A x - (xᵀA x) x`.
 
     Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute eigenvalue.
@@ -272,13 +263,7 @@ def _stretched(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -
 
 @torch.no_grad()
 def extreme_eigenpairs(
-    M: Matrix,
-    product: Callable[[Tensor], Tensor],
-    k: int,
-    which: Which,
-    tol: float | None,
-    max_iter: int,
-    generator: Generator | None,
+    M: Matrix, product: Product, k: int, which: Which, tol: float | None, max_iter: int, generator: Generator | None
 ) -> Eigenpairs:
     """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product` multiplies with."""
     check_at_least(1, max_iter=max_iter)

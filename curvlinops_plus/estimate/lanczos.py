@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor
@@ -24,6 +24,9 @@ from curvlinops_plus.estimate.matrix import (
     multiplying,
     random_vectors,
 )
+
+#: Multiplies a matrix with columns, [n, K] -> [n, K].
+Product: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Tridiagonal(NamedTuple):
@@ -44,7 +47,7 @@ class Tridiagonal(NamedTuple):
 
 
 @torch.no_grad()
-def lanczos(product: Callable[[Tensor], Tensor], V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridiagonal:
+def lanczos(product: Product, V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridiagonal:
     """Tridiagonalize a symmetric matrix on the Krylov space of every column of `V`.
 
     Args:

@@ -150,24 +150,20 @@ class _Cached:
                     self._weights = torch.cat([self._weights, weights])
         return self._nodes[:num_repeats], self._weights[:num_repeats]
 
-    def _density(
-        self,
-        nodes: Tensor,
-        weights: Tensor,
-        low_high: tuple[float, float],
-        unit: float,
-        num_points: int,
-        kappa: float,
-        margin: float,
+    def _approximate(
+        self, num_repeats: int, num_points: int, kappa: float, margin: float, epsilon: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The grid from end to end with margins, and the mean over runs of the density of bumps at the nodes.
-
-        `unit` is the size of the ends, and the width to take if they are one.
-        """
+        """The grid with margins, and the mean over runs of the density of bumps at nodes, or at their logarithms."""
         check_at_least(1, num_points=num_points)
         if not kappa > 1:
             raise ValueError(f"kappa ({kappa}) must be more than 1; larger makes the bumps sharper.")
-        low, high = low_high
+        nodes, weights = self._runs(num_repeats)
+        low, high = self.boundaries
+        unit = max(abs(low), abs(high)) or 1.0  # the size of the ends, and the width to take if they are one
+        if epsilon is not None:
+            if not epsilon > 0:
+                raise ValueError(f"epsilon ({epsilon}) must be positive: zero eigenvalues have no logarithm.")
+            nodes, low, high, unit = (nodes.abs() + epsilon).log(), log(low + epsilon), log(high + epsilon), 1.0
         if high - low <= 100 * self._eps * unit:  # a single eigenvalue: its bump needs some room
             low, high = low - unit / 2, high + unit / 2
         low, high = low - margin * (high - low), high + margin * (high - low)
@@ -176,7 +172,11 @@ class _Cached:
         density = torch.zeros_like(grid)
         for node, weight in zip(nodes, weights):
             density += weight @ torch.exp(-(((grid - node[:, None]) / sigma) ** 2) / 2)
-        return grid, density / (sigma * sqrt(2 * torch.pi) * len(nodes))
+        density /= sigma * sqrt(2 * torch.pi) * len(nodes)
+        if epsilon is not None:
+            grid = grid.exp()
+            density /= grid
+        return grid.to(self._like), density.to(self._like)
 
 
 class LanczosApproximateSpectrumCached(_Cached):
@@ -203,10 +203,7 @@ class LanczosApproximateSpectrumCached(_Cached):
 
         Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
-        nodes, weights = self._runs(num_repeats)
-        unit = max(map(abs, self.boundaries)) or 1.0
-        grid, density = self._density(nodes, weights, self.boundaries, unit, num_points, kappa, margin)
-        return grid.to(self._like), density.to(self._like)
+        return self._approximate(num_repeats, num_points, kappa, margin)
 
 
 class LanczosApproximateLogSpectrumCached(_Cached):
@@ -236,16 +233,7 @@ class LanczosApproximateLogSpectrumCached(_Cached):
 
         Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
-        if not epsilon > 0:
-            raise ValueError(
-                f"epsilon ({epsilon}) must be positive; it keeps the logarithm of zero eigenvalues finite."
-            )
-        nodes, weights = self._runs(num_repeats)
-        low, high = (log(boundary + epsilon) for boundary in self.boundaries)
-        logs = (nodes.abs() + epsilon).log()
-        grid, density = self._density(logs, weights, (low, high), 1.0, num_points, kappa, margin)
-        grid = grid.exp()
-        return grid.to(self._like), (density / grid).to(self._like)
+        return self._approximate(num_repeats, num_points, kappa, margin, epsilon)
 
 
 def plot_spectrum(spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any) -> Any:

@@ -220,11 +220,7 @@ def hutchinson_diag(
 
 @estimator
 def xdiag(
-    A: MatrixLike,
-    num_matvecs: int,
-    *,
-    generator: Generator | None = None,
-    return_error: bool = False,
+    A: MatrixLike, num_matvecs: int, *, generator: Generator | None = None, return_error: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
 

@@ -554,7 +554,10 @@ class Foreign(LinearOperator):
     def _adjoint_product(self, X: Tensor) -> Tensor:
         if self.structure >= Structure.SYMMETRIC:
             return self._product(X)
-        return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
+        try:
+            return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
+        except TypeError as error:  # SciPy's, which calls None
+            raise NotImplementedError(f"{self.op!r} cannot multiply from the left; give it `rmatvec`.") from error
 
     def _of(self, op: Any, X: Tensor) -> Tensor:
         dtype = getattr(self.op, "dtype", self.dtype)
