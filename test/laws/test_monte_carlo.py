@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FEW, LOSSES, PROBLEMS, Net, Problem, close, problem, same
-from helpers import normal
-from torch import Tensor, nn
+from cases import FEW, LOSSES, PROBLEMS, close, problem, same
+from torch import Tensor
 
 from curvlinops_plus import (
     CurvaturePropagation,
@@ -110,14 +109,3 @@ def test_random_signs_are_unbiased_where_positions_mix() -> None:
     p = problem("attention")
     draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(150)])
     unbiased(draws, p.exact.only_blocks(p.exact.ggn(), False))
-
-
-# ------------------------------------------------------------------------------------------------ curvature propagation
-
-
-def small(outputs: int, loss: nn.Module, X: Tensor, y: Tensor) -> Problem:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
-    with torch.no_grad():
-        for index, q in enumerate(model.parameters()):
-            q.copy_(0.7 * normal(*q.shape, seed=100 + index))
-    return Problem(Net(model, [X]), loss, [(X, y)])

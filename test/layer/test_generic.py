@@ -349,13 +349,6 @@ class TestEveryModule:
         assert torch.equal(before.pop(), after.pop())
         assert before == after
 
-    def test_pattern_is_one_row(self, case: Case) -> None:
-        module = case.make()
-        for name, pattern in LayerRule().patterns(module).items():
-            axes = pattern.split("->")[0].split()
-            assert len(axes) == module.get_parameter(name).ndim
-            assert pattern.split("->")[1].split()[0] == "1"
-
 
 def test_no_parameters_and_no_dependence() -> None:
     assert LayerRule().per_example_grads(nn.ReLU(), (torch.randn(B, 2),), {}, torch.randn(V, B, 2)) == {}
