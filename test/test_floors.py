@@ -1,4 +1,4 @@
-"""The structure of the package: imports point down, without circles; modules are found by path."""
+"""The structure of the package: imports point down; modules are found by path."""
 
 from __future__ import annotations
 
@@ -62,21 +62,6 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
     return ".".join(["curvlinops_plus", *path.relative_to(package).with_suffix("").parts])
 
 
-def circles(package: Path = PACKAGE) -> list[set[str]]:
-    """Modules that import each other, directly or through others (an `__init__` re-exports its own room)."""
-    paths = {module_name(p, package): p for p in files(package)}
-    graph = {name: {i if i in paths else f"{i}.__init__" for i in imports(p, package)} for name, p in paths.items()}
-    reached: dict[str, set[str]] = {}
-    for start in graph:
-        reached[start], left = set(), [start]
-        while left:
-            new = graph.get(left.pop(), set()) - reached[start]
-            reached[start] |= new
-            left += new
-    on_circles = {name: frozenset(o for o in reached[name] if name in reached.get(o, ())) for name in graph}
-    return [set(circle) for circle in dict.fromkeys(on_circles.values()) if circle]
-
-
 def test_imports_point_down() -> None:
     """So `exact` and `blocks` don't import each other, and only floor 5 could import `classic` (and doesn't)."""
     assert [offence for path in files() for offence in offences(path, imports(path))] == []
@@ -85,11 +70,6 @@ def test_imports_point_down() -> None:
 def test_every_room_has_a_floor() -> None:
     rooms = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in files()}
     assert rooms <= FLOORS.keys()
-
-
-def test_no_circles() -> None:
-    """Imports for type checkers count."""
-    assert circles() == []
 
 
 def test_every_module_is_found_by_its_path() -> None:
