@@ -501,7 +501,7 @@ class LossWeights:
             )
 
     def factors(self, batch: Totals, linear: bool) -> list[float]:
-        """What vectors of each loss are multiplied by in this batch.
+        """What vectors of each loss are multiplied by in this batch, which gets its weights.
 
         Args:
             linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is that of the
@@ -509,7 +509,7 @@ class LossWeights:
                 `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
                 factor is the root of the weight.
         """
-        weights = self.of(batch)
+        weights = batch.weights = self.of(batch)
         if not linear:
             return [math.sqrt(weight) for weight in weights]
         largest = max(weight / one.weight for weight, one in zip(weights, self.losses))

@@ -149,7 +149,7 @@ class RecordedPasses:
         look = look_at(risk, recorder, batch, fs, self.repeatable)
         totals.called = {*recorder.by_layer}
         if vectors.backward:
-            totals.weights, factors = self.weights.of(totals), self.weights.factors(totals, vectors.of_loss)
+            factors = self.weights.factors(totals, vectors.of_loss)
             groups = vector_groups(risk, vectors, fs, terms, class_axes, draws, factors)
             for left, (heads, number, sent) in enumerate(groups, 1 - len(groups)):
                 sent = sent if look is None else look.expect(heads, sent)
