@@ -164,15 +164,14 @@ class SparseRows:
             J.index_add_(1, at.flatten(), (g * weight[..., None]).flatten(1, 2))
         return J.view(V, B, self.size, o).mT
 
-    def inner_products(self, g: Tensor, C: Tensor, right: Tensor | None = None) -> Tensor:
+    def inner_products(self, g: Tensor, C: Tensor) -> Tensor:
         """Inner products of each example's `Σ_s g aᵀ` with matrices, [V, B, K]; only columns that occur are read.
 
         Args:
             g: Gradients of the layer's output [V, B, S, o].
-            C: Matrices [K, o, i]; with `right` their left factors [K, r, o].
-            right: Right factors [K, r, i]: the matrices are `Cᵀ right`.
+            C: Matrices [K, o, i].
 
-        Cost: memory for S·L·K·o numbers of an example, or S·L·K·r, in pieces of a few megabytes.
+        Cost: memory for S·L·K·o numbers of an example, in pieces of a few megabytes.
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [0]]]), None, 3)
@@ -180,17 +179,13 @@ class SparseRows:
             tensor([[[13.]]])
         """
         g = g.to(torch.promote_types(g.dtype, self._dtype))
-        if right is not None:  # as more outputs of fewer matrices: g of each of K and r
-            columns, g = right, torch.einsum("vbso,kro->vbskr", g, C.to(g.dtype))
-        else:
-            columns = C
-        columns, values = columns.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)  # [i, K, o or r]
+        columns, values = C.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)  # [i, K, o]
         entries = self.index.shape[1] * self.index.shape[2] * columns[0].numel()
         step = max(1, _WORK_BYTES // max(1, entries * g.element_size()))
-        parts, letters = [], "vbso" if right is None else "vbsko"
+        parts = []
         for index, value, some in zip(self.index.split(step), values.split(step), g.split(step, 1), strict=True):
             met = torch.einsum("bsl,bslko->bsko", value, columns[index])
-            parts.append(torch.einsum(f"{letters},bsko->vbk", some, met))
+            parts.append(torch.einsum("vbso,bsko->vbk", some, met))
         return torch.cat(parts, 1)
 
     def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]

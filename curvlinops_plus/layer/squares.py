@@ -92,27 +92,19 @@ def squared_examples(J: Tensor, QG: Tensor | None, QA: Tensor | None, total: Ten
     return total
 
 
-def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -> Tensor:
-    """Inner products of each example's `Σ_s g aᵀ` with matrices, [V, N, K].
+def row_products(g: Tensor, a: Tensor, C: Tensor) -> Tensor:
+    """Inner products of each example's `g aᵀ` with matrices, [V, N, K].
 
     Args:
-        g: Output gradients [V, N, S, o].
-        a: Inputs [N, S, i].
-        C: Matrices [K, o, i], for S = 1; with `right` their left factors [K, r, o].
-        right: Right factors [K, r, i]: the matrices are `Cᵀ right`.
+        g: Output gradients [V, N, o].
+        a: Inputs [N, i].
+        C: Matrices [K, o, i].
 
     Example:
-        >>> g, a = torch.ones(1, 2, 1, 3), torch.ones(2, 1, 4)
-        >>> row_products(g, a, torch.ones(1, 3, 4)), row_products(g, a, torch.ones(1, 1, 3), torch.ones(1, 1, 4))
-        (tensor([[[12.],
-                 [12.]]]), tensor([[[12.],
-                 [12.]]]))
+        >>> row_products(torch.ones(1, 2, 3), torch.ones(2, 4), torch.ones(1, 3, 4))
+        tensor([[[12.],
+                 [12.]]])
     """
-    if right is not None:
-        K, r, _ = right.shape
-        left_rows, right_rows = g @ C.flatten(0, 1).T, a @ right.flatten(0, 1).T  # [V, N, S, K r], [N, S, K r]
-        return (left_rows * right_rows).sum(2).unflatten(2, (K, r)).sum(3)
-    g, a = g[:, :, 0], a[:, 0]
     if len(g) == 1 and g.shape[2] > a.shape[1]:
         return torch.einsum("kni,ni->nk", g[0] @ C, a)[None]
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)

@@ -361,35 +361,27 @@ class LayerBatch:
         J = group.layout.gather([grads[key].flatten(0, 1) for key in group.keys])
         return J.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
 
-    def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
+    def inner_products(self, C: Tensor) -> Tensor:
         """Inner products of `per_example_grads` with some matrices, [V, N, K].
 
         Args:
-            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted to; with `right`
-                their left factors.
-            right: The matrices are `Cᵀ right`, with `C` [K, r, rows] and `right` [K, r, columns].
+            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted to.
 
-        Cost: from rows where no weight is shared by positions, or matrices have factors. Else gradients per example are
-        formed in pieces, never all at once; those of sparse rows not at all. Roles of a tied parameter add up.
+        Cost: from rows where no weight is shared by positions. Else gradients per example are formed in pieces, never
+        all at once; those of sparse rows not at all. Roles of a tied parameter add up.
         """
         if len(self.layer.roles) > 1 and self.role is None:
-            parts = [part.inner_products(C, right) for part in self.roles() if part.calls]
+            parts = [part.inner_products(C) for part in self.roles() if part.calls]
             return sum(parts[1:], parts[0])
-        C = C.to(self.layer.accumulation_dtype)
-        right = None if right is None else right.to(C.dtype)
-        by_rows = self.whole and self.weight
+        C, by_rows = C.to(self.layer.accumulation_dtype), self.whole and self.weight
         if by_rows and isinstance(self.inputs, SparseRows):
-            return self.inputs.inner_products(self.grads, C, right)
+            return self.inputs.inner_products(self.grads, C)
+        if not by_rows or C.ndim > 3 or self.grads.shape[2] > 1:
+            return torch.cat([piece.per_example_grads.flatten(2) @ C.flatten(1).T for piece in self.pieces()], 1)
         parts = []
-        if by_rows and (right is not None or (C.ndim == 3 and self.grads.shape[2] == 1)):
-            products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
-            for piece in self._cut(_PIECE_BYTES, self.grads.shape[2] * (sum(C.shape[-2:]) + products)):
-                assert isinstance(piece.inputs, Tensor)
-                parts.append(row_products(piece.grads, piece.inputs, C, right))
-        else:
-            columns = (C if right is None else C.mT @ right).flatten(1).T
-            for piece in self.pieces():
-                parts.append(piece.per_example_grads.flatten(2) @ columns)
+        for piece in self._cut(_PIECE_BYTES, sum(C.shape[1:]) + len(C) * min(C.shape[1:])):
+            assert isinstance(piece.inputs, Tensor)
+            parts.append(row_products(piece.grads[:, :, 0], piece.inputs[:, 0], C))
         return torch.cat(parts, 1)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None) -> Tensor:

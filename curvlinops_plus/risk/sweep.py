@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from warnings import warn
@@ -26,7 +26,6 @@ def sweep(
     layers: Sequence[Layer],
     vectors: Vectors,
     consume: Consumer,
-    after_batch: Callable[[Totals], None] | None = None,
     desc: str = "sweep",
     weights: LossWeights | None = None,
     repeatable: bool = True,
@@ -35,7 +34,6 @@ def sweep(
 
     Args:
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
-        after_batch: Called with the totals of each batch when all of it was consumed.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
         repeatable: Whether two evaluations of the model have to agree.
 
@@ -52,10 +50,7 @@ def sweep(
     with passes.hooked():
         try:
             for batch in risk.batches(desc):
-                batch_totals = passes.observe(batch, draws, consume)
-                totals.add(batch_totals)
-                if after_batch is not None:
-                    after_batch(batch_totals)
+                totals.add(passes.observe(batch, draws, consume))
         except OutsideReads as error:
             outside = error
     totals = totals.over(risk.processes, outside)
@@ -96,22 +91,10 @@ class RecordedPasses:
             with self.risk.placed(), self.recorder:
                 yield
 
-    def observe(
-        self,
-        batch: Batch,
-        draws: Draws,
-        consume: Consumer,
-        check: Callable[[Sequence[Tensor]], None] | None = None,
-    ) -> Totals:
-        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`.
-
-        Args:
-            check: Called with what the losses read.
-        """
+    def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
+        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
         with self.recorder.recording(batch.num_examples):
             outputs = self.risk.run(batch)
-            if check is not None:
-                check(outputs[0])
             terms = self.terms(batch, outputs)
         return self.send_back(batch, outputs, terms, draws, consume)
 
