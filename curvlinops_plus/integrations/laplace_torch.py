@@ -33,19 +33,9 @@ else:
 class _Backend:
     """Loss and curvature of one batch, as laplace-torch asks for them; of `MSELoss` half of both."""
 
-    model: Any
-    lossfunc: Any
-    params: list[Tensor]
-    params_dict: dict[str, Tensor]
-    factor: float
-    dict_key_x: str
-    subnetwork_indices: Tensor | None
     _risk: EmpiricalRisk | None = None
 
-    def _vectors(self) -> Vectors:
-        raise NotImplementedError
-
-    def _risk_of(self, x: Any, y: Tensor) -> EmpiricalRisk:
+    def _risk_of(self: Any, x: Any, y: Tensor) -> EmpiricalRisk:
         known = self._risk
         if known is None or any(a is not b for a, b in zip(known.params.values(), self.params, strict=True)):
             size = (lambda X: len(X[self.dict_key_x])) if isinstance(x, Mapping) else None
@@ -54,20 +44,20 @@ class _Backend:
         risk.checked = known.checked  # layers are compared with autograd once
         return risk
 
-    def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    def full(self: Any, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """Loss and dense matrix."""
         risk = self._risk_of(x, y)
         G, picked = GGN(risk, self._vectors()).to_dense(), self.subnetwork_indices
         G = G if picked is None else G[picked][:, picked]
         return self.factor * risk.loss(), self.factor * G
 
-    def diag(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    def diag(self: Any, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """Loss and exact diagonal; no Jacobian is formed."""
         risk = self._risk_of(x, y)
         D, picked = curvature(risk, DiagonalBlock, vectors=self._vectors()).diagonal(), self.subnetwork_indices
         return self.factor * risk.loss(), self.factor * (D if picked is None else D[picked])
 
-    def kron(self, x: Any, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
+    def kron(self: Any, x: Any, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
         """Loss and factors of every parameter: those of a batch of M examples are sums and means times M / N.
 
         Args:
@@ -110,11 +100,9 @@ class CurvlinopsPlusGGN(_Backend, GGNInterface):
         >>> la = Laplace(model, "classification", backend=CurvlinopsPlusGGN)  # doctest: +SKIP
     """
 
-    stochastic: bool
-    num_samples: int
     _drawn = 0
 
-    def _vectors(self) -> Vectors:
+    def _vectors(self: Any) -> Vectors:
         if not self.stochastic:
             return Exact()
         self._drawn += 1  # other draws for each batch
@@ -129,7 +117,7 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
         >>> la = Laplace(model, "classification", backend=CurvlinopsPlusEF)  # doctest: +SKIP
     """
 
-    def _vectors(self) -> Vectors:
+    def _vectors(self: Any) -> Vectors:
         return Empirical()
 
 
