@@ -26,10 +26,7 @@ from curvlinops_plus import (
     CurvatureEstimator,
     EmpiricalRisk,
     Hessian,
-    IdentityLinearOperator,
-    LinearOperator,
     MonteCarlo,
-    attribution_scores,
     curvature,
 )
 from curvlinops_plus.risk import Vectors
@@ -54,14 +51,13 @@ class Batches:
             yield X, torch.randint(self.classes, (self.examples,), generator=generator)
 
 
-def network(width: int, classes: int = 4, hidden: int | None = None) -> nn.Module:
+def network(width: int, classes: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    hidden = hidden or width
-    return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, classes))
 
 
-def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int, hidden: int | None = None) -> object:
-    return what(EmpiricalRisk(network(width, hidden=hidden), nn.CrossEntropyLoss(), Batches(number, width)))
+def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int) -> object:
+    return what(EmpiricalRisk(network(width), nn.CrossEntropyLoss(), Batches(number, width)))
 
 
 def of_updates(approximation: object, width: int, number: int) -> object:
@@ -89,10 +85,6 @@ def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[Empiric
     return lambda risk: kind(risk) @ torch.ones(risk.space.dim, 2)
 
 
-def identity_and_queries(risk: EmpiricalRisk) -> tuple[LinearOperator, EmpiricalRisk, EmpiricalRisk]:
-    return IdentityLinearOperator(risk.space), risk.with_data(Batches(1, WIDTH, examples=64)), risk
-
-
 #: What is done, with a network as wide as its matrices allow.
 CASES: dict[str, Callable[[int], object]] = {
     **{
@@ -102,10 +94,6 @@ CASES: dict[str, Callable[[int], object]] = {
     "running EKFAC": partial(of_updates, EKFAC, WIDTH),
     "GGN": partial(of_data, product(GGN), WIDTH),
     "Hessian": partial(of_data, product(Hessian), WIDTH),
-    # Few hidden numbers: gradients of all examples of a batch would hide the batches themselves.
-    "scores of training examples": partial(
-        of_data, lambda risk: attribution_scores(*identity_and_queries(risk)), WIDTH, hidden=8
-    ),
 }
 
 
