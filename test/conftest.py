@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
+# What runs first loads what others find loaded.
+hypothesis.settings.register_profile("without deadlines", deadline=None)
+hypothesis.settings.load_profile("without deadlines")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
