@@ -446,24 +446,15 @@ class LayerBatch:
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
-        V, N, total, start = self.num_vectors, self.num_examples, dict[str, Tensor](), 0
-        if self.whole:
-            J = self.per_example_grads.flatten(0, 1)  # [V N, *b, rows, columns]
-            for group in self.layer.groups if self.group is None else (self.group,):
-                columns = group.layout.matrix_shape[-1]
-                parts = group.layout.scatter(J[..., start : start + columns].flatten(1))
-                for key, g in zip(group.keys, parts, strict=True):
-                    total[key] = g.view(V, N, *self.layer.params[key].shape)
-                start += columns
-            return total
+        V, N, dtype, total = self.num_vectors, self.num_examples, self.layer.accumulation_dtype, dict[str, Tensor]()
         for k, call in enumerate(self.calls):
             for local, J in self._call_grads(k).items():
                 if (key := call.use.keys.get(local)) in self.keys:
-                    J = J.unflatten(1, (N, -1)).sum(2).to(self.layer.accumulation_dtype)
-                    total[key] = total[key].add_(J) if key in total else J
+                    J = (J if J.shape[1] == N else J.unflatten(1, (N, -1)).sum(2)).to(dtype)
+                    total[key] = total[key] + J if key in total else J
         for key in set(self.keys) - total.keys():  # a module of a tied parameter that was not called in this batch
             p = self.layer.params[key]
-            total[key] = torch.zeros(V, N, *p.shape, dtype=self.layer.accumulation_dtype, device=p.device)
+            total[key] = torch.zeros(V, N, *p.shape, dtype=dtype, device=p.device)
         return total
 
     def _call_grads(self, k: int) -> dict[str, Tensor]:
@@ -471,12 +462,13 @@ class LayerBatch:
         call = self.calls[k]
         module, rule, g = call.use.module, call.rule, call.grads
         try:
-            if not isinstance(rule, AffineRule):
-                g = [rule.masked(t, self.mask) for t in g] if isinstance(g, list) else rule.masked(g, self.mask)
-                return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
-            if self.mask is None or self._masks[k] is None:
-                return rule.per_example_grads(module, call.args, call.kwargs, g)
-            return rule.split(module, outer_products(self._grads[k], self._inputs[k]), self._grads[k])
+            if isinstance(rule, AffineRule):
+                g = self._grads[k]
+                if call.use.keys.keys() == {"bias"}:
+                    return {"bias": g.sum(2).reshape(*g.shape[:2], *self.layer.params[call.use.keys["bias"]].shape)}
+                return rule.split(module, outer_products(g, self._inputs[k]), g)
+            g = [rule.masked(t, self.mask) for t in g] if isinstance(g, list) else rule.masked(g, self.mask)
+            return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 
