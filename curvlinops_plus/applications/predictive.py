@@ -8,6 +8,7 @@ three approximations are usual.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
@@ -17,16 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.attribution import Gradients, show
+from curvlinops_plus.applications.attribution import Add, Gradients, show
+from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
-from curvlinops_plus.linalg import BlockDiagonal
+from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Kronecker, LinearOperator
 from curvlinops_plus.linalg.numerics import eigh, standard_normal
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, to_device
 from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
@@ -177,7 +179,9 @@ def output_covariance(
     N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
     if not N:
         raise ValueError("There are no inputs to predict for.")
-    layers, gradients, weights, found = layers_of(risk), Gradients(risk), LossWeights(risk), []
+    by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
+    layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
+    gradients, weights, found = Gradients(risk), LossWeights(risk), []
     with preserve_state(risk.model, risk.data):
         start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
         while start < N:
@@ -186,15 +190,62 @@ def output_covariance(
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
             F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
-            show(risk, _Units(), weights, batch, gradients.begin, layers)
-            J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
-            J = J if picked is None else J[..., picked]
-            phi = (root.T @ J.flatten(0, 1).T).T.view(*F.shape[1:], len(F), J.shape[2]).permute(2, 0, 1, 3)
-            found.append((*then(F, phi @ phi.mT if full else phi.square().sum(-1)), f.shape, axis))
-            start, step = stop, max(1, max_bytes // (2 * phi[0].nbytes + 1))
+            if by_layer:
+                projected = _Projected(root)
+                show(risk, _Units(), weights, batch, projected.begin, layers)
+                phis = [torch.cat(parts) for parts in projected.parts.values()]  # [R·C, N, k] of each block
+            else:
+                show(risk, _Units(), weights, batch, gradients.begin, layers)
+                J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
+                phis = [_transposed_times(root, J if picked is None else J[..., picked])]
+            phis = [phi.view(*F.shape[1:], len(F), -1).permute(2, 0, 1, 3) for phi in phis]
+            spread = sum((phi @ phi.mT if full else phi.square().sum(-1) for phi in phis), start=torch.zeros(()).to(F))
+            found.append((*then(F, spread), f.shape, axis))
+            start, step = stop, max(1, max_bytes // (2 * sum(phi[0].nbytes for phi in phis) + 1))
     means, spreads, shapes, axes = zip(*found)
     f_shape = torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])
     return Outputs(torch.cat(means), torch.cat(spreads), f_shape, axes[0])
+
+
+class _Projected:
+    """`φ` of each block, [V, N, k], from the batches of its layer."""
+
+    def __init__(self, root: BlockDiagonal) -> None:
+        self.root = root
+
+    def begin(self, *_: Any) -> Add:
+        """Forget what was there: a batch begins, or begins again."""
+        self.parts: dict[str, list[Tensor]] = defaultdict(list)
+        self.lengths: dict[Layer, Tensor] = {}
+        return self.add
+
+    def add(self, seen: LayerBatch, vector: int) -> None:
+        """Take the blocks of a layer.
+
+        Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is up to a rotation
+        `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it has parameters.
+        """
+        for group in seen.layer.groups:
+            own, L = seen.restrict(group), self.root.blocks[group.name]
+            basis: Any = getattr(L, "basis", None)
+            in_factors = isinstance(L, Diagonal) or isinstance(basis, Kronecker)
+            one_row = own.role is not None and own.weight and not own.sparse and len(own.calls) == 1
+            if in_factors and one_row and own.grads.shape[2:-1] == (1,):
+                values, phi = getattr(L, "vector" if basis is None else "values"), own.grads[:, :, 0]
+                if basis is not None:
+                    phi = _transposed_times(basis.G, phi)
+                if seen.first:
+                    a: Any = own.inputs[:, 0]  # type: ignore[index]
+                    a = a if basis is None else _transposed_times(basis.A, a)
+                    self.lengths[seen.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+                phi = phi * self.lengths[seen.layer]
+            else:
+                phi = _transposed_times(L, own.per_example_grads.flatten(2))
+            self.parts[group.name].append(phi)
+
+
+def _transposed_times(L: LinearOperator, J: Tensor) -> Tensor:  # Lᵀ times each row of J
+    return (L.T @ J.flatten(0, -2).T).T.reshape(J.shape)
 
 
 class _Targetless(Likelihood):

@@ -1,8 +1,8 @@
 """A backend for laplace-torch: `Laplace(model, "classification", backend=CurvlinopsPlusGGN)`, and nothing else changes.
 
 Its curvatures are those of this package, with every layer and loss check: diagonals without Jacobians, Kronecker
-factors of convolutions with any padding, normalisation and embeddings. laplace-torch adds the factors of batches up,
-and gives each parameter one pair of factors, or one matrix if it has one axis.
+factors of convolutions of any kind, normalisation, embeddings and attention. laplace-torch adds the factors of batches
+up, and gives each parameter one pair of factors, or one matrix if it has one axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.linalg import Kronecker, LinearOperator
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class _Backend:
             options: Those of `KFAC`, such as `kfac_approx`.
 
         Raises:
-            UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed,
-                grouped layers, and q, k and v of attention in one matrix).
+            UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed layers).
         """
         risk = self._risk_of(x, y)
         approximation = KFAC(**options) if options else KFAC
@@ -123,9 +122,15 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
 
 def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
     """Factors of the rows and columns of a parameter at these positions of the block, None if it has none."""
-    if not isinstance(block, Kronecker) or block.batch:
+    if not isinstance(block, Kronecker):
         return None
-    G, A = block.G.to_dense(), block.A.to_dense()
+    if block.batch:  # groups, or q, k and v of self-attention, which share A: then it is exact; traces are in any case
+        G, A = (_batched(factor, block.batch[0]) for factor in (block.G, block.A))
+        sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
+        A = A.mean(0)
+        G = torch.block_diag(*(G * (sizes / A.trace().clamp(min=1e-30))[:, None, None]))
+    else:
+        G, A = block.G.to_dense(), block.A.to_dense()
     places = (at - at.min()).view(len(G), len(A))
     natural = torch.arange(at.numel(), device=at.device)
     if len(G) == rows and torch.equal(places.flatten(), natural):
@@ -133,3 +138,9 @@ def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor]
     if len(A) == rows and torch.equal(places.T.flatten(), natural):  # stored transposed, as in GPT-2's Conv1D
         return A, G
     return None
+
+
+def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
+    if not factor.batch:
+        return factor.to_dense().expand(b, -1, -1)
+    return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)

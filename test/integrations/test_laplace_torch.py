@@ -44,10 +44,10 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)).double(), normal(N, 2, seed=1)
 
 
-def cnn() -> tuple[nn.Module, Tensor]:
+def cnn(more: nn.Module | None = None) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     layers = nn.Conv2d(1, 4, 2, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-    last = nn.Conv2d(2, 1, 1), nn.Flatten(), nn.LazyLinear(C)
+    last = nn.Conv2d(2, 1, 1) if more is None else more, nn.Flatten(), nn.LazyLinear(C)
     model, X = nn.Sequential(*layers, nn.Conv2d(4, 2, 2, groups=2), *last).double().eval(), normal(N, 1, 4, 4, seed=1)
     model(X[:1])
     return model, X
@@ -102,9 +102,19 @@ def test_every_layer_is_exact(make: Any, structure: str) -> None:
 @needed
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [cnn, attention])
-def test_parameters_of_another_shape_are_named(make: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"has no Kronecker factors of its shape"):
-        fitted(make, "kron", CurvlinopsPlusGGN)
+def test_kronecker_factors_of_every_layer(make: Any) -> None:
+    la = fitted(make, "kron", CurvlinopsPlusGGN)
+    exact, found = fitted(make, "diag", CurvlinopsPlusGGN).H, la.H_facs.diag()
+    assert found.shape == exact.shape
+    assert 0.6 < float(found.sum() / exact.sum()) < 1.5
+    assert bool(la(make()[1]).isfinite().all())
+
+
+@needed
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_of_another_shape_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"'4.weight' has no Kronecker factors of its shape"):
+        fitted(lambda: cnn(nn.ConvTranspose2d(2, 1, 2)), "kron", CurvlinopsPlusGGN)
 
 
 @needed
@@ -140,10 +150,22 @@ def test_draws_of_the_model_differ_between_batches() -> None:
     assert la.backend._drawn == 3
 
 
-def test_factors_of_a_transposed_parameter() -> None:
-    G, A = (M @ M.mT for M in (normal(3, 3, seed=4), normal(2, 2, seed=5)))
-    at = torch.arange(6).view(2, 3).T.flatten()  # the parameter is [i, o]
-    pair, order = laplace_torch._pair(Kronecker(G, A), at, 2), at.argsort()
+def test_factors_of_groups_and_of_a_transposed_parameter() -> None:
+    def psd(n: int) -> Tensor:
+        M = normal(n, n, seed=4)
+        return M @ M.mT
+
+    stacked = Kronecker(torch.stack([psd(3), 2 * psd(3)]), psd(2))
+    pair = laplace_torch._pair(stacked, torch.arange(12), 6)
     assert pair is not None
-    close(torch.kron(*pair), Kronecker(G, A).to_dense()[order][:, order])
-    assert laplace_torch._pair(Kronecker(G, A), at.flip(0), 2) is None
+    close(torch.kron(*pair), stacked.to_dense())
+    own = Kronecker(torch.stack([psd(3), 2 * psd(3)]), torch.stack([psd(2), 3 * psd(2)]))
+    pair = laplace_torch._pair(own, torch.arange(12), 6)
+    assert pair is not None
+    close(pair[0].trace() * pair[1].trace(), own.trace)
+    transposed = Kronecker(psd(3), psd(2))  # the parameter is [i, o]
+    at = torch.arange(6).view(2, 3).T.flatten()
+    pair, order = laplace_torch._pair(transposed, at, 2), at.argsort()
+    assert pair is not None
+    close(torch.kron(*pair), transposed.to_dense()[order][:, order])
+    assert laplace_torch._pair(transposed, at.flip(0), 2) is None
