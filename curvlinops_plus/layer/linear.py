@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 
 @register_rule(nn.Linear)
@@ -34,11 +35,11 @@ class LinearRule(AffineRule):
                 f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., "
                 f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with `x[None]`."
             )
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+        return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
-        return g.reshape(*g.shape[:2], -1, g.shape[-1])
+        return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
