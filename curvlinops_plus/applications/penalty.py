@@ -42,7 +42,9 @@ class QuadraticPenalty:
         >>> from curvlinops_plus import KFAC, EmpiricalRisk, QuadraticPenalty, curvature
         >>> _ = torch.manual_seed(0)
         >>> model, data = nn.Linear(2, 1), [(torch.eye(2), torch.zeros(2, 1))]
-        >>> penalty = QuadraticPenalty(curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC), strength=10.0)
+        >>> penalty = QuadraticPenalty(
+        ...     curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC), strength=10.0
+        ... )
         >>> penalty().item()
         0.0
         >>> with torch.no_grad():

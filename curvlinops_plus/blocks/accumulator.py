@@ -67,6 +67,7 @@ class Accumulator(ABC):
         >>> class MyDiagonal(Accumulator):
         ...     def update(self, batch):
         ...         self.add("d", batch.per_example_grads.square().sum((0, 1)).flatten())
+        ...
         ...     def finish(self):
         ...         return Diagonal(self.value("d"))
         >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])

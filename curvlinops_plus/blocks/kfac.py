@@ -82,7 +82,9 @@ class KFAC(Accumulator):
         >>> import torch
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk, curvature
-        >>> risk = EmpiricalRisk(nn.Linear(2, 1, bias=False), nn.MSELoss(), [(torch.eye(2), torch.zeros(2, 1))])
+        >>> risk = EmpiricalRisk(
+        ...     nn.Linear(2, 1, bias=False), nn.MSELoss(), [(torch.eye(2), torch.zeros(2, 1))]
+        ... )
         >>> curvature(risk, KFAC).to_dense().round(decimals=3)
         tensor([[1., 0.],
                 [0., 1.]])

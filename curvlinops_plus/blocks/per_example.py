@@ -36,7 +36,9 @@ class DiagonalBlock(Accumulator):
         >>> import torch
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk, curvature
-        >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), [(torch.tensor([[2.0]]), torch.zeros(1, 1))])
+        >>> risk = EmpiricalRisk(
+        ...     nn.Linear(1, 1), nn.MSELoss(), [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
+        ... )
         >>> curvature(risk, DiagonalBlock).diagonal().round(decimals=3)  # 2 x², 2
         tensor([8., 2.])
     """
@@ -67,7 +69,9 @@ class FullBlock(Accumulator):
         >>> import torch
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk, curvature
-        >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), [(torch.tensor([[2.0]]), torch.zeros(1, 1))])
+        >>> risk = EmpiricalRisk(
+        ...     nn.Linear(1, 1), nn.MSELoss(), [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
+        ... )
         >>> curvature(risk, FullBlock).to_dense().round(decimals=3)
         tensor([[8., 4.],
                 [4., 2.]])
@@ -271,7 +275,9 @@ class NearestKronecker(KroneckerBlock):
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.rand(9, 3), torch.zeros(9, 2))])
-        >>> exact, kfac, nearest = (curvature(risk, kind).to_dense() for kind in (FullBlock, KFAC, NearestKronecker))
+        >>> exact, kfac, nearest = (
+        ...     curvature(risk, kind).to_dense() for kind in (FullBlock, KFAC, NearestKronecker)
+        ... )
         >>> bool((nearest - exact).norm() < (kfac - exact).norm())
         True
     """

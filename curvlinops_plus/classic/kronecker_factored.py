@@ -509,7 +509,9 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         >>> from torch import nn
         >>> model = nn.Linear(1, 1)
         >>> data = [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
-        >>> GGNDiagonalLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).diagonal().round()
+        >>> GGNDiagonalLinearOperator(
+        ...     model, nn.MSELoss(), list(model.parameters()), data
+        ... ).diagonal().round()
         tensor([8., 2.])
     """
 

@@ -109,7 +109,9 @@ class FisherMCLinearOperator(GGN):
         >>> from torch import nn
         >>> model = nn.Linear(1, 1, bias=False)
         >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
-        >>> F = FisherMCLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, mc_samples=10000)
+        >>> F = FisherMCLinearOperator(
+        ...     model, nn.MSELoss(), list(model.parameters()), data, mc_samples=10000
+        ... )
         >>> bool((F.to_dense() - 18).abs() < 1)
         True
     """

@@ -209,7 +209,8 @@ def hutchinson_diag(
     Cost: `num_matvecs` products; memory of the columns multiplied at once.
 
     Example:
-        >>> hutchinson_diag(torch.diag(torch.arange(4.0)), num_matvecs=1)  # signs are exact for a diagonal matrix
+        >>> D = torch.diag(torch.arange(4.0))
+        >>> hutchinson_diag(D, num_matvecs=1)  # signs are exact for a diagonal matrix
         tensor([0., 1., 2., 3.])
     """
     with multiplying(A) as M:

@@ -39,7 +39,10 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Those of its parametrizations are included, under dotted names.
 
     Example:
-        >>> list(differentiable_parameters(nn.Sequential(nn.Linear(3, 2)))), list(differentiable_parameters(nn.PReLU()))
+        >>> (
+        ...     list(differentiable_parameters(nn.Sequential(nn.Linear(3, 2)))),
+        ...     list(differentiable_parameters(nn.PReLU())),
+        ... )
         ([], ['weight'])
         >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
@@ -141,7 +144,8 @@ class Call:
             >>> g = torch.ones(1, 3, 4)
             >>> Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3).per_example_grads(g, 2**20)["bias"].shape
             torch.Size([1, 3, 4])
-            >>> layer, x = nn.GRU(4, 2), torch.rand(3, 5, 4)  # examples first here, and second where the layer wants it
+            >>> layer = nn.GRU(4, 2)
+            >>> x = torch.rand(3, 5, 4)  # examples first here, and second where the layer wants it
             >>> g = [torch.ones(1, 3, 5, 2), torch.zeros(1, 3, 1, 2)]
             >>> call = Call(layer, (x,), {}, 3, in_axes=[1], out_axes=[1, 1])
             >>> call.per_example_grads(g, 2**20)["weight_ih_l0"].shape

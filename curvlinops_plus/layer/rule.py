@@ -183,7 +183,10 @@ class EnclosedRule(LayerRule):
     Example:
         >>> module, g = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(1, 4, 2)
         >>> rule = EnclosedRule(("0.weight",))
-        >>> {name: tuple(J.shape) for name, J in rule.per_example_grads(module, (torch.ones(4, 3),), {}, g).items()}
+        >>> {
+        ...     name: tuple(J.shape)
+        ...     for name, J in rule.per_example_grads(module, (torch.ones(4, 3),), {}, g).items()
+        ... }
         {'0.weight': (1, 4, 2, 3)}
     """
 
@@ -215,14 +218,17 @@ class AffineRule(LayerRule):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.kernel = nn.Parameter(torch.ones(3, 2))
+        ...
         ...     def forward(self, x):
         ...         return x @ self.kernel
         >>> @register_rule(Transposed)
         ... class TransposedRule(AffineRule):
         ...     def patterns(self, module):
         ...         return {"kernel": "i o -> o i"}
+        ...
         ...     def inputs(self, module, x):
         ...         return x[:, None]
+        ...
         ...     def grads(self, module, g):
         ...         return g[:, :, None]
         >>> layer, x, g = Transposed(), torch.ones(5, 3), torch.ones(1, 5, 2)
@@ -416,8 +422,10 @@ def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
         ... class MyLinearRule(AffineRule):
         ...     def patterns(self, module):
         ...         return {"weight": "o i -> o i", "bias": "o -> o 1"}
+        ...
         ...     def inputs(self, module, x):
         ...         return x[:, None]
+        ...
         ...     def grads(self, module, g):
         ...         return 2 * g[:, :, None]
         >>> rule_of(MyLinear(3, 2)).__class__.__name__

@@ -125,7 +125,9 @@ class Likelihood(ABC):
         Example:
             >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
-            >>> F, Y = cross_entropy.canonical(torch.zeros(2, 10, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long), 2)
+            >>> F, Y = cross_entropy.canonical(
+            ...     torch.zeros(2, 10, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long), 2
+            ... )
             >>> F.shape, Y.shape
             (torch.Size([2, 20, 10]), torch.Size([2, 20]))
         """

@@ -135,7 +135,10 @@ class BlockDiagonal(LinearOperator):
         Example:
             >>> from curvlinops_plus.linalg import Diagonal, Layout
             >>> space = Space.from_shapes({"w": (2,), "v": (1,)})
-            >>> layouts = {"b": Layout({"v": "d -> 1 d"}, {"v": (1,)}), "a": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+            >>> layouts = {
+            ...     "b": Layout({"v": "d -> 1 d"}, {"v": (1,)}),
+            ...     "a": Layout({"w": "d -> 1 d"}, {"w": (2,)}),
+            ... }
             >>> K = BlockDiagonal({"b": Diagonal(torch.ones(1)), "a": Diagonal(torch.ones(2))}, layouts, space)
             >>> K.split(torch.tensor([1.0, 2.0, 3.0]))
             {'b': tensor([3.]), 'a': tensor([1., 2.])}

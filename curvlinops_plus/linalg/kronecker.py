@@ -275,7 +275,9 @@ class KroneckerSum(Sum):
     inverse of the nearest Kronecker product as preconditioner.
 
     Example:
-        >>> K = Kronecker(torch.eye(2), torch.eye(3)) + Kronecker(torch.diag(torch.tensor([1.0, 3.0])), torch.eye(3))
+        >>> K = Kronecker(torch.eye(2), torch.eye(3)) + Kronecker(
+        ...     torch.diag(torch.tensor([1.0, 3.0])), torch.eye(3)
+        ... )
         >>> K, K.inverse(2.0) @ torch.ones(6)
         (KroneckerSum(6 x 6, PSD, torch.float32, cpu), tensor([0.2500, 0.2500, 0.2500, 0.1667, 0.1667, 0.1667]))
     """

@@ -98,6 +98,7 @@ class LinearOperator(ABC):
         >>> class Twice(LinearOperator):
         ...     in_space, dtype, device = Space.from_shapes([(3,)]), torch.float32, torch.device("cpu")
         ...     structure = Structure.PSD
+        ...
         ...     def _matmat(self, X):
         ...         return 2 * X
         >>> A = Twice()

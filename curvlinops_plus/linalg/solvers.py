@@ -563,7 +563,11 @@ class LSMRInverseLinearOperator(IterativeInverse):
     Example:
         >>> from curvlinops_plus.linalg import Dense
         >>> pinv = LSMRInverseLinearOperator(Dense(torch.tensor([[1.0], [1.0]])))
-        >>> pinv.shape, (pinv @ torch.tensor([1.0, 3.0])).round(decimals=4), pinv.T.to_dense().round(decimals=4)
+        >>> (
+        ...     pinv.shape,
+        ...     (pinv @ torch.tensor([1.0, 3.0])).round(decimals=4),
+        ...     pinv.T.to_dense().round(decimals=4),
+        ... )
         ((1, 2), tensor([2.]), tensor([[0.5000],
                 [0.5000]]))
     """

@@ -203,7 +203,9 @@ class PositionedBlocks(BlockDiagonal):
 
     Example:
         >>> blocks = {"a": Diagonal(torch.tensor([1.0, 2.0])), "b": Diagonal(torch.tensor([3.0]))}
-        >>> PositionedBlocks(blocks, {"a": torch.tensor([2, 0]), "b": torch.tensor([1])}, Space.flat(3)).diagonal()
+        >>> PositionedBlocks(
+        ...     blocks, {"a": torch.tensor([2, 0]), "b": torch.tensor([1])}, Space.flat(3)
+        ... ).diagonal()
         tensor([2., 3., 1.])
     """
 

@@ -258,7 +258,9 @@ def training_modules(model: nn.Module) -> str:
     Recurrent networks and attention drop out by themselves, without a module inside.
 
     Example:
-        >>> training_modules(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.1)))
+        >>> training_modules(
+        ...     nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.1))
+        ... )
         "'1' (Dropout), '2' (LSTM)"
     """
 

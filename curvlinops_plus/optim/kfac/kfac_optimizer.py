@@ -76,7 +76,10 @@ class KFACPreconditioner(torch.optim.Optimizer):
         >>> import torch
         >>> _ = torch.manual_seed(0)
         >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
-        >>> preconditioner, sgd = KFACPreconditioner(model, loss), torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> preconditioner, sgd = (
+        ...     KFACPreconditioner(model, loss),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ... )
         >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
         >>> for _ in range(3):
         ...     sgd.zero_grad()

@@ -77,7 +77,9 @@ class CenteredFisherLinearOperator(LinearOperator):
     Source: Amari 1998, "Natural gradient works efficiently in learning"; Sorella 1998, arXiv cond-mat/9803107.
 
     Example:
-        >>> psi = lambda params, x: -(x - params[0]) ** 2 / 4  # log ψ of a normal distribution with variance 1
+        >>> psi = lambda params, x: (
+        ...     -((x - params[0]) ** 2) / 4
+        ... )  # log ψ of a normal distribution with variance 1
         >>> x = torch.tensor([-1.0, 1.0, 3.0])
         >>> S = CenteredFisherLinearOperator(psi, [torch.zeros(())], x)
         >>> S @ [torch.tensor(1.0)]  # the variance of x/2

@@ -109,9 +109,11 @@ def stochastic_reconfiguration(
         and Lin 2024, arXiv 2401.10190 (SPRING).
 
     Example:
-        >>> psi = lambda params, x: -params["a"] * x ** 2 / 2  # a normal distribution of variance 1/(2a)
+        >>> psi = lambda params, x: -params["a"] * x**2 / 2  # a normal distribution of variance 1/(2a)
         >>> x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])
-        >>> direction, report = stochastic_reconfiguration(psi, {"a": torch.tensor(1.0)}, x, x**2, damping=0.0)
+        >>> direction, report = stochastic_reconfiguration(
+        ...     psi, {"a": torch.tensor(1.0)}, x, x**2, damping=0.0
+        ... )
         >>> direction  # costs grow with x², and so does -log ψ: a should grow
         {'a': tensor(-2.)}
     """
@@ -225,7 +227,7 @@ def fisher_inverse(
     Cost: see `stochastic_reconfiguration`.
 
     Example:
-        >>> psi = lambda params, x: -(x - params[0]) ** 2 / 4
+        >>> psi = lambda params, x: -((x - params[0]) ** 2) / 4
         >>> inverse = fisher_inverse(psi, [torch.zeros(())], damping=0.0)
         >>> inverse([torch.tensor(1.0)], torch.tensor([-1.0, 1.0, 3.0]))
         [tensor(1.5000)]
