@@ -126,6 +126,8 @@ class BlockwiseLinearOperator(Deferred):
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
+        if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+            raise ValueError(f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps nothing.")
         self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
@@ -304,6 +306,11 @@ class BlockwiseLinearOperator(Deferred):
             return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
         if heuristic and isinstance(damping, tuple):
             raise ValueError("Heuristic and exact damping require a single damping value.")
+        if not self.scale > 0:
+            raise ValueError(
+                f"Dampings of factors need a positive multiple of the curvature; this is {float(self.scale):g} times "
+                "it. Damp the whole matrix, with a number."
+            )
         found: Any = BlockDampings(
             (damping, heuristic, min_damping), lambda: self._factor_dampings(damping, min_damping)
         )

@@ -221,7 +221,7 @@ def approximate_boundaries_abs(
 def _ends(
     A: MatrixLike, tol: float, boundaries: Boundaries, generator: Generator | None, absolute: bool
 ) -> tuple[float, float]:
-    low, high = boundaries or (None, None)
+    low, high = (None, None) if boundaries is None else boundaries
     if low is not None and high is not None and low > high:
         raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
     with multiplying(A) as M:

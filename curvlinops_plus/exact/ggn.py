@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.passes import Outputs, Passes, vjp
 from curvlinops_plus.linalg import Structure
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.graph import gradients_of
@@ -113,9 +114,11 @@ class GGN(RiskOperator):
         for batch in self._batches(draws=draws if self.vectors.random else None):
             passes.check(batch)
             matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
+            state = RandomState.now(self.device)
             with passes.run(batch) as (F, terms, free, _):
                 sizes = [f.numel() for f in F]
                 if sum(sizes) >= len(eye):
+                    state.restore()  # dropout is that of a product
                     passes.ggn(batch, eye, matrix, total)
                     continue
                 units = torch.eye(sum(sizes), dtype=F[0].dtype, device=self.device).split(sizes, 1)

@@ -321,9 +321,14 @@ class Passes:
         generator, state = torch.Generator().manual_seed(0), RandomState.now(self.risk.device)
         v = torch.randn(1, self.risk.space.dim, generator=generator).to(self.risk.device, self.risk.dtype)
         total = torch.zeros_like(v)
-        energy = self.ggn(batch, v, lambda F, extra: lambda V: V, total)
-        state.restore()
-        self.require_adjoint(v, total, energy)
+        try:
+            energy = self.ggn(batch, v, lambda F, extra: lambda V: V, total)
+            self.require_adjoint(v, total, energy)
+        except RuntimeError as error:
+            if not self.twice or not _MISSING.search(str(error)):
+                raise  # else there is no `J v` to compare with, and `Jᵀ u` goes back once
+        finally:
+            state.restore()
         self._right = self.twice if self.reached else self._right
 
     def require_adjoint(self, rows: Tensor, products: Tensor, energy: Tensor) -> None:

@@ -68,6 +68,19 @@ class RecurrentRule(LayerRule):
         torch.Size([1, 4, 6, 2])
     """
 
+    def check(self, module: nn.Module) -> None:
+        """Refuse dropout between layers, which draws random numbers.
+
+        Raises:
+            UnsupportedError: For dropout in training mode.
+        """
+        super().check(module)
+        if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
+            raise UnsupportedError(
+                f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
+                "gradients are those of one draw. Call `model.eval()` first."
+            )
+
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
         """Sequences have the examples on the axis that `batch_first` sets, states on axis 1; of cells all have them
         first.

@@ -566,7 +566,7 @@ class Foreign(LinearOperator):
             found = op @ X.detach().to(getattr(self.op, "device", X.device), dtype)
         else:
             found = torch.as_tensor(op @ to_numpy(X))
-        return found.to(X)
+        return found.to(X, copy=True)  # it may be the argument
 
 
 class Sum(LinearOperator):

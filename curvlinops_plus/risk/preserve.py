@@ -64,20 +64,26 @@ class _Eager:
     def __enter__(self) -> None:
         exclusive.acquire()
         if self.depth == 0:
-            self._fused = mha.get_fastpath_enabled()
+            self._fused, self._stance = mha.get_fastpath_enabled(), None
             mha.set_fastpath_enabled(False)
-            self._stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
-            if self._stance is not None:
-                self._stance.__enter__()
+            if "torch._dynamo" in sys.modules:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                    self._stance.__enter__()
+                except BaseException:
+                    exclusive.release()
+                    raise
         self.depth += 1
 
     def __exit__(self, *error: Any) -> None:
         self.depth -= 1
-        if self.depth == 0:
-            mha.set_fastpath_enabled(self._fused)
-            if self._stance is not None:
-                self._stance.__exit__(None, None, None)
-        exclusive.release()
+        try:
+            if self.depth == 0:
+                mha.set_fastpath_enabled(self._fused)
+                if self._stance is not None:
+                    self._stance.__exit__(None, None, None)
+        finally:
+            exclusive.release()
 
 
 eager = _Eager()

@@ -134,6 +134,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), EKFAC, max_bytes=300), UnsupportedError, r"'0': EKFAC needs .*DiagonalBlock"),
     (lambda: curvature(risk(), Mine, max_bytes=9), UnsupportedError, r"Mine does not say how much memory.*`needs\(\)`"),
     # damping and algebra
+    (lambda: (-curvature(risk())).inverse((1, 1)), ValueError, "a positive multiple of the curvature; this is -1 "),
+    (lambda: curvature(risk(), max_kept_bytes=-1), ValueError, "max_kept_bytes=-1 must be an integer of at least 0"),
     (lambda: curvature(risk()).inverse((1, 1), use_exact_damping=True), ValueError, "or use exact damping, not both"),
     (lambda: save(Path("x"), streams()), TypeError, "save takes a state_dict, or what has one.* and then a path"),
     (lambda: load_into(Path("x")), ValueError, r"not a state .*, as load\(path\) reads it"),

@@ -378,11 +378,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = {
 def test_what_is_refused(name: str) -> None:
     make, kinds, words = REFUSED[name]
     model, data = with_data(make)
+    raw = name in ("distances", "raw bags")  # rows of a Jacobian go back once
     for kind in kinds:
-        for form in ("vector", "dense"):
+        for form in ("vector", *(["dense"] if kind not in (GGN, Jacobian) or not raw else [])):
             refused: AbstractContextManager[object] = pytest.raises(UnsupportedError, match=words)
             refused = refuses_cdist(words) if name == "distances" else refused  # draws random numbers
             with unchanged(model), refused:
                 A: Any = kind(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
                 n = A.shape[1]
                 _ = A.to_dense() if form == "dense" else A @ normal(n)
+    if raw:
+        J = Jacobian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+        f = torch.cat([model(x).flatten() for x, _ in data])
+        rows = [torch.autograd.grad(number, [*model.parameters()], retain_graph=True) for number in f]
+        close(J.to_dense(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))

@@ -199,6 +199,15 @@ class Nothing(Mixed):
         return iter(())
 
 
+def test_columns_of_a_random_model_are_those_of_one_draw() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout()).double()
+    G = GGN(EmpiricalRisk(model, nn.MSELoss(), [(normal(6, 3), normal(6, 4))]), check_deterministic=False)
+    torch.manual_seed(0)
+    M, v = G.to_dense(), normal(16)
+    torch.manual_seed(0)
+    close(M @ v, G @ v)
+
+
 def test_vectors_that_are_none_make_zero() -> None:
     G = GGN(problem("mlp").risk(), Nothing())
     assert not G.to_dense().any()

@@ -183,6 +183,14 @@ def parametrized(kind: Any, **options: Any) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
+def test_dropout_is_refused(kind: Any) -> None:
+    module = kind(i, h, num_layers=2, dropout=0.5)
+    words = rf"{kind.__name__}\(dropout=0.5\) in training mode draws random numbers.*model.eval\(\)"
+    with pytest.raises(UnsupportedError, match=words):
+        rule_of(module).check(module)
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("make", [normed, pruned, parametrized])
 @pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)

@@ -100,6 +100,10 @@ def test_dtypes_and_copies() -> None:
     M *= 3
     close(A.to_dense(), torch.eye(2, dtype=F64))
     assert A.structure == PSD
+    x = torch.ones(2, dtype=F64)
+    y = from_scipy(sla.LinearOperator((2, 2), matvec=lambda v: v, dtype=np.float64)) @ x
+    y += 1
+    close(x, torch.ones(2, dtype=F64))
 
 
 def test_symmetric_operators_need_one_product() -> None:

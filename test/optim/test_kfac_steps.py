@@ -296,8 +296,10 @@ def test_the_preconditioner_writes_gradients(norm: Any) -> None:
     """The same direction; a constraint bounds it in place of the update."""
     model, c = net(), 1e-3
     twin = copy.deepcopy(model)
-    preconditioner = KFACPreconditioner(model, CE, 0.1, norm_constraint=c if norm else None, inverse_every=2, **EXACT)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd = torch.optim.SGD([{"params": model.parameters(), "name": "all"}], lr=0.1)
+    preconditioner = KFACPreconditioner(  # the learning rate is the other optimizer's
+        model, CE, 0.1, params=sgd.param_groups, norm_constraint=c if norm else None, inverse_every=2, **EXACT
+    )
     optimizer = KFACOptimizer(
         twin, CE, 0.1, 0.0, 0.1, norm_constraint=c / 100 if norm else None, inverse_every=2, **EXACT
     )

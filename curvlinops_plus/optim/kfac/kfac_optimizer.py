@@ -171,7 +171,9 @@ class KFACPreconditioner(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         if raw != self._raw:
-            self._check_options([GroupOptions(group) for group in self.param_groups])
+            read = ["damping", "norm_constraint"]  # all else is of the optimizer that takes the step, if another does
+            groups = [dict(g) if self._moves else {name: g[name] for name in read} for g in self.param_groups]
+            self._check_options([GroupOptions(group) for group in groups])
             self._raw = raw
 
     def _check_options(self, options: list[GroupOptions]) -> None:

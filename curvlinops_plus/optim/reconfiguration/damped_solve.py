@@ -122,6 +122,8 @@ class CenteredFisherLinearOperator(LinearOperator):
         """`S @ X`; also lists and dicts of complex tensors."""
         if not isinstance(X, (Mapping, list, tuple)):
             return super().__matmul__(X)
+        if not any(isinstance(t, Tensor) and t.is_complex() for t in (X.values() if isinstance(X, Mapping) else X)):
+            return super().__matmul__(X)
         own = self.scores.ensemble.psi.params
         params = [own.get(name) for name in X] if isinstance(X, Mapping) else [*own.values()]
 
@@ -133,7 +135,7 @@ class CenteredFisherLinearOperator(LinearOperator):
             ]
             return dict(zip(X, found)) if isinstance(X, Mapping) else type(X)(found)
 
-        Y = super().__matmul__(changed(X, lambda t, ndim: as_real(t).movedim(-1, ndim)))
+        Y = super().__matmul__(changed(X, lambda t, ndim: as_real(t).movedim(-1, ndim) if t.is_complex() else t))
         return changed(Y, lambda t, ndim: torch.view_as_complex(t.movedim(ndim, -1).contiguous()))
 
     def _to_dense(self) -> Tensor:

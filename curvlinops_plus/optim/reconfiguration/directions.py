@@ -320,6 +320,12 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         self._check(group)
         super().__init__(list(self._psi.params.values()), group)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused but for the first: one matrix couples all parameters."""
+        if getattr(self, "param_groups", None):
+            raise ValueError("StochasticReconfiguration has one parameter group: one matrix couples all parameters.")
+        super().add_param_group(param_group)
+
     def step(self, samples: Any, local_costs: Tensor, weights: Any = None) -> Tensor:  # type: ignore[override]
         """One step.
 

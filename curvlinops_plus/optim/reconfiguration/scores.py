@@ -134,7 +134,7 @@ class LogAmplitude:
         if isinstance(like, Tensor):
             return v.to(like.dtype)
         named = {
-            name: (torch.view_as_complex(t.contiguous()) if p.is_complex() else t).to(p.dtype)
+            name: (torch.view_as_complex(t.clone()) if p.is_complex() else t).to(p.dtype)
             for (name, t), p in zip(self.space.unflatten(v).items(), self.params.values(), strict=True)
         }
         kind: Any = self.container if like is None else dict if isinstance(like, Mapping) else type(like)
