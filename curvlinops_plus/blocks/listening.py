@@ -85,7 +85,7 @@ class Hearing:
     def begin(self) -> None:
         """The model is about to be called."""
         if self._passes is not None:
-            self._phase.enter_context(eager)  # hooks of a compiled model that ran before never fire
+            self._phase.enter_context(_eagerly())  # hooks of a compiled model that ran before never fire
             self._phase.enter_context(self._passes.recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
@@ -149,6 +149,13 @@ class Hearing:
             for f, grad in kept:
                 f.grad = grad
         return True
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """`eager`, left when this is dropped, too, as a generator is: a model that raises never returns."""
+    with eager:
+        yield
 
 
 @contextmanager

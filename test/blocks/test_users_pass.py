@@ -18,6 +18,7 @@ from curvlinops_plus import (
     Exact,
     UnsupportedError,
 )
+from curvlinops_plus.risk import preserve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
 T, CE = 3, nn.functional.cross_entropy
@@ -122,6 +123,7 @@ def test_what_is_dropped_leaves_no_hooks() -> None:
     heard.begin()
     assert model.head._forward_hooks
     del heard
+    assert not preserve.eager.depth  # else other threads would wait for good
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert running.updates == 1
 
