@@ -133,3 +133,8 @@ def test_nothing_is_written_out() -> None:
 def test_shapes_that_do_not_fit(index: Tensor, options: Any) -> None:
     with pytest.raises(ValueError, match=r"Expected integer indices \[B, S, L\], weights of the same shape and kept"):
         SparseRows(**{"index": index, "weight": None, "size": 5, **options})
+
+
+def test_calls_with_more_and_fewer_entries_are_joined() -> None:
+    parts = [SparseRows(torch.tensor([[index]]), None, 5) for index in ([1], [4, 2])]
+    assert torch.equal(SparseRows.cat(parts).to_dense(), torch.cat([part.to_dense() for part in parts], 1))
