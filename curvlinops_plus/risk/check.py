@@ -222,7 +222,11 @@ class Look:
                 call.grads = [times_numbers(g) for g in call.grads] if several else times_numbers(call.grads)
             # Three examples are taken for positions of one: their sum is one product.
             one = replace(few, num_examples=1, mask=None, example_weights=None, group=None)
-            self.ours |= {key: J[0, 0] for key, J in one.param_grads().items()}
+            if one.whole:  # as blocks read it
+                for group in layer.groups:
+                    self.ours |= group.layout.views(one.restrict(group).per_example_grads.flatten())
+            else:
+                self.ours |= {key: J[0, 0] for key, J in one.param_grads().items()}
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -245,7 +249,7 @@ class Look:
         parts, zero = [torch.cat([v.flatten() for v in self.vectors]).to(widest)], set[str]()
         for key, p in chain.from_iterable(layer.params.items() for layer in layers):
             pair = [torch.zeros_like(p) if g is None else g for g in (self.ours.get(key), self.theirs[key])]
-            mine, theirs = [(g.to_dense() if g.is_sparse else g).to(widest).view(p.shape) for g in pair]
+            mine, theirs = [(g.to_dense() if g.is_sparse else g).to(widest).reshape(p.shape) for g in pair]
             parts += mine - theirs, mine, theirs
         norms = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
         scale, *found = torch.stack(norms).tolist()

@@ -84,7 +84,7 @@ def test_something_broken_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch)
     given = {"checks": checks} if "damping" in kind else {}
     outcomes = (run_case({**draw_whole(seed), **given}, self_check=False) for seed in range(60))
     assert any(not problem.law.isidentifier() for outcome in outcomes for problem in outcome.problems)
-    if "rule" in kind:
+    if "rule" in kind or "positions" in kind:
         # Else the module around a layer would be run for each example, which has other blocks.
         monkeypatch.setattr(function_reads, "find_functions", lambda *given: FoundReads())
         found = [run_case(draw_whole(seed)) for seed in range(8)]
