@@ -176,3 +176,5 @@ def test_holomorphic_is_the_complex_matrix() -> None:
         assert close(flat(named), torch.view_as_real(expected).flatten())
         columns = operator @ [torch.stack([t, 2j * t], -1) for t in v]
         assert close(torch.cat([t[..., 1].flatten() for t in columns]), 2j * expected)
+        real = operator @ [torch.view_as_real(torch.stack([t, 2j * t], -1)).movedim(-1, t.ndim) for t in v]
+        assert close(torch.cat([t[..., 0, 1].flatten() for t in real]), (2j * expected).real)  # real vectors stay real
