@@ -29,7 +29,7 @@ from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Kronecker, LinearOperator
 from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
-from curvlinops_plus.risk.batches import Batch, count_examples, to_device
+from curvlinops_plus.risk.batches import Batch, count_examples, mapped, on_device
 from curvlinops_plus.risk.function_reads import layers_of
 from curvlinops_plus.risk.losses import Losses, LossWeights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -172,7 +172,7 @@ def output_covariance(
         ValueError: If there are no inputs.
     """
     risk = _without_targets(K.risk)
-    X = to_device(X, risk.device)
+    X = mapped(on_device, X, risk.device)
     # The model is called as `model(**X)` where the data's batches are mappings.
     unpack = isinstance(X, Mapping) and isinstance(next(iter(K.risk.data), None), Mapping)
     X = {key: x for key, x in X.items() if key != "labels"} if unpack else X

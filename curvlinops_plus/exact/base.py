@@ -15,9 +15,8 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
-from curvlinops_plus.risk.batches import Batch, require_rereadable
+from curvlinops_plus.risk.batches import Batch, raise_unreached, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
-from curvlinops_plus.risk.graph import raise_unreached
 from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
 from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, training_modules, untraced
@@ -62,7 +61,7 @@ class RiskOperator(LinearOperator):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)
             if draws is not None:
-                draws.of_examples(self.risk.processes.numbers(batch.first, batch.num_examples))
+                draws.of_examples(self.risk.processes.numbers(batch.first, batch.num_examples), self.risk.device)
             yield batch
 
     @untraced

@@ -14,8 +14,7 @@ from curvlinops_plus.exact.passes import Outputs, Passes, vjp
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
-from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of
+from curvlinops_plus.risk.batches import Batch, gradients_of
 from curvlinops_plus.risk.losses import LossWeights, Terms
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot

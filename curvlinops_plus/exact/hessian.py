@@ -11,8 +11,7 @@ from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of, refuse_outside_reads
+from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 

@@ -27,8 +27,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.graph import gradients_of, nodes_of, postorder
+from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder
 from curvlinops_plus.risk.preserve import preserve_state, quiet
 
 Outputs: TypeAlias = Sequence[Tensor]

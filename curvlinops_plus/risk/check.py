@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 from warnings import warn
@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.random_state import RandomState, kept_random_state
-from curvlinops_plus.risk.batches import Batch, take_examples
-from curvlinops_plus.risk.graph import gradients_of
+from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.preserve import TOLERANCE, eager, kept_modules, relative_difference, training_modules
 from curvlinops_plus.risk.record import OutsideReads, Recorder
@@ -41,7 +40,7 @@ _CAUSES = (
 def look_at(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
 ) -> Look | None:
-    """Begin to compare a recorded batch with three of its examples: the first, those of a new kind, and the 2ᵏth ones.
+    """Begin to compare a recorded batch with three of its examples: the first, those of a new kind, and the 4ᵏth ones.
 
     A batch is of a new kind if other layers are called, if layers return one row for all examples where they didn't
     before, or get examples in other inputs.
@@ -61,17 +60,20 @@ def look_at(
     checked.batches += 1
     kind = frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
     new = kind not in checked.seen
-    if not check or not (new or check == "every" or checked.batches & (checked.batches - 1) == 0):
+    power_of_four = checked.batches & (checked.batches - 1) == 0 and checked.batches.bit_length() % 2
+    if not check or not (new or check == "every" or power_of_four):
         return None
+    if not any(m.training and isinstance(m, _BatchNorm) for m in risk.model.modules()):
+        return Look(risk, recorder, batch, outputs, repeatable, kind)
     norms = [name for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)]
     said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other."
-    if norms and repeatable:
+    if repeatable:
         raise UnsupportedError(f"{said} Call model.eval() first, or say EmpiricalRisk(..., check=False).")
-    if norms and "batch norm" not in checked.said:
+    if "batch norm" not in checked.said:
         checked.said.add("batch norm")
         why = "Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not compared"
         warn(f"{said} {why} with those of single examples.", CurvatureWarning, stacklevel=2)
-    return None if norms else Look(risk, recorder, batch, outputs, repeatable, kind)
+    return None
 
 
 @dataclass(eq=False)
@@ -107,8 +109,7 @@ class Look:
         """What plain autograd makes of the first of some vectors; returns the same vectors."""
         self.ours: dict[str, Tensor] = {}
         self.theirs: dict[str, Tensor | None] = {}
-        if (first := next(vectors, None)) is None:
-            return vectors
+        first = next(vectors)
         sent = [*zip(outputs, first, strict=True)]  # two losses may read one output
         self.vectors: list[Tensor] = []
         for f in self.outputs:
@@ -212,19 +213,20 @@ class Look:
             return
 
         def times_numbers(g: Tensor) -> Tensor:  # [1, three · positions, ...]
-            numbers = self.numbers.to(g).repeat_interleave(g.shape[1] // len(self.chosen))
+            numbers, positions = self.numbers.to(g), g.shape[1] // len(self.chosen)
+            numbers = numbers if positions == 1 else numbers.repeat_interleave(positions)
             return g * numbers.view(-1, *[1] * (g.ndim - 2))
 
         try:
-            few = batch.examples(self.chosen, slice(1))
-            for call in few.calls:
+            calls = batch.examples(self.chosen, slice(1)).calls
+            for call in calls:
                 several = isinstance(call.grads, list)
                 call.grads = [times_numbers(g) for g in call.grads] if several else times_numbers(call.grads)
-            # Three examples are taken for positions of one: their sum is one product.
-            one = replace(few, num_examples=1, mask=None, example_weights=None, group=None)
-            if one.whole:  # as blocks read it
-                for group in layer.groups:
-                    self.ours |= group.layout.views(one.restrict(group).per_example_grads.flatten())
+            one = LayerBatch(layer, calls, 1)  # three examples are taken for positions of one: their sum is one product
+            if one.whole:  # as blocks read it; a bias by itself is the last column
+                columns = [group.layout.matrix_shape[-1] for group in layer.groups]
+                for group, J in zip(layer.groups, one.per_example_grads.split(columns, -1), strict=True):
+                    self.ours |= group.layout.views(J.flatten())
             else:
                 self.ours |= {key: J[0, 0] for key, J in one.param_grads().items()}
         except (UnsupportedError, torch.OutOfMemoryError):
@@ -246,24 +248,27 @@ class Look:
         self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
         layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
         widest = max([layer.accumulation_dtype for layer in layers], key=lambda t: t.itemsize, default=torch.float32)
-        parts, zero = [torch.cat([v.flatten() for v in self.vectors]).to(widest)], set[str]()
+        mine, theirs, zero = list[Tensor](), list[Tensor](), set[str]()
         for key, p in chain.from_iterable(layer.params.items() for layer in layers):
-            pair = [torch.zeros_like(p) if g is None else g for g in (self.ours.get(key), self.theirs[key])]
-            mine, theirs = [(g.to_dense() if g.is_sparse else g).to(widest).reshape(p.shape) for g in pair]
-            parts += mine - theirs, mine, theirs
-        norms = torch._foreach_norm(parts)  # pyright: ignore[reportPrivateImportUsage]
+            for g, into in ((self.ours.get(key), mine), (self.theirs[key], theirs)):
+                g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+                into.append(g.to(widest).reshape(p.shape))
+        away = torch._foreach_sub(mine, theirs) if mine else ()  # pyright: ignore[reportPrivateImportUsage]
+        sent = torch.cat([v.flatten() for v in self.vectors]) if len(self.vectors) > 1 else self.vectors[0]
+        norms = torch._foreach_norm([sent.to(widest), *away, *theirs])  # pyright: ignore[reportPrivateImportUsage]
         scale, *found = torch.stack(norms).tolist()
-        triples = zip(found[::3], found[1::3], found[2::3], strict=True)
-        sizes = [[math.hypot(*n) for n in zip(*islice(triples, len(layer.params)))] for layer in layers]
-        largest = max([size for *_, size in sizes if math.isfinite(size)], default=0.0)
+        pairs = zip(found[: len(away)], found[len(away) :], strict=True)
+        sizes = [[math.hypot(*n) for n in zip(*islice(pairs, len(layer.params)))] for layer in layers]
+        largest = max([size for _, size in sizes if math.isfinite(size)], default=0.0)
         coarsest = min([dtype.itemsize for dtype in self.recorder.dtypes], default=8)
-        for layer, (away, own, size) in zip(layers, sizes, strict=True):
+        for layer, (away, size) in zip(layers, sizes, strict=True):
             tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
             # A gradient of which rounding is all that is left is compared with the others, or with the vectors: with
             # one class, say, that is all. What is not finite is refused with the statistic that it makes.
             rounding = torch.finfo(layer.accumulation_dtype).eps * scale
             floor = 0.1 * tolerance * largest + (10 * rounding if math.isfinite(rounding) else 0.0)
             if math.isfinite(away) and not away <= tolerance * size + floor:
+                own = math.hypot(*[float(self.ours[key].norm()) for key in layer.params if key in self.ours])
                 called = layer in [self.recorder.layers[index] for index in self.recorder.by_layer]
                 raise OutsideReads(
                     f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "

@@ -25,8 +25,7 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples, is_changed
-from curvlinops_plus.risk.batches import Batch, require_rereadable
-from curvlinops_plus.risk.graph import raise_unreached, refuse_outside_reads
+from curvlinops_plus.risk.batches import Batch, raise_unreached, refuse_outside_reads, require_rereadable
 from curvlinops_plus.risk.preserve import training_modules
 
 Key = str | int
@@ -77,7 +76,7 @@ class Totals:
         Raises:
             ValueError: If several losses had other weights there.
         """
-        if self.weights and (problem := self.mismatch(other)):
+        if self.weights != other.weights and (problem := self.mismatch(other)):
             raise ValueError(problem)
         self.examples += other.examples
         self.terms += other.terms
@@ -353,10 +352,8 @@ class Losses(list[OutputLoss]):
             ValueError: If outputs and losses don't match, an output is no tensor and nothing says which part of it is
                 meant, or it holds no real numbers.
         """
-        logits, subject = (
-            getattr(out, "logits", None),
-            "The model returned" if selector is None else "`output` selected",
-        )
+        logits = getattr(out, "logits", None)
+        subject = "The model returned" if selector is None else "`output` selected"
         chosen = out if selector is None else selector(out)
         if self.form == "single":
             parts = [logits if selector is None and isinstance(logits, Tensor) else chosen]
@@ -370,9 +367,12 @@ class Losses(list[OutputLoss]):
                     "that the loss reads. Say which it is, as `output=lambda o: o[0]` or `output=lambda o: o.logits`."
                 )
             if f.is_complex() or not f.numel():
+                came = f"{subject} a tensor of shape {list(f.shape)}, {f.dtype}"
+                if not f.numel():
+                    raise UnsupportedError(f"{came}, without numbers. If the batch is empty, leave it out.")
                 raise UnsupportedError(
-                    f"{subject} a tensor of shape {list(f.shape)}, {f.dtype}; expected real numbers. Of complex ones "
-                    "give the loss both parts, output=lambda o: torch.view_as_real(o)."
+                    f"{came}; expected real numbers. Of complex ones give the loss both parts, "
+                    "output=lambda o: torch.view_as_real(o)."
                 )
         return tuple(parts), tuple([-1 if f is logits and f.ndim > 2 else None for f in parts])
 
@@ -383,13 +383,11 @@ class Losses(list[OutputLoss]):
         return dict(zip(self.keys, targets, strict=True)) if self.form == "dict" else tuple(targets)
 
     def matched(self, given: Any, what: str, subject: str) -> Sequence[Any]:
-        """The part of targets or outputs that belongs to each loss; undoes `joined`.
+        """The part of targets or outputs that belongs to each of several losses; undoes `joined`.
 
         Raises:
             ValueError: If they and the losses don't match.
         """
-        if self.form == "single":
-            return (given,)
         kind = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else None
         parts = dict(given if kind == "dict" else enumerate(given)) if kind else {}
         if kind == self.form and parts.keys() == set(self.keys):
@@ -509,7 +507,7 @@ class LossWeights:
                 `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
                 factor is the root of the weight.
         """
-        weights = batch.weights = self.of(batch)
+        weights = batch.weights = self.fixed or self.of(batch)
         if not linear:
             return [math.sqrt(weight) for weight in weights]
         largest = max(weight / one.weight for weight, one in zip(weights, self.losses))

@@ -183,8 +183,9 @@ class ModelParameters:
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
-        if self._spread:
-            _give_up_gathered(self.model)
+        for module in self.model.modules() if self._spread else ():
+            if _is_sharded(module):  # so that modules have their own parameters, and not what was gathered for a pass
+                module.reshard()  # type: ignore[operator]
         other = [name for parent, name, child in self._paths if parent._modules.get(name) is not child]
         for module, names in self._places:
             if not isinstance(module._parameters, Replaced):
@@ -305,8 +306,9 @@ def require_module(model: Any) -> nn.Module:
         what = f"the class {model.__name__}: call it" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ValueError(f"`model` is {what}. Layers can only be recorded in a torch.nn.Module.")
     model = inner_model(model)
-    _give_up_gathered(model)
     for name, module in model.named_modules():
+        if _is_sharded(module):
+            module.reshard()  # type: ignore[operator]
         where = f"The module {name!r}" if name else "The model"
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(f"{where} is a FullyShardedDataParallel, of flat pieces. Use fully_shard, or DDP.")
@@ -355,13 +357,7 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
 # --------------------------------------------------------------------------------------------------- several processes
 def _is_sharded(module: nn.Module) -> bool:
     """Whether its class is one of those that `fully_shard` makes."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
-def _give_up_gathered(model: nn.Module) -> None:
-    """Let `fully_shard` give up what it has gathered for a pass, so that modules have their own parameters."""
-    for module in filter(_is_sharded, model.modules()):
-        module.reshard()  # type: ignore[operator]
+    return "FSDPModule" in [base.__name__ for base in type(module).__mro__]
 
 
 def _spread_parameters(
@@ -445,15 +441,15 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
         >>> sums_of({"x": torch.tensor([3.0, -4.0])})
         {'x': [-1.0, 5.0]}
     """
-    found = []
+    found = list[Tensor]()
     with torch.no_grad():
         for t in tensors.values():
             t = torch.view_as_real(t) if t.is_complex() else t.to_dense()
             x = t if t.is_floating_point() else t.double()
-            sums = x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
-            found.append(torch.stack(sums).nan_to_num())  # NaN equals NaN
-    together = [sums.to(found[0].device) for sums in found]  # every answer of a GPU is waited for
-    return dict(zip(tensors, torch.stack(together).tolist() if found else [], strict=True))
+            found += x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
+    together = [one.to(found[0].device) for one in found]  # every answer of a GPU is waited for
+    numbers = torch.stack(together).nan_to_num().tolist() if found else []  # NaN equals NaN
+    return {name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)}
 
 
 def parameter_sums(risk: Any) -> dict[str, list[float]]:

@@ -113,17 +113,12 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 # ---------------------------------------------------------------------------------------------------------- modules
-class OwnThread:
-    """Whether code runs for the thread that made this object: in it, or in a backward pass.
+def runs_for(thread: int) -> bool:
+    """Whether code runs for a thread: in it, or in a backward pass.
 
     Autograd has threads of its own, where activation checkpointing calls modules once more.
     """
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def __call__(self) -> bool:
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+    return threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
 
 
 class Uncopied(partial[Any]):
@@ -141,28 +136,28 @@ def _nothing(*args: Any) -> None:
 
 def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
-    ours = OwnThread()
-    return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if ours() else None)
+    thread = threading.get_ident()
+    return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if runs_for(thread) else None)
 
 
 class Replaced(dict[str, Any]):
-    """The parameters or buffers of one module: those given to one thread, its own ones to all others."""
+    """The parameters or buffers of one module: those given to this thread, its own ones to all others."""
 
-    def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any], ours: OwnThread) -> None:
+    def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         super().__init__(replaced)
-        self.own, self.ours = own, ours
+        self.own, self.thread = own, threading.get_ident()
 
     def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name) if self.ours() else self.own[name]
+        return super().__getitem__(name) if runs_for(self.thread) else self.own[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return super().get(name, default) if self.ours() else self.own.get(name, default)
+        return super().get(name, default) if runs_for(self.thread) else self.own.get(name, default)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return super().items() if self.ours() else self.own.items()  # pyright: ignore[reportReturnType]
+        return super().items() if runs_for(self.thread) else self.own.items()  # pyright: ignore[reportReturnType]
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return super().values() if self.ours() else self.own.values()  # pyright: ignore[reportReturnType]
+        return super().values() if runs_for(self.thread) else self.own.values()  # pyright: ignore[reportReturnType]
 
 
 #: Every module that holds a parameter, and the names in it and keys of those it holds.
@@ -180,11 +175,11 @@ def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor])
 def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which the modules have other parameters, by key; other threads see their own ones."""
     as_parameters(values.values())
-    ours, given = OwnThread(), [(module, names, module._parameters) for module, names in places]
+    given = [(module, names, module._parameters) for module, names in places]
     try:
         for module, names, before in given:
             own = getattr(before, "own", before)
-            vars(module)["_parameters"] = Replaced({**before, **{name: values[key] for name, key in names}}, own, ours)
+            vars(module)["_parameters"] = Replaced({**before, **{name: values[key] for name, key in names}}, own)
         yield
     finally:
         for module, _, before in given:
@@ -194,12 +189,12 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
 @contextmanager
 def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which modules have copies of their buffers; at the end they are, with attributes, as before."""
-    ours, copies = OwnThread(), dict[int, Tensor]()  # a buffer may have two places
+    copies = dict[int, Tensor]()  # a buffer may have two places
     with kept_attributes(modules):
         for module in modules:
             if (held := module._buffers) and type(held) in (dict, Replaced):  # scripted modules hold others
                 made = {n: None if b is None else copies.setdefault(id(b), b.detach().clone()) for n, b in held.items()}
-                vars(module)["_buffers"] = Replaced(made, getattr(held, "own", held), ours)
+                vars(module)["_buffers"] = Replaced(made, getattr(held, "own", held))
         yield
 
 

@@ -15,6 +15,7 @@ Two details without which results would be silently wrong:
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -32,11 +33,11 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Product, products
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.risk.batches import gradients_of, postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
-from curvlinops_plus.risk.graph import gradients_of, postorder
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, title
-from curvlinops_plus.risk.preserve import Depth, OwnThread, Uncopied, quiet
+from curvlinops_plus.risk.preserve import Depth, Uncopied, quiet, runs_for
 
 Consumer = Callable[[LayerBatch], None]
 #: The use that a call is, with the index of its layer and its rule.
@@ -87,7 +88,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.by_layer: dict[int, list[Call]] = {}
         self.num_examples, self.disabled, self.doubt = 0, Depth(), None
-        self._recording, self._ours, self._handles = False, OwnThread(), list[Any]()
+        self._recording, self._thread, self._handles = False, threading.get_ident(), list[Any]()
         self.see: Consumer | None = None
         self._waiting: dict[int, int] | None = None  # while a vector is sent: gradients that each layer waits for
         params = {key: p for layer in layers for key, p in layer.params.items()}
@@ -121,7 +122,7 @@ class Recorder:
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         self._release()
-        self.num_examples, self._recording, self.doubt, self._ours = num_examples, True, None, OwnThread()
+        self.num_examples, self._recording, self.doubt, self._thread = num_examples, True, None, threading.get_ident()
         try:
             with self._mode:
                 yield
@@ -144,7 +145,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------- hooks
     def _enter(self, own: Sequence[Any], shared: set[str], module: nn.Module, args: Any) -> None:
         """A module begins to run that reads parameters which functions read outside of it."""
-        if not self.disabled.depth and self._ours():
+        if not self.disabled.depth and runs_for(self._thread):
             self._inside.append(shared if all(m._parameters.get(name) is p for m, name, p in own) else set())
 
     def _module_call(
@@ -159,7 +160,7 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self.disabled.depth or not self._handles or not self._ours():
+        if self.disabled.depth or not self._handles or not runs_for(self._thread):
             return None
         if shared and self._inside:
             self._inside.pop()

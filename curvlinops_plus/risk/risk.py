@@ -15,8 +15,16 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.batches import Batch, call_model, check_data, count_examples, to_device
-from curvlinops_plus.risk.graph import prepare_graph, refuse_outside_reads
+from curvlinops_plus.risk.batches import (
+    Batch,
+    call_model,
+    check_data,
+    count_examples,
+    mapped,
+    on_device,
+    prepare_graph,
+    refuse_outside_reads,
+)
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import Losses, Number, Totals, gradient_pass, loss_pass
@@ -110,8 +118,8 @@ class EmpiricalRisk(ModelParameters):
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
         check: Whether three examples of a batch are run one by one and compared with the batch: their outputs, and what
             layer rules make of it with plain autograd. True does so in the first batch, in each that calls other
-            layers, and in batches 2, 4, 8, ...; "every" in all. Also whether two evaluations have to agree, and whether
-            a loss that the model computes from `labels` is compared with this one.
+            layers, and with one example in batches 4, 16, 64, ...; "every" in all. Also whether two evaluations have to
+            agree, and whether a loss that the model computes from `labels` is compared with this one.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
             with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
             `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
@@ -265,7 +273,7 @@ class EmpiricalRisk(ModelParameters):
                 "data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
                 "EmpiricalRisk(..., weight=lambda X, y, w: w)."
             )
-        X, y = to_device(entries[0], self.device), to_device(entries[1], self.device)
+        X, y = mapped(on_device, entries[0], self.device), mapped(on_device, entries[1], self.device)
         found = None if weight is None else weight(X, y, *entries[2:])  # which may take it out of a mapping
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
         if weight is not None:
@@ -275,7 +283,7 @@ class EmpiricalRisk(ModelParameters):
                     f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a finite number of at least "
                     "0 for each example."
                 )
-            found = to_device(found.detach().double(), self.device)
+            found = on_device(found.detach().double(), self.device)
         batch = Batch(X, y, N, unpack, first, found)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
@@ -311,7 +319,8 @@ class EmpiricalRisk(ModelParameters):
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
-        targets = self.losses.matched(batch.y, "target", "The batch has")
+        one = self.losses.form == "single"
+        targets = (batch.y,) if one else self.losses.matched(batch.y, "target", "The batch has")
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:  # labels are those of the next position
             outputs, targets, class_axes = zip(*map(shifted_labels, self.losses, outputs, targets, class_axes))

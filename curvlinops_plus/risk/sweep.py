@@ -126,7 +126,7 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples))
+        draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples), risk.device)
         totals = terms.totals
         recorder.begin(consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight)
         look = look_at(risk, recorder, batch, fs, self.repeatable)

@@ -39,11 +39,6 @@ from curvlinops_plus.likelihood.draws import counter_key, uniforms
 from curvlinops_plus.linalg.numerics import whole
 
 
-def _near(numbers: Tensor, F: Tensor) -> Tensor:
-    """Random numbers on the GPU of the outputs, if they are on one: a copy from pinned memory stops nobody."""
-    return numbers.pin_memory().to(F.device, non_blocking=True) if F.is_cuda else numbers
-
-
 class Vectors(ABC):
     """One way of choosing the vectors.
 
@@ -157,7 +152,7 @@ class Exact(Vectors):
         terms, columns = F.shape[1], likelihood.num_columns(F)
         alone = terms == 1
         if self.signs and not alone:
-            signs = _near(draws.signs(F.shape[0], terms, columns), F).to(F)
+            signs = draws.signs(F.shape[0], terms, columns).to(F)
         for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
             if alone:
                 yield column
@@ -210,7 +205,7 @@ class CurvaturePropagation(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        signs = _near(draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)), F).to(F)
+        signs = draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)).to(F)
         sent = likelihood.hessian_root_product(F, Y, signs.permute(2, 0, 1, 3))
         yield from sent / math.sqrt(self.samples) if self.samples > 1 else sent
 
@@ -247,7 +242,7 @@ class MonteCarlo(Vectors):
         return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
 
     def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:  # [samples, N, R, C]
-        drawn = likelihood.draw(F, Y, self.samples, lambda *shape: _near(draws.uniform(*shape), F))
+        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
         return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
 
 
@@ -374,11 +369,11 @@ class Draws:
     def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
         self._seeds, self.before = (seed, step), before
         self._examples: Sequence[int] | Tensor | None = None
-        self._position = 0
+        self._position, self._device = 0, torch.device("cpu")
 
-    def of_examples(self, numbers: Sequence[int] | Tensor) -> Draws:
+    def of_examples(self, numbers: Sequence[int] | Tensor, device: torch.device | None = None) -> Draws:
         """Go on with the first random numbers of the examples of these numbers, N of them. Returns the object."""
-        self._examples, self._position = numbers, 0
+        self._examples, self._position, self._device = numbers, 0, device or self._device
         return self
 
     def of_loss(self, index: int) -> Draws:
@@ -390,15 +385,17 @@ class Draws:
         return own
 
     def uniform(self, *shape: int) -> Tensor:
-        """The next numbers in [0, 1), float64 on the CPU; the first axis is the examples'."""
+        """The next numbers in [0, 1), float64; the first axis is the examples'."""
         examples = range(shape[0]) if self._examples is None else self._examples
         count = math.prod(shape[1:])
         found = uniforms(counter_key(*self._seeds), examples, self._position, count)
         self._position += count
+        if self._device.type == "cuda":  # a copy from pinned memory stops nobody
+            found = found.pin_memory().to(self._device, non_blocking=True)
         return found.view(shape)
 
     def signs(self, *shape: int) -> Tensor:
-        """1 or -1 with equal chance, from as many of the numbers, float64 on the CPU."""
+        """1 or -1 with equal chance, from as many of the numbers, float64."""
         return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
 
 

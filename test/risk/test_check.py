@@ -213,7 +213,7 @@ def numbered(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_first_second_fourth_eighth_batches_or_every_one(number: int) -> None:
+def test_first_and_fourth_batches_or_every_one(number: int) -> None:
     model, data = Later(number), numbered(8)
 
     def run(check: Any) -> None:
@@ -222,7 +222,7 @@ def test_first_second_fourth_eighth_batches_or_every_one(number: int) -> None:
     run(False)
     with pytest.raises(UnsupportedError, match="depend on each other"):
         run("every")
-    if number in (1, 2, 4, 8):
+    if number in (1, 4):
         with pytest.raises(UnsupportedError, match="depend on each other"):
             run(True)
     else:
@@ -246,11 +246,11 @@ def test_batches_that_call_other_layers() -> None:
 def test_it_costs_three_examples_once() -> None:
     model, sizes = Around(), list[int]()
     model.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
-    risk = risk_of(model, [(X, Y)] * 3)
+    risk = risk_of(model, [(X, Y)] * 5)
     _ = curvature(risk, KFAC, vectors=ForwardOnly()).trace
-    assert sizes == [7, 1, 1, 1, 7, 1, 7]
+    assert sizes == [7, 1, 1, 1, 7, 7, 7, 1, 7]
     _ = curvature(risk_of(model, check=False), KFAC).trace
-    assert sizes[7:] == [7]
+    assert sizes[9:] == [7]
 
 
 def test_buffers_that_a_training_pass_wrote_stay() -> None:

@@ -123,7 +123,11 @@ EXACT: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"half the output.*\[6, 1\] for the output \[6, 2\], got \[6, 2\].*side by si",
     ),
-    ({"output": lambda o: o[:, :0]}, UnsupportedError, r"`output` selected a tensor of shape \[6, 0\].*real numbers"),
+    (
+        {"output": lambda o: o[:, :0]},
+        UnsupportedError,
+        r"\[6, 0\], torch.float64, without numbers. If the batch is empty",
+    ),
 ]
 
 

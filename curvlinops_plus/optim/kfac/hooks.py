@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import Hearing, PassStart
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.risk.batches import Batch, copied, tensors_of
+from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
 from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
@@ -119,7 +119,7 @@ class Hooks:
     def keep(self, batch: Batch, start: PassStart) -> None:
         """Keep a batch for evaluating it once more."""
         # A loader may fill the same memory anew for the next batch of the step.
-        self.kept.append((replace(batch, X=copied(batch.X), y=copied(batch.y)), start))
+        self.kept.append((replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y)), start))
 
     @property
     def _deaf(self) -> bool:

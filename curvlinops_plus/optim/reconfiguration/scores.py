@@ -40,7 +40,7 @@ from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers, named_params
-from curvlinops_plus.risk.batches import to_device
+from curvlinops_plus.risk.batches import mapped, on_device
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.sweep import sweep
 
@@ -183,7 +183,7 @@ class Ensemble:
         self.psi, self.n = psi, sizes.pop()
         self.weights = self._read_weights(weights)
         self.root, self.free = self.weights.sqrt(), psi.snapshot()
-        samples, step = to_device(samples, psi.device), chunk_size or self.n
+        samples, step = mapped(on_device, samples, psi.device), chunk_size or self.n
         self.chunks = [tree_map_only(Tensor, lambda t, i=i: t[i : i + step], samples) for i in range(0, self.n, step)]
         self.components = self._forward().shape[1]
         self.rows = 1 if psi.kind == "holomorphic" else self.components
