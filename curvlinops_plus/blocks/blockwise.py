@@ -46,7 +46,7 @@ from curvlinops_plus.linalg import (
     Structure,
     heuristic_damping,
 )
-from curvlinops_plus.linalg.damping import BlockDampings, HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
@@ -311,9 +311,8 @@ class BlockwiseLinearOperator(Deferred):
                 f"Dampings of factors need a positive multiple of the curvature; this is {float(self.scale):g} times "
                 "it. Damp the whole matrix, with a number."
             )
-        found: Any = BlockDampings(
-            (damping, heuristic, min_damping), lambda: self._factor_dampings(damping, min_damping)
-        )
+        dampings = partial(self._factor_dampings, damping, min_damping)
+        found = dampings() if self.owners is None else self.risk.processes.together(dampings)
         return self.operator.inverse(found, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, Identity, Iden
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, nearest_kronecker
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
-from curvlinops_plus.linalg.operator import Adjoint, Deferred, LinearOperator, Product, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.operator import Adjoint, Deferred, LinearOperator, Product, Scaled, Sum
 from curvlinops_plus.linalg.scipy_operators import from_scipy, to_scipy
 from curvlinops_plus.linalg.solvers import (
     CGInverseLinearOperator,
@@ -53,7 +53,6 @@ __all__ = [
     "ProjectedLinearOperator",
     "RelativeDamping",
     "Scaled",
-    "Shifted",
     "SolveInfo",
     "Space",
     "Structure",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
-from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, Shifted, about, outside_autocast
+from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, Scaled, about, outside_autocast
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Layout, Space, Structure
 
@@ -349,7 +349,7 @@ class BlockDiagonal(LinearOperator):
     def _work(self, name: str) -> float:
         """About how many operations a decomposition of the block takes, for `side_by_side`."""
         block = self.blocks[name]
-        block = block.A if isinstance(block, Shifted) else block
+        block = block.A if isinstance(block, Scaled) else block
         dense = [M for M in getattr(block, "factors", (block,)) if isinstance(M, Dense)]
         alone = block.device.type != "cpu" or any(M.matrix.requires_grad for M in dense)  # a graph is of one thread
         return 0.0 if alone else float(sum(10 * M.size**3 for M in dense))
@@ -364,7 +364,6 @@ class BlockDiagonal(LinearOperator):
 
     def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block."""
-        damping = damping.find() if isinstance(damping, BlockDampings) else damping
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
                 raise ValueError(
@@ -512,7 +511,6 @@ class OwnedBlockDiagonal(BlockDiagonal):
         return made
 
     def per_block(self, damping: Any) -> dict[str, Any]:
-        damping = damping.find() if isinstance(damping, BlockDampings) else damping
         if isinstance(damping, Tensor) and damping.ndim > 0:
             damping = dict(zip(self.layouts, damping.unbind(), strict=True))
         return {name: damping[name] if isinstance(damping, Mapping) else damping for name in self.blocks}

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -46,12 +45,6 @@ class RelativeDamping:
     """
 
     factor: float
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.factor, (Real, Tensor)):
-            raise TypeError(f"Expected the factor to be a number, got {type(self.factor).__name__} {self.factor!r}.")
-        if self.factor < 0:
-            raise ValueError(f"Expected a factor that is not negative, got {self.factor}.")
 
     def __call__(self, operator: Any) -> Tensor:
         return self.factor * operator.trace / operator.shape[0]
@@ -86,19 +79,6 @@ class HeuristicDamping:
         return heuristic_damping(operator.A, operator.G, damping, self.min) if hasattr(operator, "G") else damping
 
 
-@dataclass(frozen=True)
-class BlockDampings:
-    """Dampings of the blocks of a matrix, found when they are needed, by each process those of its own blocks.
-
-    Attributes:
-        given: What they follow from, which is the same in all processes.
-        find: Returns block name to damping.
-    """
-
-    given: Any
-    find: Callable[[], Mapping[str, Any]]
-
-
 def scalar(value: Any, operator: Any, what: str) -> Scalar:
     """`value` as a Python number, or as a 0-d tensor of the operator's dtype and device.
 
@@ -109,18 +89,11 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return float(value)
-    if isinstance(value, tuple):
-        raise TypeError(
-            f"Expected {what} of a {type(operator).__name__} to be one number, got a pair. Pairs of dampings, one for "
-            "each factor, and HeuristicDamping, which makes one, are for the `inverse` of a Kronecker product."
-        )
-    given = f"{type(value).__name__} {value!r}"
-    if isinstance(value, Tensor):
-        given = f"a tensor of shape {list(value.shape)}"
-    elif hasattr(value, "in_space"):
-        given = f"{value.label}; the product of two matrices is A @ B"
+    given = f"{type(value).__name__} {list(value.shape) if isinstance(value, Tensor) else value!r}"
     raise TypeError(
-        f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}."
+        f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}. Pairs "
+        "of dampings, one for each factor, and HeuristicDamping, which makes one, are for the `inverse` of a Kronecker "
+        "product; the product of two matrices is A @ B."
     )
 
 
@@ -135,10 +108,6 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
         TypeError: If it is none of these.
         ValueError: If it is negative and the matrix positive semi-definite.
     """
-    if isinstance(damping, type):
-        raise TypeError(
-            f"The damping is the class {damping.__name__}; expected a rule. Call it: {damping.__name__}(...)."
-        )
     value: Any = damping(operator) if callable(damping) else damping
     if each and isinstance(value, tuple) and (factors := getattr(operator, "factors", None)):
         return tuple(resolve(d, F, batch=batch) for d, F in zip(value, factors[::-1], strict=True))

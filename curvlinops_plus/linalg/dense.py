@@ -46,11 +46,6 @@ class Factor(Flat):
     size: int  # columns of one matrix
     rows: int  # rows of one matrix
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        b = prod(self.batch)
-        return b * self.rows, b * self.size
-
     @abstractmethod
     def left(self, M: Tensor, transposed: bool = False) -> Tensor:  # [..., n, k] -> [..., m, k]
         """`F M`, or `Fᵀ M`, for matrices `M`, whose leading axes end with the batch."""
@@ -137,6 +132,8 @@ class OneTensor(Factor):
             )
         self._tensor, self.size, self.rows = tensor, tensor.shape[-1], tensor.shape[-axes]
         self.batch = tuple(tensor.shape[:-axes])
+        b = prod(self.batch)
+        self.shape = b * self.rows, b * self.size
         self._memory: dict[str, tuple[Any, Any]] = {}
         super().__init__(space, tensor.dtype, tensor.device)
 
@@ -434,7 +431,7 @@ class IdentityLinearOperator(Factor):
         space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
         where = torch.empty(0, device="cpu" if device is None else device).device
         super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
-        self.batch, self.size, self.rows = (), space.dim, space.dim
+        self.batch, self.size, self.rows, self.shape = (), space.dim, space.dim, (space.dim, space.dim)
         #: What it is multiplied by.
         self.c: Scalar = 1.0
 
@@ -456,8 +453,8 @@ class IdentityLinearOperator(Factor):
         other = IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
         return other._times(scalar(self.c, other, "the factor"))
 
-    def _identity_factor(self) -> Scalar:
-        return self.c
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return other.shift(self.c)
 
     def _scale(self, c: Scalar) -> IdentityLinearOperator:
         return self._times(self.c * c)

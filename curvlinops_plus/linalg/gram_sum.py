@@ -15,7 +15,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.numerics import at_least_float32, blas_threads, openblas
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _AS_IT_IS = nullcontext()
@@ -47,9 +47,8 @@ def add_gram(rows: Tensor, total: Tensor) -> Tensor:  # [M, d], [d, d] -> [d, d]
         return total.addmm_(rows.T, rows)
     transposed = rows.T.is_contiguous()
     array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
-    with blas_threads():
-        # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
-        _syrk(rows.dtype)(1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+    # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
+    _syrk(rows.dtype)(1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
     return total
 
 
@@ -97,7 +96,6 @@ def _half_pays(rows: Tensor) -> bool:
         and rows.device.type == "cpu"
         and rows.dtype in (torch.float32, torch.float64)
         and torch.get_num_threads() == 1
-        and openblas() is not None
     )
 
 

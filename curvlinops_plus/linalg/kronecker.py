@@ -9,7 +9,6 @@ Every number is computed from the small factors, never from the big matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -20,9 +19,9 @@ from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.numerics import eigh, frobenius, powers, psd_clip, slogdet_of
-from curvlinops_plus.linalg.operator import OF_PARTS, Flat, LinearOperator, Sum, about
+from curvlinops_plus.linalg.operator import Flat, LinearOperator, Sum
 from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, cg
-from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.linalg.space import Structure
 
 
 class Kronecker(Flat):
@@ -55,12 +54,9 @@ class Kronecker(Flat):
                 f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with {self.A.batch[0]}."
             )
         self.batch, self.factors = self.G.batch or self.A.batch, (self.G, self.A)
-        super().__init__(dtype=self.G.dtype, device=self.G.device)
-
-    @property
-    def shape(self) -> tuple[int, int]:
         b = prod(self.batch)
-        return b * self.G.rows * self.A.rows, b * self.G.size * self.A.size
+        self.shape = b * self.G.rows * self.A.rows, b * self.G.size * self.A.size
+        super().__init__(dtype=self.G.dtype, device=self.G.device)
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
@@ -124,18 +120,18 @@ class Kronecker(Flat):
         return _outer(self.G.diagonals(), self.A.diagonals(), self.batch)
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        (sign_G, log_G), (sign_A, log_A) = self._factors("slogdets")
+        (sign_G, log_G), (sign_A, log_A) = self.G.slogdets(), self.A.slogdets()
         o, i = self.G.size, self.A.size
         return (sign_G**i * sign_A**o).expand(self.batch).prod(), (i * log_G + o * log_A).expand(self.batch).sum()
 
     def _eigh(self) -> tuple[Tensor, Kronecker]:
-        (values_G, Q_G), (values_A, Q_A) = self._factors("eigh")
+        (values_G, Q_G), (values_A, Q_A) = self.G.eigh(), self.A.eigh()
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
     def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
         if isinstance(damping, tuple) or is_zero(damping):
             for_A, for_G = damping if isinstance(damping, tuple) else (0.0, 0.0)
-            return Kronecker(*self._factors("_inverse", ((for_G, retry), (for_A, retry))))
+            return Kronecker(self.G._inverse(for_G, retry), self.A._inverse(for_A, retry))
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("inverse")
         values, Q = self._eigh()
@@ -147,27 +143,17 @@ class Kronecker(Flat):
         if exact or 1 in (self.G.size, self.A.size) or not bool((self.G.traces() * self.A.traces() > 0).all()):
             return super().power(p, damping)
         for_A, for_G = heuristic_damping(self.A, self.G, resolve(damping, self), min_damping=0.0)
-        return Kronecker(*self._factors("_power", ((p, for_G), (p, for_A))))
+        return Kronecker(self.G._power(p, for_G), self.A._power(p, for_A))
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if is_zero(damping):
-            return Kronecker(*self._factors("_power", ((p, 0.0), (p, 0.0))))
+            return Kronecker(self.G._power(p, 0.0), self.A._power(p, 0.0))
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, p, self), rtol=0.0)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         values, Q = self._eigh()
         return Q._matmat(values.sqrt()[:, None] * Q._rmatmat(X))
-
-    def _factors(self, method: str, arguments: Sequence[tuple[Any, ...]] = ((), ())) -> list[Any]:
-        """What a method of both factors returns, each with its arguments; errors say which factor they are about."""
-        found = []
-        for name, factor, given in zip("GA", self.factors, arguments, strict=True):
-            try:
-                found.append(getattr(factor, method)(*given))
-            except OF_PARTS as error:
-                raise about(f"factor {name}", error) from error
-        return found
 
 
 class Eigendecomposed(Flat):
@@ -194,19 +180,12 @@ class Eigendecomposed(Flat):
         self, basis: LinearOperator, values: Tensor, structure: Structure = Structure.PSD, rtol: float | None = None
     ) -> None:
         self.basis, self.values, self.rtol = basis, values, rtol
+        self.shape = values.numel(), values.numel()
         if basis.shape != self.shape:
             raise ValueError(
                 f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}."
             )
         super().__init__(None, values.dtype, values.device, structure)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.numel(), self.values.numel()
-
-    @cached_property
-    def in_space(self) -> Space:  # type: ignore[override]
-        return self.basis.out_space
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.values[:, None] * self.basis._rmatmat(X))
@@ -238,7 +217,7 @@ class Eigendecomposed(Flat):
 
     def diagonal(self) -> Tensor:
         Q = self.basis
-        squares: Any = Kronecker(*Q._factors("entrywise_square")) if isinstance(Q, Kronecker) else Q
+        squares: Any = Kronecker(Q.G.entrywise_square(), Q.A.entrywise_square()) if isinstance(Q, Kronecker) else Q
         squares = squares.entrywise_square() if isinstance(squares, Factor) else squares
         return squares._matmat(self.values[:, None])[:, 0]
 

@@ -11,12 +11,10 @@ damping, small ones count where they are large for the entries of the matrix tha
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
@@ -201,10 +199,8 @@ def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor
     d, highest, eps = len(M), int(0.55 * len(M)) - 24, torch.finfo(M.dtype).eps
     if not rtol and not int(torch.linalg.cholesky_ex(M[: highest + 1, : highest + 1])[1]):
         return None  # a part of the matrix has a higher rank already
-    with blas_threads():  # LAPACK stores by columns, but M is symmetric
-        factor, pivots, r, _ = _pstrf(M.dtype)(
-            M.numpy().T, lower=1, tol=float(max(rtol, 16 * eps) * M.diagonal().amax())
-        )
+    tolerance = float(max(rtol, 16 * eps) * M.diagonal().amax())
+    factor, pivots, r, _ = _pstrf(M.dtype)(M.numpy().T, lower=1, tol=tolerance)  # by columns, but M is symmetric
     if not 0 < r <= highest:
         return None
     L = M.new_zeros(d, r)
@@ -214,30 +210,6 @@ def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor
     if M.norm() > (1 + d * rtol + 1e-3) * values.norm():  # the caller was wrong: something is left beside the range
         return None
     return torch.cat([M.new_zeros(d - r), values.clamp(min=0)]), torch.cat([Q[:, r:], Q[:, :r] @ U], 1)
-
-
-@cache
-def openblas() -> Any:
-    """The BLAS inside of SciPy if its threads can be bounded, which else compete with PyTorch's; None elsewhere."""
-    try:
-        library = ctypes.CDLL(scipy.linalg._fblas.__file__)  # type: ignore[attr-defined]
-        return library if library.scipy_openblas_get_num_threads() > 0 else None
-    except (AttributeError, OSError):
-        return None
-
-
-@contextmanager
-def blas_threads() -> Iterator[None]:
-    """As many threads of SciPy's BLAS as PyTorch has: else both compete."""
-    library, wanted = openblas(), torch.get_num_threads()
-    if library is None or (before := library.scipy_openblas_get_num_threads()) == wanted:
-        yield
-        return
-    library.scipy_openblas_set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        library.scipy_openblas_set_num_threads(before)
 
 
 @cache

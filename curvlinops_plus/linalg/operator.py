@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, NumericsError
-from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
-from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, whole, wide
+from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve, scalar
+from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, wide
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
 if TYPE_CHECKING:
@@ -189,21 +189,13 @@ class LinearOperator(ABC):
             return (self.adjoint() @ X.T).T
         return self.adjoint() @ X
 
-    def matmat(self, X: Any) -> Any:
-        """`A @ X`, under SciPy's name."""
-        return self @ X
-
-    def matvec(self, x: Any) -> Any:
-        """`A @ x`, under SciPy's name."""
-        return self @ x
-
     def rmatmat(self, X: Any) -> Any:
         """`Aᵀ @ X`, under SciPy's name."""
         return self.adjoint() @ X
 
-    def rmatvec(self, x: Any) -> Any:
-        """`Aᵀ @ x`, under SciPy's name."""
-        return self.adjoint() @ x
+    #: The same, under SciPy's other names.
+    matmat = matvec = __matmul__
+    rmatvec = rmatmat
 
     def adjoint(self) -> LinearOperator:
         """The transposed matrix; a symmetric one is its own."""
@@ -279,13 +271,9 @@ class LinearOperator(ABC):
         if (other := self._addend(other)) is NotImplemented:
             return NotImplemented
         total = Sum(self, other)  # also checks that they can be added
-        for A, B in ((self, other), (other, self)):
-            if (c := B._identity_factor()) is not None:
-                return A.shift(c)
-        for A, B in ((self, other), (other, self)):
-            if (known := A._plus(B)) is not None:
-                return known
-        return total
+        known = self._plus(other)
+        known = other._plus(self) if known is None else known
+        return total if known is None else known
 
     def __radd__(self, other: Any) -> LinearOperator:
         # `sum([A, B])` begins with 0
@@ -341,14 +329,10 @@ class LinearOperator(ABC):
         return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
-        return Shifted(self, delta)
+        return Scaled(self, 1.0, delta)
 
     def _scale(self, c: Scalar) -> LinearOperator:
         return Scaled(self, c)
-
-    def _identity_factor(self) -> Scalar | None:
-        """`c` if the matrix is `c` times the identity."""
-        return None
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 
@@ -443,10 +427,8 @@ class LinearOperator(ABC):
                 f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a seed write "
                 "generator=torch.Generator().manual_seed(seed), for several draws num=..."
             )
-        if (count := 1 if num is None else whole(num)) is None:
-            raise TypeError(f"Expected num to be an integer, the number of draws, got {num!r}.")
         like = torch.empty((), dtype=self.dtype, device=self.device)
-        draws = self._root_matmat(standard_normal(count, self.shape[1], generator, like))
+        draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
         return draws[:, 0] if num is None else draws
 
     def quadratic_form(self, J: Any) -> Any:
@@ -510,9 +492,7 @@ class LinearOperator(ABC):
 class Flat(LinearOperator):
     """A matrix that knows its shape, whose spaces are made when asked for: by default one flat vector."""
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]: ...
+    shape: tuple[int, int] = (0, 0)  # type: ignore[assignment] (an attribute here)
 
     @cached_property
     def in_space(self) -> Space:  # type: ignore[override]
@@ -643,94 +623,65 @@ class Adjoint(LinearOperator):
         return self.A.to_dense().T
 
 
-class _WithNumber(LinearOperator):
-    """`A` changed by a number or 0-d tensor; a negative one makes it indefinite."""
+class Scaled(LinearOperator):
+    """`c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes it indefinite."""
 
-    def __init__(self, A: LinearOperator, number: Scalar) -> None:
-        structure = A.structure if number >= 0 else min(A.structure, Structure.SYMMETRIC)
+    def __init__(self, A: LinearOperator, c: Scalar = 1.0, delta: Scalar = 0.0) -> None:
+        structure = A.structure if c >= 0 and delta >= 0 else min(A.structure, Structure.SYMMETRIC)
         super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
-        self.A, self._number = A, number
+        self.A, self.c, self.delta = A, c, delta
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._plus_shift(self.c * self.A._matmat(X), X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._plus_shift(self.c * self.A._rmatmat(X), X)
+
+    def _plus_shift(self, Y: Tensor, X: Tensor) -> Tensor:
+        return Y if is_zero(self.delta) else Y + self.delta * X
 
     def adjoint(self) -> LinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else type(self)(self.A.adjoint(), self._number)
+        return self if self.structure >= Structure.SYMMETRIC else Scaled(self.A.adjoint(), self.c, self.delta)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
-        return type(self)(A, scalar(self._number, A, "the number"))
+        return Scaled(A, scalar(self.c, A, "the factor"), scalar(self.delta, A, "the shift"))
 
-
-class Scaled(_WithNumber):
-    """`c A` for a number or 0-d tensor `c`."""
-
-    @property
-    def c(self) -> Scalar:
-        """The factor."""
-        return self._number
-
-    def _scale(self, c: Scalar) -> LinearOperator:
-        return Scaled(self.A, self.c * c)
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.c * self.A._matmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.c * self.A._rmatmat(X)
-
-    def _to_dense(self) -> Tensor:
-        return self.c * self.A.to_dense()
-
-    @property
-    def trace(self) -> Tensor:
-        return self.c * self.A.trace
-
-    def diagonal(self) -> Tensor:
-        return self.c * self.A.diagonal()
-
-
-class Shifted(_WithNumber):
-    """`A + delta I` for a square `A` and a number or 0-d tensor `delta`."""
-
-    @property
-    def delta(self) -> Scalar:
-        """The shift."""
-        return self._number
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.A._matmat(X) + self.delta * X
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.A._rmatmat(X) + self.delta * X
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        return (self.A + other).shift(self.delta)
+    def _plus(self, other: LinearOperator) -> LinearOperator | None:
+        if is_zero(self.delta):
+            return None
+        return ((self.A if self._only_shifts else self.A._scale(self.c)) + other).shift(self.delta)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
-        return self.A._shift(self.delta + delta)
+        return Scaled(self.A, self.c, self.delta + delta)
 
     def _scale(self, c: Scalar) -> LinearOperator:
-        return self.A._scale(c).shift(c * self.delta)
+        scaled = self.A._scale(c * self.c)
+        return scaled if is_zero(self.delta) else scaled.shift(c * self.delta)
 
     def _to_dense(self) -> Tensor:
-        return add_to_diagonal(self.A.to_dense(), self.delta)
+        dense = self.c * self.A.to_dense()
+        return dense if is_zero(self.delta) else add_to_diagonal(dense, self.delta)
 
     @property
     def trace(self) -> Tensor:
-        return self.A.trace + self.shape[0] * self.delta
+        return self.c * self.A.trace + self.shape[0] * self.delta
+
+    def diagonal(self) -> Tensor:
+        return self.c * self.A.diagonal() + self.delta
+
+    def eigenvalues(self) -> Tensor:
+        return self.c * self.A.eigenvalues() + self.delta
 
     @property
     def frobenius_norm(self) -> Tensor:
         size = self.A.frobenius_norm
         norm, trace, delta = (  # whose squares may be infinite in single precision
-            torch.as_tensor(x, dtype=wide(size), device=size.device) for x in (size, self.A.trace, self.delta)
+            torch.as_tensor(x, dtype=wide(size), device=size.device)
+            for x in (self.c * size, self.c * self.A.trace, self.delta)
         )
         square = norm.square() + 2 * delta * trace + self.shape[0] * delta.square()
         return square.clamp(min=0).sqrt().to(size.dtype)
-
-    def eigenvalues(self) -> Tensor:
-        return self.A.eigenvalues() + self.delta
-
-    def diagonal(self) -> Tensor:
-        return self.A.diagonal() + self.delta
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         try:
@@ -738,11 +689,21 @@ class Shifted(_WithNumber):
         except NoClosedForm:
             raise self._no_closed_form("logdet") from None
 
+    @property
+    def _only_shifts(self) -> bool:
+        return isinstance(self.c, float) and self.c == 1
+
+    def _unscaled(self, member: str) -> LinearOperator:
+        """`A` if `c` is one: multiples of what has inverses and powers are no `Scaled`."""
+        if self._only_shifts:
+            return self.A
+        raise self._no_closed_form(member)
+
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        return self.A.inverse(self.delta + damping, retry_double_precision=retry)
+        return self._unscaled("inverse").inverse(self.delta + damping, retry_double_precision=retry)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
-        return self.A.power(p, self.delta + damping)
+        return self._unscaled("power").power(p, self.delta + damping)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.power(0.5)._matmat(X)

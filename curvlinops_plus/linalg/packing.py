@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, KroneckerSum
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Sum
 from curvlinops_plus.linalg.space import Structure
 
 #: What states of this package say that they are.
@@ -24,8 +24,7 @@ _PARTS: dict[type[Any], tuple[str, ...]] = {
     Eigendecomposed: ("basis", "values", "structure", "rtol"),
     Dense: ("matrix", "structure", "rtol"),
     Diagonal: ("vector",),
-    Scaled: ("A", "c"),
-    Shifted: ("A", "delta"),
+    Scaled: ("A", "c", "delta"),
 }
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, OwnedBlockDiagonal
+from curvlinops_plus.linalg.damping import is_zero
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled, Shifted
+from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled
 from curvlinops_plus.linalg.space import Layout, Space, Structure
 
 _COLUMNS = 1024  # that are multiplied together where entries of a part are formed
@@ -263,10 +264,9 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         matrix = A.matrix.index_select(0, picked_rows.positions).index_select(1, at)
         structure = A.structure if same else Structure.GENERAL
         return Dense(matrix, structure, A.rtol, in_space=picked.space, out_space=picked_rows.space)
-    if isinstance(A, Scaled):
-        return A.c * submatrix(A.A, picked_rows, picked)
-    if same and isinstance(A, Shifted):
-        return submatrix(A.A, picked, picked).shift(A.delta)
+    if isinstance(A, Scaled) and (same or is_zero(A.delta)):
+        part = submatrix(A.A, picked_rows, picked)._scale(A.c)
+        return part if is_zero(A.delta) else part.shift(A.delta)
     if same and isinstance(A, IdentityLinearOperator):
         return IdentityLinearOperator(picked.space, A.device, A.dtype)._scale(A.c)
     if same and isinstance(A, Diagonal):

@@ -193,7 +193,7 @@ def vector_groups(
         if not f.requires_grad or not number:  # an output that no tracked layer reaches has no graph
             continue
         groups.append(([f], number, restored(k, number)))
-        if R > 1 and isinstance(vectors, Exact) and not vectors.together and "announced" not in said:
+        if R > 1 and isinstance(vectors, Exact) and not vectors.signs and "announced" not in said:
             said.add("announced")
             warn(
                 f"Exact() sends {number} vectors per batch{'' if one.key is None else f' for output {one.key!r}'}: {R} "
