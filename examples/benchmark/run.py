@@ -9,7 +9,7 @@ task, measured in plain PyTorch in the same run (`limits.py`).
     python examples/benchmark/run.py --device cuda                  # larger networks, timed by events of the GPU
     pip install curvlinops-for-pytorch==3.0.1                       # to see the columns of the peer
 
-Prints Markdown tables; `docs/benchmarks.md` keeps the results.
+Prints Markdown tables; `docs/benchmarks.md` keeps the table of ratios, with the picture that `--picture` draws.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 from limits import Limits, decaying
 from measure import CLOCKS, Clock, figure, interleaved, ratio, table
 from memory import growth
-from slopes import AXES, QUICK_AXES, draw, exponent, slopes
-from tasks import curvlinops, gradient_pass, tasks, tiny_tasks, training_tasks
+from slopes import AXES, QUICK_AXES, exponent, slopes
+from tasks import curvlinops, gradient_pass, tasks, training_tasks
 from workloads import CPU, CUDA, MAKERS, make
 
 import curvlinops_plus
 
 #: Decompositions of a symmetric matrix that are compared; another algorithm is a line here.
 EIGH = {"torch.linalg.eigh": torch.linalg.eigh}
-TABLES = ["time", "eigh", "tiny", "training", "memory", "slopes"]
+TABLES = ["time", "eigh", "training", "memory", "slopes"]
 
 
 def _contestants(ours: dict, theirs: dict) -> dict:
@@ -40,14 +40,18 @@ def _contestants(ours: dict, theirs: dict) -> dict:
     return named | {f"theirs {task}": run for task, run in theirs.items()}
 
 
-def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
-    """Every task in gradient passes beside the peer and the limit, and what the limits are made of."""
+def time_tables(
+    names: list[str], device: str, quick: bool, repeats: int, clock: Clock, picture: Path | None = None
+) -> None:
+    """Every task in gradient passes beside the peer and the limit, what limits are made of, and ratios to the peer."""
     print("## Time\n\nIn gradient passes; less is better.\n")
     libraries = [curvlinops_plus] if curvlinops is None else [curvlinops_plus, curvlinops]
     if quick:  # each turn counts then
         for run in [run for library in libraries for run in tasks(library, make("tiny", device)).values()]:
             run()
     parts: list[list[str]] = []
+    passes: dict[str, dict[str, float]] = {}  # by task and workload
+    ratios: dict[str, dict[str, str]] = {}
     header = ["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1", "limit", "ours ÷ limit"]
     print(table(header, []).rstrip(), flush=True)
     for name in names:
@@ -56,10 +60,14 @@ def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock:
         limits = Limits(work)
         plain = {"gradient_pass": gradient_pass(work), **limits.contestants()}
         plain["gradient_pass"]()
-        t = interleaved(plain | _contestants(ours, theirs), repeats, clock, warm_up=not quick)
+        t = interleaved(
+            plain | _contestants(ours, theirs), 10 * repeats if name == "tiny" else repeats, clock, warm_up=not quick
+        )
         least = limits.of(t)
         for task in ours:
             mine, other, limit = t[f"ours {task}"], t.get(f"theirs {task}"), least.get(task)
+            passes.setdefault(task, {})[name] = mine / t["gradient_pass"]
+            ratios.setdefault(task, {})[name] = ratio(mine, other)
             in_passes = [figure(x and x / t["gradient_pass"]) for x in (mine, other, limit)]
             row = [name, task, *in_passes[:2], ratio(mine, other), in_passes[2], ratio(mine, limit)]
             print(f"| {' | '.join(row)} |", flush=True)
@@ -67,6 +75,44 @@ def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock:
     print("\nWhat the limits are made of, in gradient passes.\n")
     columns = ["forward", "backward to outputs", "Grams of inputs", "Grams of gradients", "eigh", "squares"]
     print(table(["workload", *columns], parts), flush=True)
+    print("Ours ÷ 3.0.1.\n")
+    print(
+        table(["task", *names], [[task, *(of.get(n, "–") for n in names)] for task, of in ratios.items()]), flush=True
+    )
+    if picture is not None:
+        draw(passes, picture)
+
+
+#: Colours that people of all kinds of colour vision can tell apart (Okabe & Ito), and marks for print without colour.
+_LOOK = dict(
+    zip(
+        CPU,
+        [("#000000", "D"), ("#CC79A7", "v"), ("#0072B2", "o"), ("#009E73", "^"), ("#D55E00", "s"), ("#E69F00", "P")],
+    )
+)
+
+
+def draw(passes: dict[str, dict[str, float]], path: Path) -> None:
+    """Gradient passes that each task takes, a mark for each network; large type, as it is shown at 400 pixels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, panel = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
+        for name in dict.fromkeys(name for of in passes.values() for name in of):
+            tasks = [task for task in passes if name in passes[task]]
+            colour, mark = _LOOK.get(name, ("#56B4E9", "o"))
+            panel.semilogx([passes[task][name] for task in tasks], tasks, mark, color=colour, ms=8, label=name)
+        panel.axvline(1, color="black", lw=1)
+        panel.set(xlabel="time ÷ gradient pass")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.invert_yaxis()
+        panel.grid(alpha=0.3)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        figure.savefig(path, dpi=125)
+        plt.close(figure)
 
 
 def eigh_table(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
@@ -84,22 +130,6 @@ def eigh_table(names: list[str], device: str, quick: bool, repeats: int, clock: 
                 [name, str(size), str(sizes.count(size)), *(figure(t[label] / t["gradient_pass"]) for label in EIGH)]
             )
     print(table(["workload", "size", "factors", *EIGH], rows), flush=True)
-
-
-def tiny_table(device: str, repeats: int, clock: Clock) -> None:
-    """Three layers, 108 parameters, one batch of 32 examples."""
-    print("## A tiny network\n\nThree layers, 108 parameters, one batch: all of it is Python. In gradient passes.\n")
-    work = make("tiny", device)
-    theirs = {} if curvlinops is None else tiny_tasks(curvlinops, work)
-    contestants = {"gradient_pass": gradient_pass(work)} | _contestants(tiny_tasks(curvlinops_plus, work), theirs)
-    t = interleaved(contestants, 10 * repeats, clock)
-    rows = []
-    for task in tiny_tasks(curvlinops_plus, work):
-        mine, other = t[f"ours {task}"], t.get(f"theirs {task}")
-        rows.append(
-            [task, figure(mine / t["gradient_pass"]), figure(other and other / t["gradient_pass"]), ratio(mine, other)]
-        )
-    print(table(["task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
 def training_table(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
@@ -125,7 +155,7 @@ def memory_table(names: list[str], device: str, quick: bool, threads: int) -> No
     print(table(["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
-def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: Path | None) -> None:
+def slopes_table(device: str, quick: bool, repeats: int, clock: Clock) -> None:
     """Gradient passes at four sizes of everything that grows."""
     print("## Slopes\n\nIn gradient passes of the same network; the exponent of a fitted power of the size.\n")
     axes = QUICK_AXES if quick else AXES
@@ -137,20 +167,18 @@ def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: 
             at = ", ".join(f"{figure(value)} at {size}" for size, value in zip(sizes, values))
             rows.append([axis, task, at, f"{exponent(sizes, values):+.2f}"])
     print(table(["grows", "task", "gradient passes", "exponent"], rows), flush=True)
-    if picture is not None:
-        draw(axes, found, picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=[name for name in MAKERS if name != "tiny"])
+    parser.add_argument("--workloads", nargs="+", choices=list(MAKERS))
     parser.add_argument("--tables", nargs="+", choices=TABLES, help="default: all; with --quick on a CPU without eigh")
     parser.add_argument("--quick", action="store_true", help="smaller networks, two repeats")
     parser.add_argument("--repeats", type=int, help="default: 5, or 2 with --quick")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--clock", choices=CLOCKS, help="default: CPU time, or events of the GPU")
-    parser.add_argument("--picture", type=Path, help="where the slopes are drawn, such as docs/benchmark.png")
+    parser.add_argument("--picture", type=Path, help="where times are drawn, such as docs/benchmark.png")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
@@ -159,7 +187,8 @@ def main() -> None:
     repeats = given.repeats or (2 if quick else 5)
     kind = given.clock or ("events" if device == "cuda" else "cpu")
     clock = CLOCKS[kind]
-    few = [n for n in names if n not in ("b_resnet", "d_wide")] if quick and len(names) > 3 else names
+    large = ("b_resnet", "d_wide") if quick and len(names) > 3 else ()
+    few = [n for n in names if n not in ("tiny", *large)]
     chosen = given.tables or [t for t in TABLES if not (t == "eigh" and quick and device == "cpu")]
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     print(
@@ -168,17 +197,15 @@ def main() -> None:
     )
     print(f"{'quick sizes' if quick else 'full sizes'}, {repeats} repeats.\n")
     if "time" in chosen:
-        time_tables(names, device, quick, repeats, clock)
+        time_tables(names, device, quick, repeats, clock, given.picture)
     if "eigh" in chosen:
         eigh_table(names, device, quick, repeats, clock)
-    if "tiny" in chosen:
-        tiny_table(device, repeats, clock)
     if "training" in chosen:
         training_table(few, device, quick, repeats, clock)
     if "memory" in chosen:
         memory_table(few, device, quick, given.threads)
     if "slopes" in chosen:
-        slopes_table(device, quick, repeats, clock, given.picture)
+        slopes_table(device, quick, repeats, clock)
 
 
 if __name__ == "__main__":

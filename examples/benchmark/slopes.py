@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from measure import Clock, Task, interleaved
@@ -80,43 +79,3 @@ def exponent(sizes: list[int], values: list[float]) -> float:
     x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]
     mx, my = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y)) / sum((a - mx) ** 2 for a in x)
-
-
-#: Colours that people of all kinds of colour vision can tell apart (Okabe & Ito), and marks for print without colour.
-_LOOK = {
-    "KFAC, Monte Carlo": ("#0072B2", "o"),
-    "KFAC, exact": ("#D55E00", "s"),
-    "EKFAC, Monte Carlo": ("#009E73", "^"),
-    "GGN product": ("#000000", "D"),
-}
-
-
-def draw(axes: Axes, found: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """One panel per axis, logarithmic; large type, as the picture is shown at 400 pixels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
-
-    with plt.rc_context({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = plt.subplots(3, 2, figsize=(8, 9.5), sharey=True, layout="constrained")
-        flat = panels.ravel()
-        for panel, (axis, tasks) in zip(flat, found.items()):
-            sizes = axes[axis][0]
-            for task, values in tasks.items():
-                colour, mark = _LOOK[task]
-                panel.loglog(sizes, values, color=colour, marker=mark, lw=2.5, ms=9, label=task)
-            panel.set(xlabel=axis)
-            panel.xaxis.set_major_locator(FixedLocator(sizes))
-            panel.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50]))
-            for scale in (panel.xaxis, panel.yaxis):
-                scale.set_major_formatter(ScalarFormatter())
-                scale.set_minor_formatter(NullFormatter())
-            panel.grid(alpha=0.3)
-        for panel in panels[:, 0]:
-            panel.set_ylabel("time ÷ gradient pass")
-        flat[-1].axis("off")
-        flat[-1].legend(*flat[0].get_legend_handles_labels(), loc="center", frameon=False)
-        figure.savefig(path, dpi=100)
-        plt.close(figure)

@@ -88,11 +88,14 @@ def tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
     """Everything that the table of times lists, for one workload."""
     given = (work.model, work.loss, work.params, work.data)
     before = 2 if library is curvlinops_plus else 0  # the peer's products are all alike
-    chosen: dict[str, Task] = {"KFAC, Monte Carlo": lambda: kfac(library, work)}
+    chosen: dict[str, Task] = {
+        "construction, nothing computed": lambda: kfac(library, work, compute=False),
+        "construction, defaults": lambda: library.KFACLinearOperator(*given),
+        "KFAC, Monte Carlo": lambda: kfac(library, work),
+    }
     if work.exact:
         chosen["KFAC, exact"] = lambda: kfac(library, work, fisher_type="type-2")
     chosen["EKFAC, Monte Carlo"] = lambda: ekfac(library, work)
-    chosen["construction, defaults"] = lambda: library.KFACLinearOperator(*given)
     G, H = exact(library, work, "GGN"), exact(library, work, "Hessian")
     for A, kind in ((G, "GGN"), (H, "Hessian")):
         chosen[f"{kind} product, first"] = first_product(library, work, kind)
@@ -102,19 +105,6 @@ def tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
     chosen["K @ v"] = product(K, work, before=1)
     chosen["damped inverse @ v"] = product(library.KFACInverseLinearOperator(K, damping=1e-2), work, before=1)
     return chosen
-
-
-def tiny_tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
-    """A network of 108 parameters and one batch, where all time is Python: unit tests, per-step use."""
-    given = (work.model, work.loss, work.params, work.data)
-    return {
-        "construction, nothing computed": lambda: kfac(library, work, compute=False),
-        "KFAC, Monte Carlo": lambda: kfac(library, work),
-        "EKFAC, Monte Carlo": lambda: ekfac(library, work),
-        "construction, defaults": lambda: library.KFACLinearOperator(*given),
-        "GGN product, third and later": product(exact(library, work, "GGN"), work, before=2),
-        "K @ v": product(kfac(library, work), work, before=1),
-    }
 
 
 def training_tasks(work: Workload) -> dict[str, Task]:

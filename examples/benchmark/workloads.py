@@ -1,4 +1,4 @@
-"""Networks and data to measure on, no downloads: five for CPUs, two for GPUs, each in two sizes, and a tiny one."""
+"""Networks and data to measure on, no downloads: six for CPUs, two for GPUs, each but the smallest in two sizes."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ MAKERS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
     ),
     "tiny": (lambda: perceptron(3, 6, 6, 6, N=32),) * 2,
 }
-CPU = ["a_mlp", "b_resnet", "c_gpt", "d_wide", "e_digits"]
+CPU = ["tiny", "e_digits", "a_mlp", "d_wide", "b_resnet", "c_gpt"]
 CUDA = ["a_mlp", "d_wide", "f_resnet50", "g_gpt2"]
 
 
