@@ -27,12 +27,15 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.dense import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 # Larger factors are diagonal.
 MAX_BYTES = 2 * 2**30
+# The part of `A` that is the sum of numbers of a rule's `packed_gram`.
+_PACKED = "A packed"
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,12 @@ class KFAC(Accumulator):
             if batch.first and of_A is not None and self.weight_group is not None:
                 own, name = role.restrict(self.weight_group), f"A{number or ''}"
                 a = None if of_A.diagonal else own.stacked_inputs(self.reduce)
-                if a is None:
-                    self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
-                else:
+                if a is not None:
                     self.add_rows(name, a, ones=own.bias, count=float(len(a)))
+                elif not (self.reduce or of_A.diagonal) and (packed := own.packed_gram()) is not None:
+                    self.add(_PACKED, *packed)
+                else:
+                    self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
             if batch.num_vectors and of_G is not None:
                 name, g = f"G{number or ''}", None if of_G.diagonal else role.stacked_grads(self.reduce)
                 if g is None:
@@ -153,6 +158,16 @@ class KFAC(Accumulator):
         if self.weight_group is not None:
             blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
+
+    def value(self, name: str) -> Tensor:
+        if name != "A" or _PACKED not in self.raw:
+            return super().value(name)
+        (use,), rows, more = self.layer.uses, self.counts.get("A"), self.counts[_PACKED]
+        assert isinstance(use.rule, AffineRule)
+        assert self.weight_group is not None
+        ones = self.layer.bias in self.weight_group.keys
+        A = use.rule.unpack_gram(use.module, super().value(_PACKED), ones)
+        return A if rows is None else (rows * super().value("A") + more * A) / (rows + more)
 
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.

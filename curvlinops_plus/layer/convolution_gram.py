@@ -3,11 +3,12 @@
 There are two algorithms for the Gram matrix of patches. They agree up to rounding, and the faster one is taken.
 
     patch_gram    forms the patches, a few examples at a time: for every convolution
-    correlations  never forms them: for stride 1, zeros around the input and no dilation. If the kernel visited every
+    packed_gram   never forms them: for stride 1, zeros around the input and no dilation. If the kernel visited every
                   position at which it overlaps the image, the entry for taps `u` and `u'` would depend on `u' - u`
                   alone: it would be an autocorrelation of the image, and the weight gradient of a convolution computes
                   all of them at once. The positions that the convolution does not visit are lines at the border; the
-                  Gram matrices of their patches are subtracted.
+                  Gram matrices of their patches are subtracted. Correlations of images of all sizes add up, and
+                  `unpack_gram` makes the matrix of their sum.
 
 A grouped convolution has one Gram matrix per group.
 """
@@ -42,9 +43,8 @@ def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [cÂ
     """Sum of `a aáµ€` over all patches, in the order of the flattened weight."""
     if geometry.pointwise:
         return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
-    if correlations_pay(geometry, x):
-        return gram_of_correlations(geometry, x.shape[1], iter(correlations(geometry, x)))
-    return patch_gram(geometry, x)
+    packed = packed_gram(geometry, x)
+    return patch_gram(geometry, x) if packed is None else unpack_gram(geometry, x.shape[1], packed)
 
 
 def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
@@ -79,18 +79,32 @@ def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [cÂ
     return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
 
 
-def correlations_pay(geometry: Geometry, x: Tensor) -> bool:
-    """Whether the Gram matrix of patches is found faster from correlations than by `patch_gram`: measured on CPUs.
+def packed_gram(geometry: Geometry, x: Tensor, ones: bool = False) -> Tensor | None:
+    """Correlations of images, one after the other; with `ones`, then the sum of patches, and their number.
 
-    Not where they are more numbers than half of the matrix: without padding most lines are not visited.
+    None if `patch_gram` is faster, as measured on CPUs, or the matrix is not twice as many numbers: without padding
+    most lines are not visited.
     """
     if geometry.pointwise or not geometry.plain or x.device.type != "cpu" or x.dtype != torch.float32:
-        return False  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
+        return None  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
     if any(size <= k for size, k in zip(x.shape[2:], geometry.kernel, strict=True)):
-        return False  # all border
+        return None  # all border
     patches, columns = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
-    pays = patches >= _MIN_PATCHES and patches * columns**2 >= _MIN_PRODUCTS
-    return pays and torch.backends.mkldnn.is_available() and sum(_sizes(geometry, x.shape[1])) <= columns**2 // 2
+    pays = patches >= _MIN_PATCHES and patches * columns**2 >= _MIN_PRODUCTS and torch.backends.mkldnn.is_available()
+    if not pays or sum(_sizes(geometry, x.shape[1])) > columns**2 // 2:
+        return None
+    row = [geometry.sum_rows(x.sum(0, keepdim=True))[0], x.new_tensor([patches])] if ones else []
+    return torch.cat([*correlations(geometry, x), *row])
+
+
+def unpack_gram(geometry: Geometry, c: int, values: Tensor, ones: bool = False) -> Tensor:  # -> [cÂ·kernel, cÂ·kernel]
+    """The Gram matrix of `packed_gram`; with `ones`, that of patches with a 1 at their end."""
+    sizes = _sizes(geometry, c)
+    total = gram_of_correlations(geometry, c, iter(values[: sum(sizes)].split(sizes)))
+    if ones:
+        total = F.pad(total, (0, 1, 0, 1))
+        total[-1] = total[:, -1] = values[sum(sizes) :]
+    return total
 
 
 def correlations(geometry: Geometry, x: Tensor) -> list[Tensor]:

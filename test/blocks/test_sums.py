@@ -24,6 +24,7 @@ from curvlinops_plus import (
     ScaledIdentity,
     curvature,
 )
+from curvlinops_plus.layer import convolution_gram
 
 KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, ScaledIdentity]
 
@@ -198,3 +199,33 @@ def test_without_decay_batches_add_up_to_the_data_set(kind: str) -> None:
     for each in (running, parts[0]):
         each.update(extra)
     agree([parts[0].operator.to_dense()], [running.operator.to_dense()])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_correlations_of_images_are_summed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fewer numbers than the factor, apart from that of batches which are too small for them; states keep both."""
+    monkeypatch.setattr(convolution_gram, "_MIN_PRODUCTS", 0)
+    model = nn.Sequential(nn.Conv2d(8, 3, 3, padding=1, bias=bias), nn.Flatten(1), nn.Linear(432, 2)).float()
+    data = [(torch.randn(n, 8, 12, 12).float(), torch.randn(n, 2).float()) for n in (6, 2, 5, 3)]
+
+    def whole() -> Tensor:
+        return curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC).to_dense()
+
+    running, other, resumed = (CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), decay=0.9) for _ in range(3))
+    got = whole()
+    for k, batch in enumerate(data):
+        running.update(batch)
+        if k == 2:
+            resumed.load_state_dict(running.state_dict())
+    resumed.update(data[3])
+    assert torch.equal(resumed.operator.to_dense(), running.operator.to_dense())
+    sums = running.state_dict()["sums"]["layers"]["0"]["stages"][0]["0"]["sums"]
+    assert sums.keys() == {"A", "A packed", "G"}
+    assert sums["A packed"].numel() < sums["A"].numel() / 2
+    monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 10**9)  # never
+    for batch in data:
+        other.update(batch)
+    resumed.merge(other)
+    expected = other.operator.to_dense()
+    for one, two in ((got, whole()), (running.operator.to_dense(), expected), (resumed.operator.to_dense(), expected)):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

@@ -69,6 +69,12 @@ def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: boo
         pytest.skip("correlations pay only where oneDNN computes them")
     x = torch.randn(shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32)
     where = Geometry.of(module)
-    assert grams.correlations_pay(where, x) == pays
+    packed = grams.packed_gram(where, x, ones=True)
+    assert (packed is not None) == pays
     rows = where.rows(x).flatten(0, 1)
     torch.testing.assert_close(grams.input_gram(where, x), rows.T @ rows, rtol=1e-4, atol=1e-2)
+    if packed is not None:
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        torch.testing.assert_close(
+            grams.unpack_gram(where, x.shape[1], packed, ones=True), rows.T @ rows, rtol=1e-4, atol=1e-2
+        )
