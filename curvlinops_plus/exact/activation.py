@@ -14,6 +14,7 @@ from curvlinops_plus.exact.base import RiskOperator, require_own_data
 from curvlinops_plus.exact.ggn import ValueHessian
 from curvlinops_plus.exact.passes import Outputs, Passes, differentiable
 from curvlinops_plus.linalg import Space, Structure
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights
@@ -100,24 +101,22 @@ class ActivationHessian(RiskOperator):
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         totals, found, shapes = Totals(), [], [*self.in_space.shapes.values()]
-        sizes, came = self.in_space.sizes, []
-        for k, batch in enumerate(self._batches()):
+        for batch in self._batches():
             with self._passes.run(batch) as (_, (z, batch_totals), _, _):
-                came.append(z.shape)
-                if came != shapes[: k + 1]:
+                if [z.shape] != shapes[len(found) : len(found) + 1]:
                     break
-                rows = X.split(sizes)[k].T.to(z.dtype)
+                rows = X.split(self.in_space.sizes)[len(found)].T.to(z.dtype)
                 H = ValueHessian(weights.objective(batch_totals), z)
                 columns = [H.outer_product(row.reshape(1, *z.shape)).flatten(1) for row in rows]
                 found.append(torch.cat(columns).T.to(X.dtype))
                 totals.add(batch_totals)
-        if came != shapes:
-            raise ValueError(
-                f"The activation had the shapes {[*map(list, shapes)]} in the first pass over the data, and "
-                f"{[*map(list, came)]} in this one. Each pass must give the same batches in the same order "
-                "(shuffle=False)."
-            )
-        return torch.cat(found), totals
+        else:
+            if len(found) == len(shapes):
+                return torch.cat(found), totals
+        raise ValueError(
+            f"There is no batch {len(found)} with an activation of the shape that it had in the first pass. Each pass "
+            "must give the same batches in the same order (shuffle=False)."
+        )
 
     @contextmanager
     def _leaf(self) -> Iterator[list[Tensor]]:
@@ -151,16 +150,11 @@ class ActivationHessian(RiskOperator):
 
 def _checked(model: nn.Module, activation: tuple[str, str, int]) -> tuple[str, str, int]:
     """The three parts of `activation`, if there is such a module."""
-    if not isinstance(activation, (tuple, list)) or len(activation) != 3:
-        raise ValueError(
-            f'activation={activation!r} must be (module name, "input" or "output", position), as ("1", "output", 0).'
-        )
-    name, side, index = activation
+    name, side, index = activation if isinstance(activation, (tuple, list)) and len(activation) == 3 else [None] * 3
     names = [name for name, _ in model.named_modules()]
-    if name not in names:
-        raise ValueError(f'No module is named "{name}"; the model has {names}.')
-    if side not in ("input", "output"):
-        raise ValueError(f'activation={activation!r}: the second part must be "input" or "output", got {side!r}.')
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise ValueError(f"activation={activation!r}: the third part must be a position, an int; got {index!r}.")
-    return name, side, index
+    if name not in names or side not in ("input", "output") or whole(index) is None:
+        raise ValueError(
+            f'activation={activation!r} must be (module name, "input" or "output", position), as ("1", "output", 0), '
+            f"with one of the modules {names}."
+        )
+    return activation

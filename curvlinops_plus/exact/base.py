@@ -19,7 +19,7 @@ from curvlinops_plus.risk.batches import Batch, raise_unreached, require_rereada
 from curvlinops_plus.risk.check import require_repeatable
 from curvlinops_plus.risk.losses import LossWeights, coarsest_dtype, loss_pass, loss_weights, require_same
 from curvlinops_plus.risk.parameters import sums_of
-from curvlinops_plus.risk.preserve import preserve_state, training_modules, untraced
+from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 #: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what one pass over the data
 #: adds up, and the totals of the data.
@@ -84,10 +84,7 @@ class RiskOperator(LinearOperator):
         if X is not None and power is not None:
             total *= power
             if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
-                raise NumericsError(
-                    "A product has NaN or infinite entries: something on its way leaves the range of float16, up to "
-                    "65504, or the model's outputs do. Take model.float(), or a loss that is divided by more."
-                )
+                raise NumericsError("A product leaves the range of float16, up to 65504; take model.float().")
         return total
 
     def _summed(self, sweep: Sweep, X: Tensor | None) -> tuple[Tensor, Totals]:
@@ -147,15 +144,11 @@ class RiskOperator(LinearOperator):
         tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
         if one.shape == two.shape and bool((one - two).norm() <= tolerance * one.norm() + 1e-30):
             return
-        cause = (
-            "Do the data come in another order each time (shuffle=True?), do they change from pass to pass (random "
-            "augmentation), or does the model?"
-        )
-        if random := training_modules(risk.model):
-            cause = f"These modules are in training mode: {random}; call model.eval()."
         raise RuntimeError(
-            f"Two products of {name} with the same vector differ. {cause} The data must come in the same order each "
-            "time (shuffle=False). check_deterministic=False turns this check off."
+            f"Two products of {name} with the same vector differ. Do the data come in another order each time "
+            "(shuffle=True?), do they change from pass to pass (random augmentation), or does the model (call "
+            "model.eval())? The data must come in the same order each time (shuffle=False). check_deterministic=False "
+            "turns this check off."
         )
 
     @untraced

@@ -57,7 +57,7 @@ class GGN(RiskOperator):
 
     Cost: one sweep per product, of a forward pass with tangents and a backward pass; columns of a chunk share a
     forward pass. `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each
-    parameter where these are fewer.
+    parameter where these are fewer. `quadratic_form` of a few vectors takes no backward pass.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
 
@@ -101,6 +101,22 @@ class GGN(RiskOperator):
             energy += self._passes.ggn(batch, rows, matrix, total)
         self._passes.require_adjoint(rows, total, energy)
         return total.T, totals
+
+    def _quadratic_form(self, rows: Tensor) -> Tensor:
+        """By the forward half of products, which one product of all checks."""
+        few = 0 < rows[..., 0].numel() <= self._passes.columns
+        if rows.requires_grad or rows.ndim > 2 or self._passes.narrow or not few:
+            return super()._quadratic_form(rows)
+        form = self._over_data(self._form_sweep, rows.reshape(-1, rows.shape[-1]).T)
+        return form if rows.ndim == 2 else form[0, 0]
+
+    def _form_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+        totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
+        form = rows.new_zeros(len(rows), len(rows))
+        for batch in self._batches(draws=draws if self.vectors.random else None):
+            self._passes.check(batch)
+            form += self._passes.ggn(batch, rows, partial(LossRoots, self.risk, self.vectors, weights, draws, totals))
+        return form, totals
 
     def _to_dense(self) -> Tensor:
         return self._over_data(self._dense_sweep)

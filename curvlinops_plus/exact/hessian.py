@@ -27,7 +27,6 @@ class Hessian(RiskOperator):
             few examples have to agree, once per risk. False: not even these.
 
     Raises:
-        TypeError: If `block_sizes` is a number.
         ValueError: If they don't add up to the number of parameters.
         UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
         RuntimeError: If two passes over the data disagree.
@@ -92,8 +91,6 @@ class Hessian(RiskOperator):
 
 def _blocks(given: Sequence[int] | None, numbers: list[int]) -> list[tuple[slice, slice]]:
     """The parameters of each block, and their entries of a vector."""
-    if isinstance(given, int):
-        raise TypeError(f"block_sizes={given} must be a list, how many parameters each block has.")
     sizes, blocks, start = [len(numbers)] if given is None else list(given), [], 0
     if sum(sizes) != len(numbers) or any(size <= 0 for size in sizes):
         raise ValueError(f"block_sizes={sizes} must be positive and add up to {len(numbers)}, the parameters.")

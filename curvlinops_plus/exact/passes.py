@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.functional import embedding, group_norm
 from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.linalg.numerics import at_least_float32, whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder
@@ -166,7 +166,9 @@ class Passes:
                 # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't look like one.
                 V = [torch.from_dlpack(t[0].detach()) for t in self.split(row[None])]
                 values = [forward_ad.make_dual(p, v) for p, v in zip(free, V, strict=True)]
-            with self.risk.placed(dict(zip(self.risk.params, values, strict=True))), self._mode:
+            # The first run of the model is watched, and all others if they need it.
+            watched = self._replaced if self._itemsize is None or self._replaced.any else nullcontext()
+            with self.risk.placed(dict(zip(self.risk.params, values, strict=True))), watched:
                 with tangents:  # left before the backward pass, which would propagate tangents, too
                     F, extra = self.read(self.risk.model, batch)
                     if row is not None:
@@ -179,17 +181,15 @@ class Passes:
                 self.reached = self.reached or not F or any(f.requires_grad for f in F)
                 yield F, extra, free, JV
 
-    @property
-    def _mode(self) -> AbstractContextManager[Any]:
-        """Watches the first run of the model, and all others if they need it."""
-        return self._replaced if self._itemsize is None or self._replaced.any else nullcontext()
-
     # --------------------------------------------------------------------------------------------------------- products
-    def ggn(self, batch: Batch, rows: Tensor, matrix: Callable[[Outputs, Any], Linear], total: Tensor) -> Tensor:
+    def ggn(
+        self, batch: Batch, rows: Tensor, matrix: Callable[[Outputs, Any], Linear], total: Tensor | None = None
+    ) -> Tensor:
         """Add `Jᵀ M J v` of several vectors [K, n] to a total [K, n]; returns `⟨M J v, J v⟩` [K].
 
         Args:
             matrix: Makes the product with `M` from the outputs and what was read beside them.
+            total: None for `⟨M J v, J w⟩` [K, K] of all pairs of up to `columns` vectors, without a backward pass.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, which share the graph. Several
         share a forward pass, and carry tangents through another one.
@@ -198,13 +198,15 @@ class Passes:
         dual = len(rows) == 1 and not self.twice
         with self.run(batch, rows[0] if dual else None) as (F, extra, free, JV):
             M = matrix(F, extra)
-            for piece, own in zip(rows.split(self.columns), total.split(self.columns), strict=True):
+            for start in range(0, len(rows), self.columns):
+                at = slice(start, start + self.columns)
                 if JV is None or not dual:
-                    JV = self._twice(F, free, piece) if self.twice else self._forward(batch, piece, state)
+                    JV = self._twice(F, free, rows[at]) if self.twice else self._forward(batch, rows[at], state)
                 MJV = M(JV)
-                self.back(F, free, MJV, own, last=dual)
-                pairs = [(a.to(torch.promote_types(a.dtype, torch.float32)), b) for a, b in zip(MJV, JV, strict=True)]
-                energies = [(a * b).flatten(1).sum(1) for a, b in pairs]
+                if total is not None:
+                    self.back(F, free, MJV, total[at], last=dual)
+                pairs = [(at_least_float32(a).flatten(1), b.flatten(1)) for a, b in zip(MJV, JV, strict=True)]
+                energies = [torch.einsum("ko,lo->kl" if total is None else "ko,ko->k", a, b.to(a)) for a, b in pairs]
                 energy.append(sum(energies[1:], energies[0]))
         return torch.cat(energy)
 
@@ -269,7 +271,7 @@ class Passes:
         values, V = tuple(p.detach() for p in self.params), self.split(rows)
 
         def function(*parameters: Tensor) -> tuple[Tensor, ...]:
-            with self.risk.placed(dict(zip(self.risk.params, parameters, strict=True))), self._mode:
+            with self.risk.placed(dict(zip(self.risk.params, parameters, strict=True))), self._replaced:
                 return tuple(self.read(self.risk.model, batch)[0])
 
         def one(*tangents: Tensor) -> tuple[Tensor, ...]:
