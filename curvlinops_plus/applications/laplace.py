@@ -45,7 +45,7 @@ class Laplace:
         noise: Standard deviation of the observations around the outputs, of `MSELoss`. None: that of the residuals at
             `θ*`, until `fit_prior` finds a better one; a number stays.
         subnetwork: Some of the parameters, as `K[subnetwork, subnetwork]` takes them (names, positions, a mask); the
-            others are taken to be known.
+            others are fixed.
         max_bytes: Memory for derivatives of outputs in predictions: inputs are cut into chunks that need no more.
 
     Attributes:
@@ -128,7 +128,7 @@ class Laplace:
         return self._blocks._with(found)
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Any:
-        """Draws of the parameters: name to `[*shape]`, or to `[*shape, num]`; of a subnetwork by positions `[k, num]`.
+        """Samples of the parameters: name to `[*shape]` or `[*shape, num]`; of a subnetwork by positions `[k, num]`.
 
         They are for the linear model: put into the network itself, they predict badly where it is not linear.
 

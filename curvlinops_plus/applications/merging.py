@@ -36,12 +36,12 @@ def merge(
     Args:
         models: The networks; best fine-tuned from the same one.
         curvatures: One symmetric matrix for each, over the same parameters in the same order, as `curvature(risk,
-            KFAC)` of a risk of that network. Networks that shall count more get a multiple, `2 * K`.
+            KFAC)` of a risk of that network. `2 * K` gives a network double weight.
         damping: `δ`, a number or a rule, as for `inverse`. Default: `RelativeDamping(0.1)` of the sum. With less,
             directions that the data say little about are left to noise.
 
     Returns:
-        A copy of the first network with the merged parameters. Nothing of the given ones changes.
+        A copy of the first network with the merged parameters. The given ones don't change.
 
     Raises:
         ValueError: If there are no models, not as many curvatures as models, a curvature is not symmetric or of another

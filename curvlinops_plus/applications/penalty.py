@@ -14,18 +14,17 @@ from curvlinops_plus.linalg import LinearOperator, Structure
 
 
 class QuadraticPenalty:
-    """`½ strength (θ - θ₀)ᵀ K (θ - θ₀)` of the parameters `θ` that a network has when it is called.
+    """`½ strength (θ - θ₀)ᵀ K (θ - θ₀)` with the network's parameters `θ` at the time of the call.
 
     Added to the loss of a new task it keeps what was learnt on an old one: with `K` a Fisher matrix of the old task it
     is elastic weight consolidation, with its layers whole instead of the diagonal (Ritter et al. 2018). Penalties of
     several tasks add up: `sum(penalty() for penalty in penalties)`.
 
-    `K` is the curvature of the old loss as it is reduced. Of a mean, the penalty weighs as much as one mean of the old
-    loss; `strength` is then how many.
+    `K` has the reduction of the old loss. With a mean, `strength=1` weighs as much as the old mean loss.
 
     Args:
         K: A symmetric matrix over the parameters, such as `curvature(risk, KFAC)`, that stays as it is.
-        at: `θ₀`, a vector, dictionary or list. Default: the parameters of now (of a risk at other values, these).
+        at: `θ₀`, a vector, dictionary or list. Default: the current parameters (of a risk at other values, these).
         strength: A factor, of at least 0.
         params: The parameters themselves, by their names in `K`, for sums, inverses and plain matrices. Default: those
             of the network that `K` was computed from.

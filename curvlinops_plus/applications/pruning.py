@@ -26,28 +26,27 @@ def prune(
     damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Set the parameters of a model to zero whose loss rises least, and move the others to make up for it.
+    """Set those parameters of a model to zero that raise the loss least, and adjust the others to compensate.
 
     Around the trained parameters θ₀ the loss rises by `½ (θ - θ₀)ᵀ H (θ - θ₀)` with `H = K + damping I`. Each round
-    finds the minimum over the parameters F that are left, with all constraints of this and earlier rounds: the others
-    are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`. The
-    same fraction of what is left goes in each round. No data are read; more than one round is what makes sparsities
-    above 80 % possible.
+    finds the minimum over the remaining parameters F, with all constraints of this and earlier rounds: the others
+    are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`, the
+    same fraction in each round. No data are read. Sparsities above 80 % need more than one round.
 
     As with the functions of `torch.nn.utils.prune`, the model is changed: a parameter `weight` becomes
     `weight_orig`, with a buffer `weight_mask` that keeps pruned entries at zero while the model is trained further;
-    `torch.nn.utils.prune.remove(module, "weight")` makes it plain again. A hook of the model itself applies all masks
-    when it is called, also of parameters that are read without a call of the module that holds them.
+    `torch.nn.utils.prune.remove(module, "weight")` makes a plain `weight` with the zeros. A hook of the model applies
+    all masks when it is called, including those of parameters that are read without calling their module.
 
     Args:
         model: The trained model.
         K: Its curvature, as `curvature(risk, KFAC)` returns it, on parameters by their names in the model. Those of the
-            model that `K` doesn't know stay as they are. With `DiagonalBlock` it is optimal brain damage: nothing
-            moves.
+            model that `K` doesn't contain don't change. With `DiagonalBlock` it is optimal brain damage: the others
+            don't change.
         sparsity: The fraction of the candidates that will be zero.
         rounds: How often saliencies are computed.
         damping: Added to `K`, as in `K.shift(damping)`.
-        candidates: Names of the parameters that may be pruned; others only move. Default: all that `K` knows.
+        candidates: Names of the parameters that may be pruned; others are only adjusted. Default: all of `K`.
 
     Returns:
         The mask of each candidate, True where an entry is left.

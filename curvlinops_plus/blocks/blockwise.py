@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
-    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. All numbers that
-    follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping) power(p,
-    damping) sample(generator)`, and adding a multiple of the identity keeps them.
+    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. In closed form it has
+    `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping) power(p, damping) sample(generator)`, and
+    adding a multiple of the identity keeps them.
 
     Args:
         risk: Model, loss and data.
@@ -143,7 +143,7 @@ class BlockwiseLinearOperator(Deferred):
 
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
-        """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
+        """Compute all blocks again, with the current parameters. Returns the operator itself."""
         self._compute(fingerprint(self.risk))
         return self
 
@@ -239,7 +239,7 @@ class BlockwiseLinearOperator(Deferred):
     # -------------------------------------------------------------------------------------------------------- algebra
     @property
     def operator(self) -> BlockDiagonal:
-        """The blocks as a plain operator that knows nothing of networks."""
+        """The blocks as a plain operator, without the network."""
         if self._operator is None:
             if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
                 raise RuntimeError(
@@ -348,7 +348,7 @@ class BlockwiseLinearOperator(Deferred):
         return self.operator.split(v)
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The vector that `parts` are the blocks' parts of: undoes `split`."""
+        """The vector with these parts: the inverse of `split`."""
         return self.operator.merge(parts)
 
     def memory(self) -> Memory:
@@ -382,7 +382,7 @@ class BlockwiseLinearOperator(Deferred):
     def mapping(self) -> dict[str, dict[str, int]]:
         """Layer name to its parameters' own names and their positions in `params`.
 
-        Of modules that share some parameters, others with the name of one before have that of their module, too.
+        If modules that share parameters have further ones of the same name, these have the module's name in front.
         """
         keys, found = list(self.risk.params), dict[str, dict[str, int]]()
         for entry in self.plan:
@@ -427,7 +427,7 @@ class BlockwiseLinearOperator(Deferred):
         return {"state": about(self)} | parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the blocks of a state. The data is not read, the model is not changed.
+        """Load the blocks of a state. The data are not read, the model is not changed.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -455,12 +455,12 @@ class BlockwiseLinearOperator(Deferred):
         owned: bool = False,
         **risk_options: Any,
     ) -> Self:
-        """The operator that a state describes; neither is the data read nor anything computed.
+        """The operator that a state describes, without reading data or computing anything.
 
         Args:
             state_dict: What `state_dict()` returned.
             model: The network.
-            data: For computing anew later; None is fine.
+            data: Only needed to compute again later.
             params: The parameters, as when the state was made.
             loss: Needed for losses that are not built in.
             approximations: Your own `Accumulator` classes among those that the state names.
@@ -539,25 +539,25 @@ def curvature(
         vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: True compares the total loss of two passes over the data. None: two evaluations of a few
-            examples have to agree. False: not even these, nor are outputs of a few examples compared with the batch's.
-        max_kept_bytes: Memory for the inputs and output gradients that layers receive in one sweep over the data, if
-            an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
-            then. If those of all data take more than this, 16 MiB by default, none are kept; 0 never keeps any.
-        owned: Of several processes each keeps only some of the blocks, of about the same memory: at most that of all
-            over the number of processes, and of the largest one, as `memory()` tells it. They multiply and so on
-            together, see `OwnedBlockDiagonal`. Without several processes there is no difference.
-        max_bytes: Memory for what is summed and decomposed, of all layers that are computed together: they are taken in
-            groups that fit, each with sweeps of its own. The numbers are those of one sweep. Default: no limit. (The
-            `max_bytes` of an approximation is about one factor or block.)
+        check_deterministic: True compares the total loss of two passes over the data. None: compares two evaluations of
+            a few examples. False: neither, nor outputs of a few examples with the batch's.
+        max_kept_bytes: Memory for keeping layer inputs and output gradients of all data for approximations with a
+            second sweep (EKFAC, `NearestKronecker` by sweeps), which then doesn't run the model again. If they take
+            more than this, 16 MiB by default, none are kept.
+        owned: Each of several processes keeps only some of the blocks, with at most an equal share of the memory plus
+            the largest block. Products and other results are then collective. Without several processes there is no
+            difference.
+        max_bytes: Memory for sums and decompositions of layers that are computed together: layers are computed in
+            groups that fit, each with its own sweeps and the same results. Default: no limit. (The `max_bytes` of an
+            approximation is the limit of one factor or block.)
         offload: The device on which finished blocks are kept, "cpu"; see `BlockDiagonal.offload`. By default they stay.
-        compute: False computes at first use: `memory()` tells before what it will take.
+        compute: False computes at first use: `memory()` says before what it will take.
 
     Returns:
-        A linear operator with all its blocks, computed at once.
+        A linear operator with all its blocks.
 
-    Cost: as many sweeps over the data as the approximations need, and what the self-check takes (`EmpiricalRisk(...,
-    check=False)` leaves it out): a forward and two backward passes over three examples.
+    Cost: as many sweeps over the data as the approximations need, and the self-check (unless `EmpiricalRisk(...,
+    check=False)`): a forward and two backward passes over three examples.
 
     Raises:
         ValueError: If a key of the mapping matches no layer, or a layer never ran; if `max_kept_bytes` is no integer of
@@ -567,12 +567,12 @@ def curvature(
             mode); if a layer's rule disagrees with autograd on three examples of the first batch. Names the layer.
         NumericsError: If a statistic is not finite; names layer and batch.
         RuntimeError: If two evaluations of the model, or two passes over the data, disagree (dropout in training mode).
-        TypeError: If something else is given in place of a risk, such as model, loss and data.
+        TypeError: If `risk` is not an `EmpiricalRisk`.
 
     Warns:
         CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors. `print(K)` lists
-            them with reasons. Of normalisation alone once per process. If `max_bytes` makes for more sweeps, with their
-            number. Before anything is computed, if statistics take more memory than there is.
+            them with reasons; for normalisation layers once per process. If `max_bytes` requires more sweeps, with
+            their number. If statistics take more memory than there is, before anything is computed.
 
     Example:
         >>> import torch

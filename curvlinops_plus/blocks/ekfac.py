@@ -41,10 +41,9 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
-        basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
-            `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
-            distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
-            arbitrary there. By default they are exact up to rounding.
+        basis_rtol: Eigenvectors of a factor are not resolved where the rest of it has no diagonal entry above
+            `basis_rtol` times the largest: an arbitrary orthogonal basis is used there, which keeps the trace exact but
+            increases the distance to the block. By default they are exact up to rounding.
 
     Raises:
         ValueError: If `basis_rtol` is not from 0 to 1.

@@ -110,7 +110,7 @@ class CurvatureEstimator:
     plan = property(lambda self: self._blank.plan)
 
     def reset(self) -> None:
-        """Forget everything, and start the random numbers anew."""
+        """Start again, with the first random numbers."""
         self._sums = Sums(self.plan, self._scale)
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
@@ -143,11 +143,11 @@ class CurvatureEstimator:
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
-        """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
+        """Record one batch from your forward pass: call the model once in this context, and go backward afterwards.
 
-        Vectors are sent through the model's own graph when the context ends, which stays for your backward pass.
-        Nothing is added if the block raises. Where your pass can't be recorded as it is (position tables of one row,
-        embeddings with `scale_grad_by_freq`), another pass is made, with random numbers of its own.
+        Vectors are backpropagated through the model's graph when the context ends, which stays for your backward pass.
+        Nothing is added if the block raises. If your pass can't be recorded (position tables of one row,
+        embeddings with `scale_grad_by_freq`), another pass is made, with other random numbers.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -392,11 +392,11 @@ class CurvatureEstimator:
     def merge(self, other: CurvatureEstimator) -> None:
         """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
 
-        Random numbers go on from this estimator's; the inverse stays that of its last refresh. Batches that both have
-        seen at the same time are parts of one, as with several processes: with `reduction="sum"` they add up.
+        Random numbers continue from this estimator's; the inverse stays that of its last refresh. Batches of the same
+        steps are parts of one, as with several processes: with `reduction="sum"` they add up.
 
         EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of the other
-        one are carried into this one's, as by `refresh`: their sum stays.
+        one are projected into this basis, which preserves their sum.
 
         Raises:
             ValueError: If the two approximate differently. Nothing has changed then.
@@ -411,7 +411,7 @@ class CurvatureEstimator:
         self.weight += other.weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
+        """All that is needed to continue, in tensors and plain Python: sums, bases, random state, the last refresh.
 
         Of several processes the same state in all, so that any number of them may go on from it. Collective.
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
@@ -435,7 +435,7 @@ class CurvatureEstimator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another estimator stopped; random numbers, bases and the inverse are as they were there.
+        """Continue where another estimator stopped, with its random numbers, bases and inverse.
 
         Damping that is neither number nor tensor is not in the state: this estimator's own is used.
 

@@ -71,8 +71,8 @@ class KFAC(Accumulator):
     """Kronecker-factored approximate curvature of an affine layer. Arguments as for `Accumulator`, and:
 
     Args:
-        kfac_approx: "expand" treats positions that share the weight as examples of their own; "reduce" averages inputs
-            and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
+        kfac_approx: "expand" treats positions that share the weight as separate examples; "reduce" averages inputs
+            and sums gradients over them first. An embedding's input factor is diagonal in both.
         max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a head with 50 000
             rows, are diagonal: the diagonal of the block stays the same. `print(K)` says where.
 

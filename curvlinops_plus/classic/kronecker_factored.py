@@ -57,7 +57,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
         separate_weight_and_bias: Weight and bias have blocks of their own.
         num_data: Replaces the number of examples in the scale of the loss.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
         owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
         max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
@@ -181,7 +181,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         loss_func: Any = None,
         **options: Any,
     ) -> Self:
-        """The operator that a state describes; neither is the data read nor anything computed.
+        """The operator that a state describes, without reading data or computing anything.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -493,7 +493,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise the diagonal
             is computed at first use, which refuses parameters that have changed since.
         num_data: Replaces the number of examples in the scale of the loss.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         mc_samples: Draws per example; 0 is the exact diagonal.
         seed: Where the random draws start.
         risk_options: Keyword options of `EmpiricalRisk`.

@@ -28,7 +28,7 @@ class GGNLinearOperator(GGN):
         check_deterministic: Compare the total loss of two passes over the data first.
         num_data: Replaces the number of examples in the scale of the loss.
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         risk_options: Keyword options of `EmpiricalRisk`.
 
@@ -180,7 +180,7 @@ class JacobianLinearOperator(Jacobian):
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare two products first.
         num_data: Unused: examples are counted once.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         risk_options: Keyword options of `EmpiricalRisk`, as `output`, which picks the tensor out of what the model
             returns.
@@ -299,7 +299,7 @@ class ActivationHessianLinearOperator(ActivationHessian):
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare two products first.
         num_data: Replaces the number of examples in the scale of the loss.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:

@@ -108,8 +108,8 @@ class Alone:
 class Processes(Alone):
     """The processes of a group, such as `torchrun` starts, each with its part of the data.
 
-    An argument of `EmpiricalRisk`, whose data are then the part of this process: all that is made of the risk is that
-    of the whole data, and equal in all processes.
+    An argument of `EmpiricalRisk`, whose data are then the part of this process: all results are those of the whole
+    data, and equal in all processes.
 
     Args:
         group: The group of `torch.distributed`; default: the one of all processes.

@@ -408,7 +408,7 @@ class LinearOperator(ABC):
         return self._power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
-        """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten` makes them a dictionary.
+        """Samples from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten` makes a dictionary.
 
         Args:
             generator: Where the random numbers come from, on the CPU or on the operator's device; the same generator

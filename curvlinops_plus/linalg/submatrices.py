@@ -91,7 +91,7 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
 
 
 class SubmatrixLinearOperator(LinearOperator):
-    """The submatrix of the picked rows and columns of `A`; one product with `A` per product.
+    """The submatrix of selected rows and columns of `A`; one product with `A` per product.
 
     With the same rows and columns it is as symmetric and positive semi-definite as `A`. `submatrix(A, rows, cols)` may
     give an operator that knows more of itself.
@@ -116,7 +116,7 @@ class SubmatrixLinearOperator(LinearOperator):
         self.set_submatrix(row_idxs, col_idxs)
 
     def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
-        """Pick other rows and columns."""
+        """Select other rows and columns."""
         A = self.A
         self.rows, self.cols = rows, cols = _both(A, row_idxs, col_idxs)
         self._principal = A.in_space.matches(A.out_space) and rows.same(cols)
@@ -147,7 +147,7 @@ class SubmatrixLinearOperator(LinearOperator):
 
 
 class ProjectedLinearOperator(LinearOperator):
-    """`P A P`: the square matrix `A` with all rows and columns set to zero that were not picked.
+    """`P A P`: the square matrix `A` with all other rows and columns set to zero.
 
     Args:
         A: A square matrix.
@@ -238,9 +238,9 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     """The submatrix of some rows and columns, as the operator with the most closed forms: what `A[rows, cols]` returns.
 
     Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a `Diagonal` one, and
-    block-diagonal of a block-diagonal matrix such as KFAC, with inverse, determinant and so on: blocks of which
-    everything is picked in their order stay what they are, of the others the entries are formed, as they are of parts
-    of Kronecker products and of matrices in an eigenbasis. Everything else is a `SubmatrixLinearOperator`.
+    block-diagonal of a block-diagonal matrix such as KFAC, with inverse, determinant and so on: blocks that are
+    selected as a whole keep their form, other parts of blocks, Kronecker products and matrices in an eigenbasis are
+    dense. Everything else is a `SubmatrixLinearOperator`.
 
     Args:
         A: The matrix.
@@ -251,7 +251,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
-    Cost: memory for `k²` numbers, of blocks of which `k` rows are picked and not all.
+    Cost: memory for `k²` numbers for a block of which only `k` rows are selected.
 
     Example:
         >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()

@@ -86,7 +86,7 @@ class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
     `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*:
-    batches of different sizes count as one big batch would. Of several losses the weighted sum is meant, each with
+    batches of different sizes count as one big batch would. With several losses it is their weighted sum, each with
     its own `c`.
 
     Args:
@@ -97,27 +97,27 @@ class EmpiricalRisk(ModelParameters):
             is called with the rest as keywords). It is read once per sweep. N, the number of examples, is the size of
             the first axis of `X`, or the one that all tensors of a mapping have in common, or what `batch_size_fn`
             says. When a few examples are run alone, any tensor of `X` and `y` whose first or second axis has size N, or
-            whose first axis is a multiple of N, counts as one of rows for examples. What belongs to all of them, such
-            as a table or a graph, is better a buffer of the model, or has an axis of size 1 in front.
+            whose first axis is a multiple of N, is taken for rows of examples. Make what belongs to all of them, such
+            as a table or a graph, a buffer of the model, or add an axis of size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
-            included. Under the model's own names a dict may hold other values: everything is computed at these, and
+            included. A dict with the model's names may hold other values: everything is computed at these, and
             the model keeps its own. Default: all that require a gradient.
-        output: Picks the tensor that the loss reads out of what the model returns, or the dict or tuple of tensors that
-            several losses read. An output with `.logits` needs none.
+        output: Selects the tensor that the loss reads from what the model returns, or the dict or tuple of tensors that
+            several losses read. Outputs with `.logits` don't need it.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
         example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
-        batch_size_fn: Number of examples of an input that is no tensor.
+        batch_size_fn: Number of examples of an input that is not a tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1. Positions are axis
-            1 of both, and classes the last axis of the output, also where both are as long: `[N, classes, T]` is not
-            noticed there, `output=lambda f: f.mT` turns it. Default: as the model's own loss does, if it computes
-            one from `labels`; else, and with `check=False`, no shift.
+            1 of both, and classes the last axis of the output: `output=lambda f: f.mT` transposes `[N, classes, T]`,
+            which is not noticed if T equals the number of classes. Default: as the model's own loss does, if it
+            computes one from `labels`; else, and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
-        check: Whether three examples of a batch are run one by one and compared with the batch: their outputs, and what
-            layer rules make of it with plain autograd. True does so in the first batch, in each that calls other
+        check: Whether three examples of a batch are run one by one and compared with the batch: their outputs, and
+            gradients by layer rules and by plain autograd. True does so in the first batch, in each that calls other
             layers, and with one example in batches 4, 16, 64, ...; "every" in all. Also whether two evaluations have to
             agree, and whether a loss that the model computes from `labels` is compared with this one.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
@@ -126,17 +126,16 @@ class EmpiricalRisk(ModelParameters):
             pop what the model doesn't take. The loss is `c Σ_n w_n Σ_r ℓ(f(x_n)_r, y_{n,r})` with `c` one over the sum
             of weights times terms for "mean": an example of weight 2 counts as two, one of weight 0 as none, in the
             loss, its derivatives and all statistics. To divide by N instead, use reduction="sum" and weights `w / N`.
-        processes: Several processes, of which each has its part of the data: `processes.share(data)`. Whatever is
-            computed of the risk is that of all data, and equal in all; they have to compute it together. Default: this
-            process alone.
+        processes: Several processes, each with its part of the data: `processes.share(data)`. Results are those of all
+            data, and equal in all processes, which have to compute them together. Default: this process alone.
 
-    Passes over the data evaluate the model as it stands, whatever the caller's modes are: neither `torch.autocast`,
-    `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change a number. Autocast inside the
+    Passes over the data don't depend on the caller's modes: neither `torch.autocast`, `torch.no_grad()` and
+    `torch.inference_mode()` around them nor the compiler change results. Autocast inside the
     model's forward is part of the model. Afterwards model, data and global settings are as before.
 
-    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be made and used in
-    several threads. Meanwhile other threads may call the model: they see its own parameters, and their calls don't
-    count. They must not change it, or draw from the global random generators in passes that do.
+    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be created and used in
+    several threads. Meanwhile other threads may call the model: they see its own parameters, and their calls are not
+    recorded. They must not change it, or draw from the global random generators if the model does.
 
     Attributes:
         model: The module.

@@ -113,8 +113,8 @@ class Exact(Vectors):
     """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without noise.
 
     Args:
-        signs: Send all loss terms of an example at once, each with a random sign (R times fewer passes). Unbiased;
-            exact for KFAC-expand as long as positions do not mix, noisy elsewhere.
+        signs: Backpropagate all loss terms of an example together, each with a random sign (R times fewer passes).
+            Unbiased; exact for KFAC-expand if positions do not mix, noisy otherwise.
         seed: Where the signs start.
         matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers are the same.
 
@@ -212,11 +212,11 @@ class CurvaturePropagation(Vectors):
 
 @dataclass(frozen=True)
 class MonteCarlo(Vectors):
-    """Would-be gradients at labels drawn from the model's own predictive distribution: the Fisher, unbiased.
+    """Gradients at labels sampled from the model's own predictive distribution: the Fisher matrix, unbiased.
 
     Args:
-        samples: How many draws per example and batch; each is one backward pass.
-        seed: Where the draws start. They depend on the order of the examples, not on how they are batched.
+        samples: Number of samples; each is one backward pass.
+        seed: Of the samples. They depend on the order of the examples, not on how they are batched.
 
     Raises:
         ValueError: If `samples` is less than one.

@@ -197,7 +197,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
 
     @contextmanager
     def listen(self, batch: Any) -> Iterator[None]:
-        """Add a batch to the statistics of this step from the forward pass that happens inside.
+        """Record a batch for the statistics of this step from your forward pass.
 
         For losses that are functions, and models that are called inside of other code: call the model once in here, and
         go backward afterwards. Several batches before a step are one update, each weighed by its examples.
@@ -219,7 +219,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Calls of the model and the losses in here are none of this optimizer's training."""
+        """Calls of the model and the losses in this context are not recorded."""
         before, self._hooks.paused = self._hooks.paused, True
         try:
             yield
@@ -434,7 +434,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature".
+        """All that is needed to continue bit for bit, in tensors and plain Python; statistics under "curvature".
 
         Parameters have their names in it, so their order does not matter.
         """
@@ -460,7 +460,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another optimizer with the same arguments stopped.
+        """Continue where another optimizer with the same arguments stopped.
 
         Raises:
             ValueError: If the state is of another network, other groups or other approximations.
@@ -489,7 +489,7 @@ class KFACOptimizer(KFACPreconditioner):
     A step is, in this order: statistics of the batch (they are added in its forward pass); a new inverse, if it is due;
     `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ = -lr · P g + momentum · v`, shortened by the
     norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before,
-    times the learning rate of now over that of then, as in `torch.optim.SGD`: it does not go on when a schedule ends.
+    scaled by the ratio of the learning rates, as in `torch.optim.SGD`: it does not go on when a schedule ends.
 
     Options of parameter groups, read in every step, so that schedulers may change them: `lr`, `momentum`,
     `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
@@ -500,8 +500,8 @@ class KFACOptimizer(KFACPreconditioner):
     with the optimizer. For losses that are functions, or outputs that are changed before the loss, see `listen`.
     Several batches before a step are one update. `step(closure)` is PyTorch's.
 
-    Parameters without gradient, or of layers that no batch has called yet, are left alone. Steps that don't call a
-    layer leave its curvature as it is.
+    Parameters without gradient, or of layers that no batch has called yet, don't change. Steps that don't call a
+    layer don't change its curvature.
 
     Args:
         model: The network.
@@ -512,8 +512,8 @@ class KFACOptimizer(KFACPreconditioner):
         params: Parameters, or groups of them with options of their own; default: all that require a gradient.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
-        decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms. Below 1 if
-            losses are sums.
+        decay: Of the statistics' moving average, per update; batches are weighted by numbers of examples, or loss
+            terms. Below 1 if losses are sums.
         statistics_every: Steps between two updates of the statistics.
         inverse_every: Steps between two refreshes of the inverse; one comes earlier for a layer that was never called.
         inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
