@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.layer_sums import Sums
 from curvlinops_plus.blocks.plan import groups_within
 from curvlinops_plus.linalg import LinearOperator
@@ -108,14 +107,13 @@ class Sweeps:
                 with plain_mode(batch.layer.device.type):
                     sums.consume(_copied(batch))
             return
-        stages = {layer: sums.stages[layer][-1].values() for layer in sums.pending}
-        again = {layer for layer, own in stages.items() if any(a.sweeps > 1 for a in own)}
-        squares = {layer for layer in again if all(type(a).finish is EKFAC.finish for a in stages[layer])}
+        pending = sums.pending
+        again = {layer for layer in pending if any(a.sweeps > 1 for a in sums.stages[layer][-1].values())}
         keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
-        self._kept = kept = Kept(self._max_bytes, again, squares) if keeps else None
+        self._kept = kept = Kept(self._max_bytes, again) if keeps else None
 
         def consume(batch: LayerBatch) -> None:
-            if batch.layer in stages:
+            if batch.layer in pending:
                 sums.consume(batch)
                 if kept is not None:
                     kept.add(batch)
@@ -153,11 +151,10 @@ class Kept:
     Args:
         max_bytes: The largest memory that it may hold. A tensor that several layers read counts once.
         layers: The layers whose batches are kept.
-        squares: Those of which nothing but `squared_grads` is read again: gradients of each example may be smaller.
     """
 
-    def __init__(self, max_bytes: int, layers: set[Layer], squares: set[Layer]) -> None:
-        self._left, self._layers, self._squares = max_bytes, layers, squares
+    def __init__(self, max_bytes: int, layers: set[Layer]) -> None:
+        self._left, self._layers = max_bytes, layers
         self.batches: list[LayerBatch] = []
         self._storages: set[int] = set()  # their addresses
         self._versions: list[tuple[Tensor, int]] = []
@@ -166,17 +163,16 @@ class Kept:
         """Keep a batch, if it is of one of the layers."""
         if self._left < 0 or batch.layer not in self._layers:
             return
-        for part in batch.for_squares() if batch.layer in self._squares else (batch,):
-            own = _copied(part)
-            parts = [(call.args, dict(call.kwargs), call.grads) for call in own.calls]
-            for t in tree_leaves([parts, own.mask, own.example_weights, own.summed]):
-                if isinstance(t, Tensor):
-                    storage = t.untyped_storage()
-                    if storage.data_ptr() not in self._storages:
-                        self._storages.add(storage.data_ptr())
-                        self._left -= storage.nbytes()
-                    self._versions.append((t, t._version))
-            self.batches.append(own)
+        own = _copied(batch)
+        parts = [(call.args, dict(call.kwargs), call.grads) for call in own.calls]
+        for t in tree_leaves([parts, own.mask, own.example_weights]):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage.data_ptr() not in self._storages:
+                    self._storages.add(storage.data_ptr())
+                    self._left -= storage.nbytes()
+                self._versions.append((t, t._version))
+        self.batches.append(own)
         if self._left < 0:
             self.batches, self._versions = [], []
 

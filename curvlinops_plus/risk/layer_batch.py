@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,7 +47,6 @@ class LayerBatch:
         example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: What all calls multiply with; None if there is no matrix, or if there are several.
-        summed: Gradients of each example in place of the calls, see `for_squares`.
         whole: Whether all calls multiply with the layer's matrix.
         keys: Keys of the parameters that the batch is restricted to.
         weight: Whether the weight is among them.
@@ -62,7 +62,6 @@ class LayerBatch:
     example_weights: Tensor | None = None
     group: Group | None = None
     role: Role | None = None
-    summed: Tensor | None = None
     whole: bool = field(init=False)
     keys: tuple[str, ...] = field(init=False)
     weight: bool = field(init=False)
@@ -124,7 +123,9 @@ class LayerBatch:
                 grads = [gradients_of(g) for g in grads]
             elif grads is not None:
                 grads = gradients_of(grads)
-            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
+            part = copy(call)
+            part.args, part.kwargs, part.grads = args, kwargs, grads
+            calls.append(part)
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         mask, weights = (None if t is None else t[at] for t in (self.mask, self.example_weights))
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights)
@@ -357,8 +358,6 @@ class LayerBatch:
 
         Summed over positions, calls and modules that share the parameter.
         """
-        if self.summed is not None:
-            return self.summed
         if self.whole:
             if not self.weight:
                 return self.bias_grads()[..., None]
@@ -405,14 +404,14 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
         """
-        by_rows = self.whole and self.summed is None and self.weight
+        by_rows = self.whole and self.weight
         if by_rows and self.sparse and QA is None:
             assert isinstance(self.inputs, SparseRows)
             found = self.inputs.squared(self.grads, QG)
             return found if total is None else total.add_(found)
         dense = by_rows and not self.sparse
         from_rows = dense and not self._many_positions
-        for piece in (self,) if self.summed is not None else self._row_pieces() if dense else self.pieces():
+        for piece in self._row_pieces() if dense else self.pieces():
             if from_rows:
                 ones = self.bias and all("bias" in call.use.keys for call in piece.calls)  # else they are stored
                 a: Any = piece.inputs if not ones else piece._inputs[0] if len(piece.calls) == 1 else piece._inputs
@@ -426,16 +425,6 @@ class LayerBatch:
                 squared_examples(J, QG, QA, total)
         assert total is not None
         return total
-
-    def for_squares(self) -> Iterator[LayerBatch]:
-        """Batches with all that `squared_grads` reads: gradients where these are smaller than the rows, else itself."""
-        by_rows = self.whole and len(self.layer.groups) == 1 and self.weight and not self.sparse
-        if not by_rows or not self._many_positions:
-            yield self
-            return
-        for part in self._row_pieces():
-            grads = part.per_example_grads
-            yield replace(part, calls=[], mask=None, example_weights=None, summed=grads)
 
     def _row_pieces(self) -> Iterator[LayerBatch]:
         columns = self.layer.groups[0].layout.matrix_shape[-1]

@@ -220,8 +220,9 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         UnsupportedError: If an embedding has a `max_norm`.
     """
     modules = [*model.modules()]
+    kinds = [p.device.type for module in modules for p in module._parameters.values() if p is not None]
     with eager, own_passes, ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in model.parameters()]}):
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(RandomState.now().restore)
         sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from cases import NETS, problem
-from torch import nn
 
 from curvlinops_plus import EKFAC, EKFACLinearOperator, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
 from curvlinops_plus.blocks.sweeps import Kept
@@ -49,33 +48,6 @@ def test_what_fits_is_kept(max_kept_bytes: int, capfd: pytest.CaptureFixture[str
     assert data.passes == 2 * passes
 
 
-class WithOwnEnd(EKFAC):
-    def finish(self) -> Any:
-        return super().finish()
-
-
-@pytest.mark.parametrize(("samples", "bias"), [(1, True), (3, False)])
-def test_gradients_of_examples_are_kept_where_they_are_smaller(samples: int, bias: bool) -> None:
-    """A convolution with more positions than rows and columns: 2 · 4 or 5 numbers instead of 64 · 3 per example."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 2, padding="same", bias=bias), nn.Tanh(), nn.Flatten(), nn.Linear(128, 3))
-    data = [(torch.randn(20, 1, 8, 8), torch.randint(3, (20,))) for _ in range(3)]
-    outputs = 4 * 60 * (128 + samples * 3)  # inputs and gradients of the other layer
-    small = outputs + samples * 4 * 60 * 2 * (4 + bias) + 1000  # and what else belongs to a batch
-    counted = Counted(data)
-
-    def run(kind: type[EKFAC], max_kept_bytes: int) -> torch.Tensor:
-        risk, vectors = EmpiricalRisk(model, nn.CrossEntropyLoss(), counted), MonteCarlo(samples, seed=0)
-        return curvature(risk, kind, vectors=vectors, max_kept_bytes=max_kept_bytes).to_dense()
-
-    swept = run(EKFAC, 0)
-    assert counted.passes == 2
-    assert torch.equal(run(EKFAC, small), swept)
-    assert counted.passes == 3
-    assert torch.equal(run(WithOwnEnd, small), swept)  # what it reads again is not known
-    assert counted.passes == 5
-
-
 def test_memory_is_bounded() -> None:
     """Tensors count once, with all of their storage; one too many, and nothing is kept any more."""
     p = problem("mlp")
@@ -84,7 +56,7 @@ def test_memory_is_bounded() -> None:
     layers = set(find_layers(risk.model, risk.params))
     sweep(risk, list(layers), Exact(), batches.append)
     last = batches[-1]  # gradients were handed over and are gone
-    kept = Kept(last.calls[0].args[0].untyped_storage().nbytes(), layers, set())
+    kept = Kept(last.calls[0].args[0].untyped_storage().nbytes(), layers)
     for _ in range(3):
         kept.add(last)
     assert kept.has([last.layer])

@@ -22,7 +22,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("risk.sweep", "_vectors_at_once", lambda recorder, number: 1),
     ("exact.passes", "_COLUMNS", 2),
     ("exact.passes", "_CPU_NUMBERS", 1),
-    ("blocks.sweeps", "Kept", lambda max_bytes, layers, squares: Kept(64, layers, squares)),
+    ("blocks.sweeps", "Kept", lambda max_bytes, layers: Kept(64, layers)),
     ("likelihood.draws", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),
