@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -208,8 +209,10 @@ def test_targets_may_have_another_length_than_the_output() -> None:
     assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
     F, Y = FromDistribution(make, class_axis=1).canonical(torch.zeros(4, 6, 5), torch.zeros(4, 3, 5), 4)
     assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
-    with pytest.raises(ValueError, match=r"\[4, 5, 6\] makes a Normal for targets of shape \[4, 5, 3\], .*\[4, 5, 6\]"):
-        FromDistribution(make).canonical(torch.zeros(4, 5, 6), torch.zeros(4, 5, 6), 4)
+    for wrong in [(4, 5, 6), (4, 3, 5)]:  # another number of entries, other axes
+        expected = rf"\[4, 5, 6\] makes a Normal for targets of shape \[4, 5, 3\], .*{re.escape(str(list(wrong)))}"
+        with pytest.raises(ValueError, match=expected):
+            FromDistribution(make).canonical(torch.zeros(4, 5, 6), torch.zeros(wrong), 4)
 
 
 def test_batch_shape_is_checked() -> None:
