@@ -238,3 +238,22 @@ def test_batch_norm_between_layers() -> None:
     optimizer = KFACPreconditioner(model, loss, params=[*model[0].parameters(), *model[2].parameters()])
     with pytest.warns(CurvatureWarning, match="batch norm in training mode.*not compared"):
         plain(optimizer, model, loss, *batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal")
+def test_parameters_read_around_batch_norm_belong_to_another_optimizer() -> None:
+    class Scaled(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * super().forward(x)
+
+    model, loss = Scaled().double(), nn.CrossEntropyLoss()
+    with KFACOptimizer(model, loss) as optimizer, pytest.raises(UnsupportedError, match="read around it to another opt"):
+        plain(optimizer, model, loss, *batch())
+    scale = model.scale.detach().clone()
+    with KFACOptimizer(model, loss, params=[p for p in model.parameters() if p is not model.scale]) as optimizer:
+        plain(optimizer, model, loss, *batch())
+    assert model.scale.equal(scale)
