@@ -286,9 +286,9 @@ def check_repeatable(module: nn.Module) -> None:
             where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
             raise UnsupportedError(
                 f"{where} {'in training mode' if child.training else 'with track_running_stats=False'} normalizes with "
-                "the statistics of the batch, so no example has gradients of its own. Call `model.eval()`, on a layer that "
-                "tracks running statistics; in training, leave parameters that are read around it to another optimizer "
-                "(`params=`)."
+                "the statistics of the batch, so no example has gradients of its own. Call `model.eval()`, on a layer "
+                "that tracks running statistics; in training, leave parameters that are read around it to another "
+                "optimizer (`params=`)."
             )
 
 
