@@ -372,22 +372,9 @@ class KFOCLinearOperator(KFACLinearOperator):
         mc_samples: int = 1,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            check_deterministic=check_deterministic,
-            seed=seed,
-            fisher_type=fisher_type,
-            mc_samples=mc_samples,
-            num_per_example_loss_terms=num_per_example_loss_terms,
-            separate_weight_and_bias=separate_weight_and_bias,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **options,
-        )
+        first = (model_func, loss_func, params, data, progressbar, check_deterministic, seed, fisher_type, mc_samples)
+        last = (num_per_example_loss_terms, separate_weight_and_bias, num_data, batch_size_fn)
+        super().__init__(*first, KFACType.EXPAND, *last, **options)
 
 
 class KFACInverseLinearOperator(Deferred):
@@ -431,10 +418,7 @@ class KFACInverseLinearOperator(Deferred):
         retry_double_precision: bool = True,
     ) -> None:
         if not isinstance(A, KFACLinearOperator):
-            raise ValueError(
-                f"The input `A` must be an instance of `KFACLinearOperator`, got {type(A).__name__}. Other "
-                "operators have `A.inverse(damping)`."
-            )
+            raise ValueError("The input `A` must be an instance of `KFACLinearOperator`; others have `A.inverse`.")
         if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
             raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
         super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)

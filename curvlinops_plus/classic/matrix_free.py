@@ -302,9 +302,6 @@ class ActivationHessianLinearOperator(ActivationHessian):
         batch_size_fn: Number of examples of an input that is not a tensor.
         risk_options: Keyword options of `EmpiricalRisk`.
 
-    Raises:
-        ValueError: If the model is no module.
-
     Example:
         >>> import torch
         >>> from torch import nn
@@ -327,8 +324,6 @@ class ActivationHessianLinearOperator(ActivationHessian):
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
-        if not isinstance(model_func, nn.Module):
-            raise ValueError(f"Activations are known by modules; `model_func` is a {type(model_func).__name__}.")
         params = dict(model_func.named_parameters())
         risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, activation, check_deterministic=check_deterministic)

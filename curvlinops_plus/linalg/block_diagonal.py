@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from operator import attrgetter, methodcaller
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,8 +21,6 @@ from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Layout, Space, Structure
 
 T = TypeVar("T")
-
-_OTHER = "; that of a curvature is read by BlockwiseLinearOperator.from_state_dict(state, model, data)"
 
 
 class BlockDiagonal(LinearOperator):
@@ -155,20 +155,7 @@ class BlockDiagonal(LinearOperator):
         return {n: at[:, 0] for n, at in self._split(torch.arange(self.shape[0], device=self.device)[:, None]).items()}
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
-
-        Raises:
-            ValueError: If a block's part is missing, is of no block, or has another size.
-        """
-        sizes, given = (
-            {name: layout.dim for name, layout in self.layouts.items()},
-            {n: len(t) for n, t in parts.items()},
-        )
-        if given != sizes:
-            raise ValueError(f"Expected a part for each of the blocks, of the sizes {sizes}, got {given}.")
-        return self._merge(parts)
-
-    def _merge(self, parts: Mapping[str, Tensor]) -> Tensor:  # {name: [dim] or [dim, K]} -> [n] or [n, K]
+        """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`."""
         tree: dict[str, Tensor] = {}
         for name, layout in self.layouts.items():
             part = parts[name]
@@ -229,7 +216,7 @@ class BlockDiagonal(LinearOperator):
             device: Where its tensors shall be.
 
         Raises:
-            ValueError: If it is no such state, or cut off.
+            ValueError: If it is no such state.
 
         Example:
             >>> from curvlinops_plus.linalg import Diagonal
@@ -239,21 +226,16 @@ class BlockDiagonal(LinearOperator):
             tensor([3., 3.])
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("class") != "BlockDiagonal":
-            advice = "" if not isinstance(state_dict, Mapping) or "fingerprint" not in state_dict else _OTHER
             raise ValueError(
-                f"This is not the state of a BlockDiagonal: expected what its state_dict() returns{advice}."
+                "This is not the state of a BlockDiagonal, as its state_dict() returns it; that of a curvature is read "
+                "by BlockwiseLinearOperator.from_state_dict(state, model, data)."
             )
-        try:
-            space = Space(state_dict["space"])
-            blocks = {name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}
-            layouts = {
-                name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
-                for name, x in state_dict["layouts"].items()
-            }
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"The state of a BlockDiagonal is incomplete ({error!r}); is the file cut off, or not ours?"
-            ) from error
+        space = Space(state_dict["space"])
+        blocks = {name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}
+        layouts = {
+            name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
+            for name, x in state_dict["layouts"].items()
+        }
         return BlockDiagonal(blocks, layouts, space)
 
     # Closed forms ----------------------------------------------------------------------------------------------------
@@ -271,7 +253,7 @@ class BlockDiagonal(LinearOperator):
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
-        return self._merge(self._tensors(methodcaller("diagonal")))
+        return self.merge(self._tensors(methodcaller("diagonal")))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         found = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
@@ -280,18 +262,16 @@ class BlockDiagonal(LinearOperator):
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
-        again = {"retry_double_precision": retry_double_precision}
-        inverted = self._each(lambda block, d: block.inverse(d, **again), self.per_block(damping), True)
-        return self._with(inverted)
+        options = {"retry_double_precision": retry_double_precision}
+        return self._with(self._each(attrgetter("inverse"), True, self.per_block(damping), options))
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        raised = self._each(lambda block, d: block.power(p, d, exact=exact), self.per_block(damping), True)
-        return self._with(raised)
+        return self._with(self._each(lambda block: partial(block.power, p, exact=exact), True, self.per_block(damping)))
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)))
+        return self._with(self._each(attrgetter("shift"), dampings=self.per_block(delta)))
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_scale", c)))
@@ -322,23 +302,28 @@ class BlockDiagonal(LinearOperator):
 
     def _tensors(self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False) -> dict[str, Tensor]:
         """Block name to `function(block)`, whoever has the block."""
-        return self._each(function, decomposes=decomposes)
+        return self._each(function, decomposes)
 
     def _each(
-        self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None, decomposes: bool = False
-    ) -> dict[str, T]:
-        """Block name to `function(block)`, or to `function(block, arguments[name])`.
+        self,
+        function: Callable[[LinearOperator], Any],
+        decomposes: bool = False,
+        dampings: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Block name to `function(block)`, or to `function(block)(dampings[name], **options)`.
 
         If that decomposes the blocks, several are done at the same time.
         """
 
-        def of(name: str) -> T:
+        def of(name: str) -> Any:
             try:
-                found = function(self._fetched(name), *(() if arguments is None else (arguments[name],)))
+                found = function(self._fetched(name))
+                found = found if dampings is None else found(dampings[name], **options)
             except OF_PARTS as error:
                 raise about(f'block "{name}"', error) from error
             if self._keeps_elsewhere and isinstance(found, LinearOperator):
-                return found.to(self.blocks[name].device)  # type: ignore[return-value]
+                return found.to(self.blocks[name].device)
             return found
 
         with outside_autocast(self.device):
@@ -462,7 +447,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     def _tensors(self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False) -> dict[str, Tensor]:
         def work() -> dict[str, Tensor]:
-            own = {name: t.detach().cpu() for name, t in self._each(function, decomposes=decomposes).items()}
+            own = {name: t.detach().cpu() for name, t in self._each(function, decomposes).items()}
             told = {name: t for part in self.processes.gather(own) for name, t in part.items()}
             return {name: told[name].to(self.device) for name in self.layouts}
 

@@ -238,10 +238,8 @@ class Dense(OneTensor):
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
 
     def _plus(self, other: LinearOperator) -> Dense | None:
-        if isinstance(other, Dense):
-            same = self.batch == other.batch
-            M = self._tensor + other._tensor if same else self.to_dense() + other.to_dense()
-            rtol = self.rtol if self.rtol == other.rtol else None
+        if isinstance(other, Dense) and self.batch == other.batch:
+            M, rtol = self._tensor + other._tensor, self.rtol if self.rtol == other.rtol else None
         elif isinstance(other, Diagonal):
             M, rtol = self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size)), self.rtol
         else:
@@ -377,10 +375,9 @@ class Diagonal(OneTensor):
         return torch.diag(self._tensor.flatten())
 
     def _plus(self, other: LinearOperator) -> Diagonal | None:
-        if not isinstance(other, Diagonal):
+        if not isinstance(other, Diagonal) or self.batch != other.batch:
             return None
-        same = self.batch == other.batch
-        return Diagonal(self.vector + other.vector if same else self.vector.flatten() + other.vector.flatten())
+        return Diagonal(self.vector + other.vector)
 
     def _scale(self, c: Scalar) -> Diagonal:
         return Diagonal(c * self._tensor)

@@ -163,17 +163,7 @@ class Space:
             >>> Space.from_shapes([(2, 2), (1,)]).flatten([torch.ones(2, 2), torch.zeros(1)])
             tensor([1., 1., 1., 1., 0.])
         """
-        parts, columns = [], set()
-        for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
-            K = tensor.shape[len(shape) :]
-            columns.add(K)
-            if tensor.shape[: len(shape)] != shape or len(columns) > 1:
-                raise ValueError(
-                    f'Tensor "{name}": expected shape {list(shape)}, or [{", ".join(map(str, shape))}, K], '
-                    f"equally many in every tensor; got {list(tensor.shape)}."
-                )
-            parts.append(tensor.reshape(shape.numel(), *K))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._join(tree, 0)
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:  # [dim, *K] -> {name: [*shape, *K]}
         """Cut `[dim, *K]` into its named tensors, as views.
@@ -200,17 +190,22 @@ class Space:
             >>> space.flatten_rows([torch.ones(7, 2, 2), torch.zeros(7, 1)]).shape
             torch.Size([7, 5])
         """
-        parts, leading = [], set()
+        return self._join(tree, -1)
+
+    def _join(self, tree: Tree, axis: int) -> Tensor:
+        """The tensors as parts of one, along its first or last axis."""
+        parts, others = [], set()
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
-            K = tensor.shape[: max(tensor.ndim - len(shape), 0)]
-            leading.add(K)
-            if tensor.shape[len(K) :] != shape or len(leading) > 1:
+            cut = max(tensor.ndim - len(shape), 0) if axis else len(shape)
+            K, own = (tensor.shape[:cut], tensor.shape[cut:])[:: 1 if axis else -1]
+            others.add(K)
+            if own != shape or len(others) > 1:
                 raise ValueError(
-                    f'Tensor "{name}": expected shape [..., {", ".join(map(str, shape))}], with the same leading axes '
-                    f"in every tensor; got {list(tensor.shape)}."
+                    f'Tensor "{name}": expected shape {list(shape)} {"behind" if axis else "before"} axes that are the '
+                    f"same in every tensor; got {list(tensor.shape)}."
                 )
-            parts.append(tensor.reshape(*K, shape.numel()))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+            parts.append(tensor.reshape(*K, shape.numel()) if axis else tensor.reshape(shape.numel(), *K))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
     def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
         """Cut `[*K, dim]` into its named tensors, as views.

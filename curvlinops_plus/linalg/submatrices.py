@@ -227,8 +227,8 @@ class PositionedBlocks(BlockDiagonal):
     def _split(self, X: Tensor) -> dict[str, Tensor]:
         return super()._split(X[self._order])
 
-    def _merge(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return super()._merge(parts)[self._back]
+    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return super().merge(parts)[self._back]
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError("A part of a matrix that cuts blocks has no state: save the whole matrix.")

@@ -149,7 +149,6 @@ REFUSED: dict[str, Case] = {
     "no side": (lambda: activation(("0", "outputs", 0)), ValueError, "must be .module name"),
     "no position": (lambda: activation(("0", "output", "0")), ValueError, "must be .module name"),
     "two parts": (lambda: activation(("0", "output")), ValueError, "must be .module name"),
-    "a function": (lambda: activation(HEAD, model=lambda X: X), ValueError, "Activations are known by modules"),
     "two calls": (lambda: activation(("1", "output", 0), model=called_twice()), ValueError, '"1" was called 2 times'),
 }  # fmt: skip
 REFUSED |= {
