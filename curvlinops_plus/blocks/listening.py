@@ -129,11 +129,10 @@ class Hearing:
             )
         if recorder.doubt is not None:
             return False
-        terms = passes.terms(batch, outputs)
 
         def show(consume: Consumer, draws: Draws) -> Totals:
             try:
-                return passes.send_back(batch, outputs, terms, draws, consume, keep_graph=True)
+                return passes.send_back(batch, outputs, draws, consume, keep_graph=True)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise

@@ -95,21 +95,6 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     return sizes.pop()
 
 
-def call_model(model: Callable[..., Any], batch: Batch) -> Any:
-    """What the model returns for a batch, which stays as it is: a model may write to its input.
-
-    It may also differentiate by itself (forces from an energy), which needs a graph also where we need none.
-    """
-    X = mapped(copy_of, batch.X)
-    try:
-        return model(**X) if batch.unpack else model(X)
-    except RuntimeError as error:
-        if torch.is_grad_enabled() or "does not require grad" not in str(error):
-            raise
-    with torch.enable_grad():
-        return call_model(model, batch)
-
-
 # --------------------------------------------------------------------------------------------------- trees of tensors
 def mapped(function: Callable[..., Any], tree: Any, *more: Any) -> Any:
     """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *more)`; other objects stay."""

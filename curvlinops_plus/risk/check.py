@@ -247,7 +247,7 @@ class Look:
         """
         self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
         layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
-        widest = max([layer.accumulation_dtype for layer in layers], key=lambda t: t.itemsize, default=torch.float32)
+        widest = torch.float64 if torch.float64 in [layer.accumulation_dtype for layer in layers] else torch.float32
         mine, theirs, zero = list[Tensor](), list[Tensor](), set[str]()
         for key, p in chain.from_iterable(layer.params.items() for layer in layers):
             for g, into in ((self.ours.get(key), mine), (self.theirs[key], theirs)):

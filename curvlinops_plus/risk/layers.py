@@ -37,10 +37,7 @@ class Role:
 
     uses: tuple[ModuleUse, ...]
     transposed: bool = False
-    sparse: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sparse = all(_is_sparse(use) for use in self.uses)
+    sparse: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +203,8 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
-        named = sorted(use.keys.items(), key=lambda one: one[0] == "bias")  # it is the last column
-        patterns |= {key: known[local] for local, key in named if key not in patterns}
+        named = sorted(use.keys, key="bias".__eq__)  # it is the last column
+        patterns |= {use.keys[local]: known[local] for local in named if use.keys[local] not in patterns}
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
@@ -237,10 +234,10 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
         if not isinstance(use.rule, AffineRule):
             return ()
     if len(uses) == 1:
-        return (Role(tuple(uses)),)
+        return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
     weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
     if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
-        return (Role(tuple(uses)),)
+        return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
     if len(weights) > 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
         return ()
     by_matrix: dict[str, list[ModuleUse]] = {}
@@ -259,7 +256,7 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
         several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
         if several or (biases != {None} and (position or (separate and len(ordered) > 1))):
             return ()
-    return tuple(Role(tuple(members), pattern != lead) for pattern, members in ordered)
+    return tuple([Role(tuple(own), pattern != lead, all(map(_is_sparse, own))) for pattern, own in ordered])
 
 
 def _is_sparse(use: ModuleUse) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.likelihood.likelihood import OfExamples, is_changed
+from curvlinops_plus.likelihood.likelihood import OfExamples
 from curvlinops_plus.risk.batches import Batch, raise_unreached, refuse_outside_reads, require_rereadable
 from curvlinops_plus.risk.preserve import training_modules
 
@@ -213,19 +213,11 @@ class OutputLoss:
 
         Of a loss without a likelihood output and target are as they are, and it counts as N terms. Of others the sum is
         0 unless `values` are asked for.
-
-        Raises:
-            UnsupportedError: If somebody has changed what the loss computes since its likelihood was taken.
         """
         N, weight = batch.num_examples, batch.weight
         if not self.known:
             value = self._scalar(self.loss(f, y), f)
             return f, y, float(N), value * N if self.reduction == "mean" else value
-        if is_changed(self.loss):
-            raise UnsupportedError(
-                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made: "
-                "make it anew."
-            )
         likelihood = self.likelihood
         try:
             F, Y = likelihood.canonical(f, y, N, class_axis)

@@ -17,8 +17,8 @@ from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import (
     Batch,
-    call_model,
     check_data,
+    copy_of,
     count_examples,
     mapped,
     on_device,
@@ -305,7 +305,15 @@ class EmpiricalRisk(ModelParameters):
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
         with self.placed() if model is None and self._elsewhere else nullcontext():
-            out = call_model(call, batch)
+            X = mapped(copy_of, batch.X)  # a model may write to its input
+            try:
+                out = call(**X) if batch.unpack else call(X)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+                X = mapped(copy_of, batch.X)
+                with torch.enable_grad():  # it differentiates by itself, as forces from an energy
+                    out = call(**X) if batch.unpack else call(X)
         found = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
             refuse_outside_reads("model", found[0], self._own)
@@ -364,7 +372,7 @@ class EmpiricalRisk(ModelParameters):
             ProcessError: In all processes, if it fails in one, or something differs.
         """
         if self.processes.world == 1:
-            self.renew()
+            (self.renew if self._spread else self.require_in_place)()
             return work()
 
         def agreed() -> T:

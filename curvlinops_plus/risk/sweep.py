@@ -95,21 +95,12 @@ class RecordedPasses:
         """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
         with self.recorder.recording(batch.num_examples):
             outputs = self.risk.run(batch)
-            terms = self.terms(batch, outputs)
-        return self.send_back(batch, outputs, terms, draws, consume)
-
-    def terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
-        """What the losses make of the outputs, as `EmpiricalRisk.run` returns them."""
-        fs, ys, class_axes = outputs
-        with plain_mode(self.risk.device.type):
-            values = self.recorder.own_pass  # streams don't add them up
-            return self.risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch, values)
+        return self.send_back(batch, outputs, draws, consume)
 
     def send_back(
         self,
         batch: Batch,
         outputs: tuple[Any, Any, Any],
-        terms: Terms,
         draws: Draws,
         consume: Consumer,
         keep_graph: bool = False,
@@ -118,14 +109,16 @@ class RecordedPasses:
 
         Args:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
-            terms: What the losses make of them.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
 
         Returns:
             The totals of the batch.
         """
-        risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        with plain_mode(risk.device.type):
+            values = recorder.own_pass  # streams don't add them up
+            terms = risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch, values)
         draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples), risk.device)
         totals = terms.totals
         recorder.begin(consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight)
