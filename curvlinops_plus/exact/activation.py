@@ -38,9 +38,10 @@ class ActivationHessian(RiskOperator):
             once per risk. False: not even these.
 
     Raises:
-        ValueError: If there is no such module or tensor, it is not called exactly once per forward pass, or the tensor
-            is not made of floating-point numbers; or if the data are an iterator.
-        RuntimeError: If two products differ.
+        ValueError: If there is no such module, or it is not called exactly once per forward pass; or if the data are an
+            iterator.
+        IndexError: If there is no such tensor.
+        RuntimeError: If it is not made of floating-point numbers, or two products differ.
         UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice.
 
     Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
@@ -83,10 +84,6 @@ class ActivationHessian(RiskOperator):
                     shapes.append(z.shape)
         return Space.from_shapes(shapes)
 
-    @property
-    def out_space(self) -> Space:  # type: ignore[override]
-        return self.in_space
-
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, tuple[Tensor, Totals]]:
         """The activation of a batch, and totals whose losses are a function of it; nothing else is differentiated."""
         with self._leaf() as caught:
@@ -127,12 +124,7 @@ class ActivationHessian(RiskOperator):
         def replaced(values: Any) -> Any:
             several = isinstance(values, (tuple, list))
             items = list(values) if several else [values]
-            if not -len(items) <= index < len(items):
-                raise ValueError(f'The {side} of module "{name}" has {len(items)} entries; there is no entry {index}.')
-            t = items[index]
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                raise ValueError(f'Entry {index} of the {side} of module "{name}" is no tensor of real numbers.')
-            caught.append(t.detach().clone().requires_grad_())
+            caught.append(items[index].detach().clone().requires_grad_())
             items[index] = caught[-1].clone()  # a leaf must not be written to, and what comes next may be in-place
             if not several:
                 return items[0]

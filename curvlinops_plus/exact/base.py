@@ -98,14 +98,9 @@ class RiskOperator(LinearOperator):
                 total, totals = sweep(X, weights)
             except (UnsupportedError, NumericsError, torch.OutOfMemoryError):
                 raise
-            except RuntimeError as error:
-                if passes.twice:
+            except RuntimeError:
+                if passes.twice or isinstance(risk.data, Iterator):  # which can't be read again
                     raise
-                if isinstance(risk.data, Iterator):
-                    raise UnsupportedError(
-                        f"A pass failed: {error}\nIt would begin anew without forward mode, but the data are an "
-                        "iterator, which can be read once. Give a list or a DataLoader."
-                    ) from error
                 state.restore()
                 passes.twice = True  # an operation has no forward mode, or a wrong one; all else fails again
                 total, totals = sweep(X, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, OwnedBlockDiagonal
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
-from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, Identity, IdentityLinearOperator
+from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, nearest_kronecker
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
@@ -39,7 +39,6 @@ __all__ = [
     "Eigendecomposed",
     "Factor",
     "HeuristicDamping",
-    "Identity",
     "IdentityLinearOperator",
     "Kronecker",
     "LSMRInverseLinearOperator",

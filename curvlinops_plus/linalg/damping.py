@@ -116,9 +116,7 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
     else:
         value = scalar(value, operator, "the damping")
         number = float(value.detach()) if isinstance(value, Tensor) else value
-    if number != number:
-        raise ValueError("Expected the damping to be a number, got nan.")
-    if operator.structure == Structure.PSD and number < 0:
+    if operator.structure == Structure.PSD and not number >= 0:
         raise ValueError(f"Expected the damping of a positive semi-definite matrix to be at least 0, got {number:g}.")
     return value
 

@@ -476,9 +476,6 @@ class IdentityLinearOperator(Factor):
         return self._times(self.c**2)
 
 
-Identity = IdentityLinearOperator
-
-
 def _materialize(self: LinearOperator) -> LinearOperator:
     """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed forms.
 

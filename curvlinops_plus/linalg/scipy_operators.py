@@ -29,9 +29,6 @@ def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
             as in curvlinops: they lose nothing to rounding of their own. NumPy has no bfloat16: it becomes float32. A
             product has the dtype of the array it was given, and is computed in the operator's own dtype.
 
-    Raises:
-        TypeError: If the dtype is not one of real floating-point numbers.
-
     Example:
         >>> from scipy.sparse.linalg import eigsh
         >>> from curvlinops_plus.linalg import Diagonal
@@ -42,10 +39,6 @@ def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
     if isinstance(dtype, torch.dtype):
         dtype = "float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
     wanted = np.dtype(np.float64 if dtype is None else dtype)
-    if wanted.kind != "f":
-        raise TypeError(
-            f"Expected dtype to be a floating-point one of NumPy or PyTorch, got {dtype!r}; take 'float64'."
-        )
 
     def of(product: Any) -> Any:
         def multiply(X: Any) -> Any:
@@ -73,11 +66,10 @@ def from_scipy(
         op: `scipy.sparse.linalg.LinearOperator`, sparse matrix or array, or NumPy array [m, n]; real.
         dtype: What the result computes in; by default float32 for a float32 or half-precision `op`, float64 otherwise.
         device: Where the result takes and returns vectors, by default the CPU.
-        structure: What is known about the matrix; not checked, except that symmetric matrices are square.
+        structure: What is known about the matrix; not checked.
 
     Raises:
         TypeError: If `op` is not one of these, or complex.
-        ValueError: If a symmetric matrix is not square.
 
     Example:
         >>> import scipy.sparse
@@ -94,10 +86,7 @@ def from_scipy(
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=where), structure)
-    wrapped = scipy.sparse.linalg.aslinearoperator(op)
-    if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
-        raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
-    return Foreign(wrapped, torch.empty(0, dtype=dtype, device=where), structure)
+    return Foreign(scipy.sparse.linalg.aslinearoperator(op), torch.empty(0, dtype=dtype, device=where), structure)
 
 
 # Set from here, because operators are defined without the classes that build on them.

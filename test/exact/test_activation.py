@@ -162,12 +162,10 @@ def test_one_of_several_tensors(kind: Callable[..., Any]) -> None:
     for (side, index), (function, at) in cases.items():
         H = ActivationHessianLinearOperator(model, loss, ("inner", side, index), [(X, y)])
         close(H.to_dense(), dense(function, at))
-    for which, words in {
-        ("inner", "input", 1): 'Entry 1 of the input of module "inner" is no tensor of real numbers',
-        ("inner", "output", 2): 'output of module "inner" has 2 entries; there is no entry 2',
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            ActivationHessianLinearOperator(model, loss, which, [(X, y)])
+    with pytest.raises(AttributeError):  # a number
+        ActivationHessianLinearOperator(model, loss, ("inner", "input", 1), [(X, y)])
+    with pytest.raises(IndexError):
+        ActivationHessianLinearOperator(model, loss, ("inner", "output", 2), [(X, y)])
 
 
 class Heads(nn.Module):

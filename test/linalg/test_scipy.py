@@ -148,7 +148,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
     (lambda: from_scipy(EYE), TypeError, "got a Dense"),
     (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-    (lambda: EYE.to_scipy(torch.int32), TypeError, "of NumPy or PyTorch, got 'int32'; take 'fl"),
     (lambda: from_scipy(MATRIX, structure=PSD), ValueError, r"expected a PSD matrix to be square, got \[4, 6\]"),
     (lambda: sla.eigsh(EYE, k=1), TypeError, r"torch\.float32|not an array"),
 ]
