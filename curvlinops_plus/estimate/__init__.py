@@ -11,13 +11,13 @@ from curvlinops_plus.estimate.eigen import (
     spectral_norm,
     top_eigenpairs,
 )
-from curvlinops_plus.estimate.lanczos import logdet
 from curvlinops_plus.estimate.matrix import random_vector
 from curvlinops_plus.estimate.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
+    logdet,
     plot_spectrum,
 )
 from curvlinops_plus.estimate.trace import (

@@ -11,8 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.estimate.lanczos import Product, lanczos
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, estimator, multiplying, random_vectors
+from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, Product, estimator, lanczos, multiplying, random_vectors
 
 Which = Literal["largest", "smallest", "largest magnitude"]
 Boundaries = tuple[float | None, float | None] | None
@@ -59,7 +58,7 @@ def top_eigenpairs(
     Raises:
         ValueError: If `A` is not square or not symmetric, or `k` is not between 1 and `n`.
         NumericsError: If products are NaN or infinite, or the tolerance was not met.
-        TypeError: If `A` is no matrix of real floating-point numbers, or `k` no integer.
+        TypeError: If `A` is no matrix of real floating-point numbers.
 
     Cost: products as needed, and some ten for the scale of `A`; memory of `max(20, 2 k + 1)` vectors in
     float64, for the smallest ones `max(40, 2 k + 1)`.
@@ -69,11 +68,9 @@ def top_eigenpairs(
         >>> values.round(decimals=3)
         tensor([49., 48.])
     """
-    with multiplying(A) as M:
-        check_at_least(1, k=k)
-        if k > M.shape[0]:
-            raise ValueError(f"k ({k}) must be at most A's size ({M.shape[0]}).")
-        M.require_symmetric()
+    with multiplying(A, "symmetric") as M:
+        if not 1 <= k <= M.shape[0]:
+            raise ValueError(f"k ({k}) must be at least 1 and at most A's size ({M.shape[0]}).")
         return extreme_eigenpairs(M, M.matmat, k, "largest" if largest else "smallest", tol, max_iter, generator)
 
 
@@ -97,7 +94,7 @@ def spectral_norm(
             returned, and at most the sum, unless the iteration missed the largest singular value altogether.
 
     Raises:
-        ValueError: If `A` has not two axes or no entries.
+        ValueError: If `A` has not two axes.
         NotImplementedError: If `A` is not symmetric and can't multiply with its transpose.
         NumericsError: If the tolerance was not met.
 
@@ -107,13 +104,11 @@ def spectral_norm(
         >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, -4.0, 0.0]])).round(decimals=3)
         tensor(4.)
     """
-    with multiplying(A, square=False) as M:
-        symmetric = M.asymmetry() <= 100 * M.eps
-        product = M.matmat if symmetric else M.gram
+    with multiplying(A, "a matrix") as M:
+        product, power = M.for_singular_values()
         values, _, residuals = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
-        norm, error = values[0].abs(), residuals[0]
-        if not symmetric:
-            norm, error = norm.sqrt(), (norm + error).sqrt() - norm.sqrt()
+        norm = values[0].abs() ** power
+        error = (values[0].abs() + residuals[0]) ** power - norm
     return (norm, error) if return_error else norm
 
 
@@ -143,7 +138,7 @@ def condition_number(
         return_error: Return `(condition number, error)`, with the error that the residuals allow.
 
     Raises:
-        ValueError: If `A` has not two axes or no entries.
+        ValueError: If `A` has not two axes.
         NotImplementedError: If `A` is not symmetric and can't multiply with its transpose.
 
     Warns:
@@ -155,25 +150,22 @@ def condition_number(
         >>> condition_number(torch.diag(torch.tensor([1.0, -2.0, 10.0]))).round(decimals=3)
         tensor(10.)
     """
-    with multiplying(A, square=False) as M:
-        check_at_least(1, max_iter=max_iter)
-        symmetric = M.asymmetry() <= 100 * M.eps
-        product, steps = M.matmat if symmetric else M.gram, min(50, max_iter)
-        start = random_vectors(1, min(M.shape), "normal", generator, M.zero)
+    with multiplying(A, "a matrix") as M:
+        product, power = M.for_singular_values()
+        start, steps = random_vectors(1, min(M.shape), "normal", generator, M.zero), min(50, max_iter)
         while True:
             (large, large_by), (small, small_by) = _stretched(product, start, steps)
             singular = small <= M.rounding(20) * large
-            done = singular or (large_by <= tol * large and small_by <= tol * small)
-            if done or steps >= max_iter:
+            if singular or (large_by <= tol * large and small_by <= tol * small):
+                break
+            if steps >= max_iter:
+                words = f"The condition number did not converge in {steps} steps; it is at least what is returned."
+                warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
                 break
             steps = min(2 * steps, max_iter)
-        if not done:
-            words = f"The condition number did not converge in {steps} steps; it is at least what is returned."
-            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
-        value, bound = inf if singular else large / small, (large + large_by) / max(small - small_by, 1e-300)
-        if not symmetric:
-            value, bound = value**0.5, bound**0.5
-        value, error = M.zero + value, M.zero + (0.0 if singular else bound - value)
+        value = M.zero + (inf if singular else (large / small) ** power)
+        bound = (large + large_by) / max(small - small_by, 1e-300)
+        error = M.zero + (0.0 if singular else bound**power - float(value))
     return (value, error) if return_error else value
 
 
@@ -185,7 +177,7 @@ def approximate_boundaries(
     Args:
         A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
         tol: Accuracy, relative to the largest absolute eigenvalue; 0 means machine precision.
-        boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is and costs nothing.
+        boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is.
         generator: As for `hutchinson_trace`; for the starting vectors.
 
     Raises:
@@ -221,20 +213,17 @@ def approximate_boundaries_abs(
 def _ends(
     A: MatrixLike, tol: float, boundaries: Boundaries, generator: Generator | None, absolute: bool
 ) -> tuple[float, float]:
-    low, high = (None, None) if boundaries is None else boundaries
+    low, high = boundaries or (None, None)
     if low is not None and high is not None and low > high:
         raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
-    with multiplying(A) as M:
-        if low is None or high is None:
-            M.require_symmetric()
+    with multiplying(A, "symmetric") as M:
 
-        def end(which: Which) -> float:
-            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator).eigenvalues.item()
+        def end(known: float | None, which: Which) -> float:
+            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator)[0].item() if known is None else known
 
-        if low is None and not absolute:
-            low = end("smallest")
-        if high is None:
-            high = abs(end("largest magnitude")) if absolute else end("largest")
+        if not absolute:
+            return float(end(low, "smallest")), float(end(high, "largest"))
+        high = abs(end(high, "largest magnitude"))
         if low is None:
             start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
             low = min(_stretched(M.matmat, start, 100)[1][0], high)
@@ -246,7 +235,7 @@ def _stretched(product: Product, start: Tensor, steps: int) -> tuple[tuple[float
 
     Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute eigenvalue.
     """
-    alpha, beta = (values[0] for values in lanczos(product, start, steps, reorthogonalize=False))
+    (alpha,), (beta,) = lanczos(product, start, steps, reorthogonalize=False)
     if ended := (beta == 0).nonzero().flatten().tolist():
         alpha, beta = alpha[: ended[0] + 1], beta[: ended[0] + 1]
     T = torch.zeros(len(alpha) + 1, len(alpha), dtype=torch.float64)
@@ -266,46 +255,37 @@ def extreme_eigenpairs(
     M: Matrix, product: Product, k: int, which: Which, tol: float | None, max_iter: int, generator: Generator | None
 ) -> Eigenpairs:
     """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product` multiplies with."""
-    check_at_least(1, max_iter=max_iter)
-    n = min(M.shape)
-    limit = M.eps**0.5 if tol is None else max(tol, M.eps)
+    n, limit = min(M.shape), M.eps**0.5 if tol is None else max(tol, M.eps)
+    sign, by_magnitude = -1 if which == "smallest" else 1, which == "largest magnitude"
 
-    def order(values: Tensor) -> Tensor:  # best first
-        return (values.abs() if which == "largest magnitude" else values).argsort(descending=which != "smallest")
+    def best(values: Tensor) -> Tensor:
+        return (values.abs() if by_magnitude else sign * values).argsort(descending=True)[:k]
 
     if n <= max(20, 2 * k):
         T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
         values, X = torch.linalg.eigh((T + T.T) / 2)
-        X = X[:, order(values)[:k]].to(M.zero)
+        X = X[:, best(values)].to(M.zero)
     else:
         start = random_vectors(1, n, "normal", generator, M.zero)
         # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not near zero.
-        about = lanczos(product, start, 10, reorthogonalize=True).quadrature()[0].abs().max()
-        shift = 0.0 if which == "largest magnitude" and about > 0 else float(about) or 1.0
-        sign = -1 if which == "smallest" else 1
+        about = _stretched(product, start, 10)[0][0]
+        shift = 0.0 if by_magnitude and about > 0 else about or 1.0
 
         def shifted(x: Any) -> Any:
             x = torch.from_numpy(x).view(-1, 1)
             return (sign * product(x.to(M.zero)).to(x) + shift * x).numpy()
 
         ncv = min(n, max(2 * k + 1, 40 if which == "smallest" else 20))
-        v0 = start[:, 0].to("cpu", torch.float64).numpy()
+        v0, end = start[:, 0].to("cpu", torch.float64).numpy(), "LM" if by_magnitude else "LA"
         operator: Any = scipy.sparse.linalg.LinearOperator
+        S, rounds = operator((n, n), matvec=shifted, dtype=v0.dtype), max(1, max_iter // (ncv - k))
         try:
-            _, X = scipy.sparse.linalg.eigsh(
-                operator((n, n), matvec=shifted, dtype=v0.dtype),
-                k,
-                which="LM" if which == "largest magnitude" else "LA",
-                v0=v0,
-                ncv=ncv,
-                tol=limit,
-                maxiter=max(1, max_iter // (ncv - k)),
-            )
+            _, X = scipy.sparse.linalg.eigsh(S, k, which=end, v0=v0, ncv=ncv, tol=limit, maxiter=rounds)
         except scipy.sparse.linalg.ArpackNoConvergence as error:
             raise NumericsError(f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}.") from error
         X = torch.from_numpy(X.copy()).to(M.zero)
     Y = product(X)
     values = (X * Y).sum(0)
-    best = order(values)
-    X, Y, values = X[:, best], Y[:, best], values[best]
+    order = best(values)
+    X, Y, values = X[:, order], Y[:, order], values[order]
     return Eigenpairs(values, X, torch.linalg.vector_norm(Y - X * values, dim=0))

@@ -1,22 +1,29 @@
-"""A matrix as estimators see it, whatever library it comes from; random vectors, and means with standard errors."""
+"""A matrix as estimators see it, whatever library it comes from; random vectors, means over them; Lanczos iterations.
+
+For a vector `v` of length 1, `steps` products give nodes `θ` and weights `w` with `vᵀ f(A) v ≈ Σ w f(θ)`, exact for
+polynomials `f` up to degree `2 steps - 1` (Golub and Meurant 2010, chapter 6).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any, Generic, Literal, ParamSpec, Protocol, cast, overload
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, cast, overload
 
 import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
-from curvlinops_plus.linalg.numerics import standard_normal, whole
+from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.operator import Foreign
 
-BLOCK_BYTES = 2**27  # of the columns that are multiplied at once
+BLOCK_BYTES = 2**27  # of random vectors, and what is kept for each, at once
 P = ParamSpec("P")
+Kind = Literal["a matrix", "square", "symmetric"]
+#: Multiplies a matrix with columns, [n, K] -> [n, K].
+Product: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MatrixLike(Protocol):
@@ -31,9 +38,7 @@ class Estimator(Protocol, Generic[P]):
     """Signature of an estimator whose `return_error=True` makes it return `(estimate, standard error)`."""
 
     @overload
-    def __call__(
-        self, A: MatrixLike, *args: Any, return_error: Literal[True], **options: Any
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, *args: Any, return_error: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
 
@@ -44,23 +49,20 @@ def estimator(function: Callable[P, Tensor | tuple[Tensor, Tensor]]) -> Estimato
 
 
 class Matrix:
-    """An operator `[m, n]` and products with tensors `[n, K]`, in blocks of columns.
+    """An operator `[m, n]` and products with tensors `[n, K]`.
 
     `dtype` is what estimators compute in: float32 if the matrix itself is in half precision. `eps` is the relative
     rounding error of products.
     """
 
-    def __init__(self, A: Any) -> None:
-        if not hasattr(A, "shape"):  # a risk, say, instead of a matrix of it
-            what = "a LinearOperator, a tensor, an array or a SciPy operator"
-            raise TypeError(f"Expected {what}, got {type(A).__name__}.")
+    def __init__(self, A: Any, kind: Kind) -> None:
         if not isinstance(A, (LinearOperator, Tensor)):
             A = Foreign(A) if isinstance(getattr(A, "dtype", None), torch.dtype) else from_scipy(A)
         self.shape, self.device = tuple(A.shape), A.device
+        if len(self.shape) != 2 or (kind != "a matrix" and self.shape[0] != self.shape[1]):
+            raise ValueError(f"Operator must be {kind}. Got shape {self.shape}.")
         if not A.dtype.is_floating_point:
             raise TypeError(f"Expected a matrix of real floating-point numbers, got {A.dtype}.")
-        if len(self.shape) != 2 or 0 in self.shape:
-            raise ValueError(f"A must be a matrix with entries. Got shape {self.shape}.")
         self.dtype, self.eps = torch.promote_types(A.dtype, torch.float32), torch.finfo(A.dtype).eps
         #: A 0-d tensor of the dtype and device in which to compute.
         self.zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -70,29 +72,26 @@ class Matrix:
         """Relative rounding error of sums of so many terms in `dtype`, or of a product where that is larger."""
         return max(terms * torch.finfo(self.dtype).eps, self.eps)
 
-    def blocks(self, total: int, copies: int = 1) -> Iterator[int]:
-        """Sizes of the blocks in which `total` columns go through, when `copies` vectors are kept per column."""
-        size = max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies))
-        return (min(size, total - start) for start in range(0, total, size))
-
     def matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
         """`A @ X`."""
-        return self._in_blocks(self._A, X, self.shape[0])
+        return self._product(self._A, X)
 
     def rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
         """`Aᵀ @ X`."""
-        return self._in_blocks(self._A.T, X, self.shape[1])
+        return self._product(self._A.T, X)
 
-    def gram(self, X: Tensor) -> Tensor:
-        """`AᵀA X`, or `AAᵀ X` if that is smaller."""
-        return self.rmatmat(self.matmat(X)) if self.shape[0] >= self.shape[1] else self.matmat(self.rmatmat(X))
-
-    def _in_blocks(self, A: Any, X: Tensor, rows: int) -> Tensor:
-        results = [X.new_zeros((rows, 0))]
-        results += [(A @ block.to(A.dtype)).to(self.dtype) for block in X.split(list(self.blocks(X.shape[1])), dim=1)]
-        if not all(bool(torch.isfinite(result).all()) for result in results):
+    def _product(self, A: Any, X: Tensor) -> Tensor:
+        found = (A @ X.to(A.dtype)).to(self.dtype)
+        if not torch.isfinite(found).all():
             raise NumericsError("A product with A has NaN or infinite entries; look for them in the model and data.")
-        return torch.cat(results, dim=1)
+        return found
+
+    def for_singular_values(self) -> tuple[Product, float]:
+        """A symmetric product, and the power that makes its absolute eigenvalues singular values of `A`."""
+        if self.asymmetry() <= 100 * self.eps:
+            return self.matmat, 1.0
+        first, then = (self.matmat, self.rmatmat) if self.shape[0] >= self.shape[1] else (self.rmatmat, self.matmat)
+        return lambda X: then(first(X)), 0.5
 
     @torch.no_grad()
     def asymmetry(self) -> float:
@@ -101,34 +100,35 @@ class Matrix:
             return 1.0
         if getattr(self._A, "structure", Structure.GENERAL) >= Structure.SYMMETRIC:
             return 0.0
-        V = random_vectors(2, self.shape[0], "normal", torch.Generator().manual_seed(0), self.zero)
+        V = random_vectors(2, self.shape[0], "normal", Generator().manual_seed(0), self.zero)
         AV = self.matmat(V).double()
         H, size = V.double().T @ AV, float(torch.linalg.vector_norm(AV, dim=0).max())
         return float((H[0, 1] - H[1, 0]).abs()) / size if size else 0.0
 
-    def require_symmetric(self) -> None:
-        """Refuse a matrix whose products are not those of a symmetric one."""
-        if (difference := self.asymmetry()) > self.eps**0.5:
-            raise ValueError(
-                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Take "
-                "`A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
-            )
+    def draws(self, num: int, distribution: str, generator: Generator | None, copies: int) -> Iterator[Tensor]:
+        """Random vectors in blocks `[min(m, n), k]`, with memory for so many copies of each; in one block if 0."""
+        size = max(1, BLOCK_BYTES // (max(self.shape) * self.zero.element_size() * copies)) if copies else num
+        for start in range(0, num, size):
+            yield random_vectors(min(size, num - start), min(self.shape), distribution, generator, self.zero)
 
 
 @contextmanager
-def multiplying(A: Any, square: bool = True) -> Iterator[Matrix]:
+def multiplying(A: Any, kind: Kind = "square") -> Iterator[Matrix]:
     """The matrix, outside of autocast.
 
     Raises:
         NumericsError: Inside, if a product is NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers.
-        ValueError: If it has not two axes, no entries, or, where that is needed, not as many rows as columns.
+        ValueError: If it is not of this kind.
     """
-    matrix = Matrix(A)
-    if square and matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"Operator must be square. Got shape {matrix.shape}.")
-    with torch.autocast(matrix.device.type, enabled=False):
-        yield matrix
+    M = Matrix(A, kind)
+    with torch.autocast(M.device.type, enabled=False):
+        if kind == "symmetric" and (difference := M.asymmetry()) > M.eps**0.5:
+            raise ValueError(
+                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Take "
+                "`A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
+            )
+        yield M
 
 
 def random_vector(
@@ -155,93 +155,93 @@ def random_vector(
         >>> random_vector(3, generator=torch.Generator().manual_seed(0)).square()
         tensor([1., 1., 1.])
     """
-    return random_vectors(1, dim, distribution, generator, torch.zeros((), device=device, dtype=dtype))[:, 0]
+    if distribution not in ("rademacher", "normal", "sphere"):
+        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
+    signs, v = distribution == "rademacher", torch.empty(dim, device=device, dtype=dtype)
+    if generator is None:
+        v = v.bernoulli_(0.5).mul_(2).sub_(1) if signs else v.normal_()
+    elif signs:
+        v.copy_(2 * torch.randint(0, 2, (dim,), generator=generator, device=generator.device) - 1)
+    else:
+        v = standard_normal(1, dim, generator, v)[:, 0]
+    return v * (sqrt(dim) / torch.linalg.vector_norm(v)) if distribution == "sphere" else v
 
 
 def random_vectors(num: int, dim: int, distribution: str, generator: Generator | None, like: Tensor) -> Tensor:
     """Columns drawn one after another as by `random_vector`, `[dim, num]`: two draws of one are one draw of two."""
-    if distribution not in ("rademacher", "normal", "sphere"):
-        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
-    signs = distribution == "rademacher"
-    columns = like.new_empty(num, dim)
-    for column in columns:  # each by a call of its own: what one call gives first depends on how much it gives
-        if generator is None:
-            column.bernoulli_(0.5).mul_(2).sub_(1) if signs else column.normal_()
-        elif signs:
-            column.copy_(2 * torch.randint(0, 2, (dim,), generator=generator, device=generator.device) - 1)
-        else:
-            column.copy_(standard_normal(1, dim, generator, like)[:, 0])
-    if distribution == "sphere":
-        columns *= sqrt(dim) / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
-    return columns.T
-
-
-class Mean:
-    """Mean and standard error of samples that come in blocks `[..., k]` (Chan, Golub, LeVeque 1983).
-
-    Example:
-        >>> mean = Mean(torch.tensor([1.0, 2.0]))
-        >>> mean.update(torch.tensor([3.0]))
-        >>> mean.value, mean.error
-        (tensor(2.), tensor(0.5774))
-    """
-
-    def __init__(self, samples: Tensor) -> None:
-        self.count, self.value = samples.shape[-1], samples.mean(-1)
-        self.squares = (samples - self.value[..., None]).square().sum(-1)  # of the deviations from the mean
-
-    def update(self, samples: Tensor) -> None:
-        """Add a block."""
-        new, total = Mean(samples), self.count + samples.shape[-1]
-        delta = new.value - self.value
-        self.squares = self.squares + new.squares + delta.square() * (self.count * new.count / total)
-        self.value, self.count = self.value + delta * (new.count / total), total
-
-    @property
-    def error(self) -> Tensor:
-        """The standard error of the mean."""
-        return (self.squares / (self.count - 1)).sqrt() / sqrt(self.count)
+    draws = [random_vector(dim, distribution, like.device, like.dtype, generator) for _ in range(num)]
+    return torch.stack(draws).T
 
 
 def mean_of_draws(
-    M: Matrix, num: int, distribution: str, generator: Generator | None, sample: Callable[[Tensor], Tensor]
-) -> Mean:
-    """The mean of what `sample` makes of blocks of random vectors, `[min(m, n), k] -> [..., k]`."""
-    drawn = (random_vectors(size, min(M.shape), distribution, generator, M.zero) for size in M.blocks(num))
-    mean = Mean(sample(next(drawn)))
-    for V in drawn:
-        mean.update(sample(V))
-    return mean
+    M: Matrix, num: int, distribution: str, generator: Generator | None, sample: Product, copies: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard error of what `sample` makes of blocks of random vectors, `[min(m, n), k] -> [..., k']`.
 
-
-def check_at_least(smallest: int, **numbers: int) -> None:
-    """Refuse counts that are too small or no integers, by name."""
-    for name, number in numbers.items():
-        if whole(number) is None:
-            raise TypeError(f"{name} ({number!r}) must be an integer.")
-        if number < smallest:
-            raise ValueError(f"{name} ({number}) must be at least {smallest}.")
-
-
-def number_of_draws(num_matvecs: int, M: Matrix, return_error: bool, divisor: int = 1) -> int:
-    """`num_matvecs / divisor`.
-
-    Raises:
-        TypeError: If it is no integer.
-        ValueError: If there are none (for a standard error one), if they don't divide, or if the exact answer would
-            cost no more.
+    The error of a single sample is NaN. Blocks are added as by Chan, Golub, LeVeque 1983.
     """
-    check_at_least(1, num_matvecs=num_matvecs)
-    if num_matvecs >= min(M.shape):
-        raise ValueError(f"num_matvecs ({num_matvecs}) must be less than A's size {M.shape}: take the whole matrix.")
-    if num_matvecs % divisor != 0:
-        raise ValueError(f"num_matvecs ({num_matvecs}) must be divisible by {divisor}.")
-    draws = num_matvecs // divisor
-    check_draws(draws, return_error)
-    return draws
+    count, mean, squares = 0, torch.zeros(()), torch.zeros(())  # squares of the deviations from the mean
+    for V in M.draws(num, distribution, generator, copies):
+        samples = sample(V)
+        k, new = samples.shape[-1], samples.mean(-1)
+        delta = new - mean
+        squares = squares + (samples - new[..., None]).square().sum(-1) + delta.square() * (count * k / (count + k))
+        mean, count = mean + delta * (k / (count + k)), count + k
+    return mean, (squares / (count - 1)).sqrt() / sqrt(count)
 
 
-def check_draws(draws: int, return_error: bool) -> None:
-    """Refuse a standard error that would rest on a single draw."""
-    if return_error and draws < 2:
-        raise ValueError(f"A standard error needs at least two draws, got {draws}; take twice as many products.")
+@torch.no_grad()
+def lanczos(product: Product, V: Tensor, steps: int, *, reorthogonalize: bool) -> tuple[Tensor, Tensor]:
+    """Tridiagonalize a symmetric matrix on the Krylov space of every column of `V`.
+
+    Args:
+        product: With the matrix, `[n, K] -> [n, K]`.
+        V: Starting vectors `[n, K]`; their lengths don't matter.
+        steps: How many, at most `n`.
+        reorthogonalize: Keep the vectors of all steps and make each new one orthogonal to them. Otherwise only two are
+            kept; rounding then repeats eigenvalues that were found, with their weight shared among the copies.
+
+    Returns:
+        The diagonals `[K, steps]`, and the numbers next to them with, as the last, the length of what was left: 0 from
+        where a vector's Krylov space ended. In float64 on the CPU.
+
+    Cost: `steps` products with `K` columns each; memory of `K` times 4 vectors, or `steps + 4`.
+
+    Example:
+        >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+        >>> nodes, weights = quadrature(*lanczos(A.matmul, torch.ones(3, 1), 3, reorthogonalize=True))
+        >>> nodes.round(decimals=3), (weights * 3).round(decimals=3)
+        (tensor([[1., 2., 4.]], dtype=torch.float64), tensor([[1., 1., 1.]], dtype=torch.float64))
+    """
+    n, K = V.shape
+    V = V / torch.linalg.vector_norm(V, dim=0)
+    before, beta = torch.zeros_like(V), torch.zeros(K, dtype=V.dtype, device=V.device)
+    basis = torch.empty((K, steps if reorthogonalize else 0, n), dtype=V.dtype, device=V.device)
+    alive, scale = torch.ones_like(beta, dtype=torch.bool), torch.zeros_like(beta)
+    alphas, betas = [], []
+    for step in range(steps):
+        W = product(V) - beta * before  # before the next line: the stable order (Paige 1976)
+        alpha = (V * W).sum(0)
+        # A space that has ended goes on with zeros; their node, with weight 0, stays among the eigenvalues.
+        alphas.append(torch.where(alive, alpha, alphas[0] if alphas else alpha))
+        W = W - alpha * V
+        if reorthogonalize:
+            basis[:, step] = V.T
+            for _ in range(2):  # twice is enough (Giraud, Langou, Rozložník 2005)
+                known = basis[:, : step + 1]
+                W = W - (known.mT @ (known @ W.T[..., None]))[..., 0].T
+        size = torch.linalg.vector_norm(W, dim=0)
+        scale = torch.maximum(scale, alpha.abs() + beta)
+        alive = alive & (size > 100 * torch.finfo(V.dtype).eps * scale)
+        beta = torch.where(alive, size, torch.zeros_like(size))
+        before, V = V, torch.where(alive, W / size, torch.zeros_like(W))
+        betas.append(beta)
+    return torch.stack(alphas, 1).to("cpu", torch.float64), torch.stack(betas, 1).to("cpu", torch.float64)
+
+
+def quadrature(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights, `[K, steps]` each, of what `lanczos` returns; weights sum to 1."""
+    beta = beta[:, :-1]
+    T = torch.diag_embed(alpha) + torch.diag_embed(beta, offset=1) + torch.diag_embed(beta, offset=-1)
+    nodes, vectors = torch.linalg.eigh(T)
+    return nodes, vectors[:, 0].square()

@@ -1,22 +1,100 @@
-"""Densities of the eigenvalues of a symmetric matrix from its products.
+"""Log-determinant and densities of the eigenvalues of a symmetric matrix, from Lanczos iterations.
 
-After Papyan 2020, "Traces of class/cross-class structure pervade deep learning spectra" (JMLR 21). Lanczos iterations
-from random vectors give nodes and weights; each node becomes a Gaussian bump, and the bumps make a density on a grid.
-Their width goes with the number of steps: `ncv` steps can tell `ncv` bumps apart on the width of the spectrum.
+Densities are those of Papyan 2020, "Traces of class/cross-class structure pervade deep learning spectra" (JMLR 21).
+Lanczos iterations from random vectors give nodes and weights; each node becomes a Gaussian bump, and the bumps make a
+density on a grid. Their width goes with the number of steps: `ncv` steps can tell `ncv` bumps apart on the width of the
+spectrum.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from math import log, sqrt
+from math import inf, log, sqrt
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.estimate.eigen import Boundaries, approximate_boundaries, approximate_boundaries_abs
-from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.estimate.matrix import MatrixLike, check_at_least, multiplying, random_vectors
+from curvlinops_plus.estimate.matrix import MatrixLike, estimator, lanczos, mean_of_draws, multiplying, quadrature
+
+
+@estimator
+def logdet(
+    A: MatrixLike,
+    num_probes: int = 30,
+    num_steps: int = 30,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one, `K.shift(δ).logdet`.
+
+    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by Lanczos quadrature
+    (Ubaru, Chen, Saad 2017).
+    The random vectors make an error of mean zero, which the standard error tells. The quadrature makes one that falls
+    as `((√κ - 1) / (√κ + 1)) ** (2 num_steps)` with the condition number `κ`; it is 0 if `num_steps` reaches `n` or the
+    number of distinct eigenvalues.
+
+    A matrix with an eigenvalue 0, or below rounding, has the log-determinant -inf. That is returned if a quadrature
+    meets such an eigenvalue; if none does, the quadrature has not converged, and a warning says so. Take
+    `A.shift(delta)` for a finite one. The result carries no gradient.
+
+    Args:
+        A: Positive definite `[n, n]`, of any kind that `hutchinson_trace` takes.
+        num_probes: Number of random vectors.
+        num_steps: Products per vector; more than `n` count as `n`.
+        distribution: "rademacher" (random signs), "normal", or "sphere"; see `hutchinson_trace`.
+        generator: As for `hutchinson_trace`.
+        return_error: Return `(estimate, standard error)` instead of the estimate; NaN of -inf, and of one vector.
+
+    Raises:
+        ValueError: If `A` is not square or not symmetric, or has a negative eigenvalue.
+        TypeError: If `A` is no matrix of real floating-point numbers.
+
+    Warns:
+        CurvatureWarning: If the quadrature has not converged: the last quarter of the steps changed the estimate by
+            more than its standard error.
+
+    Cost: `num_probes * num_steps` products, and two to look for symmetry; memory of `num_steps + 4` vectors for each
+    random vector treated at once.
+
+    Example:
+        >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+        >>> logdet(A, num_probes=1)  # 6 log 2; signs are exact for a diagonal matrix
+        tensor(4.1589)
+    """
+    with multiplying(A, "symmetric") as M:
+        n = M.shape[0]
+        steps = min(num_steps, n)
+        most = steps if steps == n else max(1, steps - steps // 4)
+
+        def sample(V: Tensor) -> Tensor:  # -> [2, k], with all and with most of the steps
+            alpha, beta = lanczos(M.matmat, V, steps, reorthogonalize=True)
+            found = []
+            for part in (steps, most):
+                nodes, weights = quadrature(alpha[:, :part], beta[:, :part])
+                rounding = M.rounding(part) * nodes.abs().amax(1, keepdim=True)
+                if bool((nodes < -rounding).any()):
+                    words = f"A has a negative eigenvalue, at most {float(nodes.min()):.1e}"
+                    raise ValueError(f"{words}; expected a positive definite matrix, such as A.shift(delta).")
+                logs = torch.where(nodes > rounding, nodes, torch.zeros_like(nodes)).log()
+                found.append((weights.clamp(min=1e-300) * logs).sum(1))
+            return V.square().sum(0).to(nodes) * torch.stack(found)
+
+        (estimate, rough), (error, _) = mean_of_draws(M, num_probes, distribution, generator, sample, steps + 4)
+        estimate = estimate.nan_to_num(nan=-inf, neginf=-inf)  # NaN: -inf in several blocks
+        if (change := float((estimate - rough).abs())) > max(float(error.nan_to_num()), n * M.eps**0.5):
+            words = (
+                f"The log-determinant has not converged: the last of {steps} steps changed it by {change:.1e}. Take "
+            )
+            words += "more num_steps; if the change stays, A is singular or nearly so: A.shift(delta)."
+            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
+    estimate, error = estimate.to(M.zero), error.to(M.zero)
+    return (estimate, error) if return_error else estimate
 
 
 def lanczos_approximate_spectrum(
@@ -51,9 +129,9 @@ def lanczos_approximate_spectrum(
         integral 1 (what the margin cuts off aside).
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or an argument is out of its range.
+        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
         NumericsError: If products are NaN or infinite.
-        TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
+        TypeError: If `A` is no matrix of real floating-point numbers.
 
     Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 20 vectors.
 
@@ -99,7 +177,7 @@ def lanczos_approximate_log_spectrum(
         integral 1.
 
     Raises:
-        ValueError: As there; also if a boundary is negative or `epsilon` is not positive.
+        ValueError: As there; also if a boundary is negative.
 
     Cost: as there, and up to 100 products for the smallest boundary; memory of 82 vectors.
 
@@ -127,56 +205,36 @@ class _Cached:
         *,
         generator: Generator | None = None,
     ) -> None:
-        check_at_least(2, ncv=ncv)
         self.A, self.ncv, self._generator = A, ncv, generator
         self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator)
-        with multiplying(A) as M:
-            self._like, self._eps, n = M.zero, M.eps, M.shape[0]
-        self._nodes = self._weights = torch.empty((0, min(ncv, n)), dtype=torch.float64)
-
-    def _runs(self, num_repeats: int) -> tuple[Tensor, Tensor]:
-        """Nodes and weights of the first runs, `[num_repeats, steps]`; those that are missing are computed."""
-        check_at_least(1, num_repeats=num_repeats)
-        missing = num_repeats - len(self._nodes)
-        if missing > 0:
-            with multiplying(self.A) as M:
-                if not len(self._nodes):
-                    M.require_symmetric()
-                for size in M.blocks(missing, copies=5):
-                    V = random_vectors(size, M.shape[0], "normal", self._generator, M.zero)
-                    T = lanczos(M.matmat, V, self._nodes.shape[1], reorthogonalize=False)
-                    nodes, weights = T.quadrature()
-                    self._nodes = torch.cat([self._nodes, nodes])
-                    self._weights = torch.cat([self._weights, weights])
-        return self._nodes[:num_repeats], self._weights[:num_repeats]
+        self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
 
     def _approximate(
         self, num_repeats: int, num_points: int, kappa: float, margin: float, epsilon: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The grid with margins, and the mean over runs of the density of bumps at nodes, or at their logarithms."""
-        check_at_least(1, num_points=num_points)
-        if not kappa > 1:
-            raise ValueError(f"kappa ({kappa}) must be more than 1; larger makes the bumps sharper.")
-        nodes, weights = self._runs(num_repeats)
+        with multiplying(self.A) as M:
+            for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
+                T = lanczos(M.matmat, V, min(self.ncv, M.shape[0]), reorthogonalize=False)
+                self._runs += zip(*quadrature(*T), strict=True)
         low, high = self.boundaries
         unit = max(abs(low), abs(high)) or 1.0  # the size of the ends, and the width to take if they are one
         if epsilon is not None:
-            if not epsilon > 0:
-                raise ValueError(f"epsilon ({epsilon}) must be positive: zero eigenvalues have no logarithm.")
-            nodes, low, high, unit = (nodes.abs() + epsilon).log(), log(low + epsilon), log(high + epsilon), 1.0
-        if high - low <= 100 * self._eps * unit:  # a single eigenvalue: its bump needs some room
+            low, high, unit = log(low + epsilon), log(high + epsilon), 1.0
+        if high - low <= 100 * M.eps * unit:  # a single eigenvalue: its bump needs some room
             low, high = low - unit / 2, high + unit / 2
         low, high = low - margin * (high - low), high + margin * (high - low)
         grid = torch.linspace(low, high, num_points, dtype=torch.float64)
         sigma = (high - low) / (self.ncv - 1) / sqrt(8 * log(kappa))
         density = torch.zeros_like(grid)
-        for node, weight in zip(nodes, weights):
-            density += weight @ torch.exp(-(((grid - node[:, None]) / sigma) ** 2) / 2)
-        density /= sigma * sqrt(2 * torch.pi) * len(nodes)
+        for nodes, weights in self._runs[:num_repeats]:
+            nodes = nodes if epsilon is None else (nodes.abs() + epsilon).log()
+            density += weights @ torch.exp(-(((grid - nodes[:, None]) / sigma) ** 2) / 2)
+        density /= sigma * sqrt(2 * torch.pi) * num_repeats
         if epsilon is not None:
             grid = grid.exp()
             density /= grid
-        return grid.to(self._like), density.to(self._like)
+        return grid.to(M.zero), density.to(M.zero)
 
 
 class LanczosApproximateSpectrumCached(_Cached):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from operator import index
+
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.matrix import (
-    MatrixLike,
-    Mean,
-    estimator,
-    mean_of_draws,
-    multiplying,
-    number_of_draws,
-    random_vectors,
-)
+from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, estimator, mean_of_draws, multiplying
 
 
 @estimator
@@ -37,11 +33,10 @@ def hutchinson_trace(
         distribution: "rademacher" (random signs), "normal", or "sphere": directions of normal vectors with length √n.
         generator: Where the random numbers come from. By default PyTorch's global generator, as in `torch.randn`; with
             a generator the global one stays untouched, and draws depend on neither dtype nor device.
-        return_error: Return `(estimate, standard error)` instead of the estimate.
+        return_error: Return `(estimate, standard error)` instead of the estimate; the error of one draw is NaN.
 
     Raises:
-        ValueError: If `A` is not square, `num_matvecs` is below 1 (below 2 for a standard error) or not below `n`, or
-            the distribution is unknown.
+        ValueError: If `A` is not square, `num_matvecs` is below 1 or not below `n`, or the distribution is unknown.
         TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
 
     Cost: `num_matvecs` products; memory of the columns multiplied at once, at most 128 MiB.
@@ -55,10 +50,7 @@ def hutchinson_trace(
         >>> bool((estimate - 5050).abs() < 3 * error)
         True
     """
-    with multiplying(A) as M:
-        number_of_draws(num_matvecs, M, return_error)
-        trace = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: (V * M.matmat(V)).sum(0))
-    return (trace.value, trace.error) if return_error else trace.value
+    return _estimate(A, num_matvecs, distribution, generator, return_error, lambda M, V: (V * M.matmat(V)).sum(0))
 
 
 @estimator
@@ -79,7 +71,7 @@ def hutchpp_trace(
 
     Args:
         num_matvecs: Number of products, a multiple of 3 and less than `n`.
-        return_error: The standard error is that of the last third, given the subspace; it needs `num_matvecs >= 6`.
+        return_error: The standard error is that of the last third, given the subspace; NaN of 3 products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is no multiple of 3.
@@ -91,17 +83,14 @@ def hutchpp_trace(
         >>> hutchpp_trace(torch.outer(u, u), num_matvecs=3).round()  # rank 1: exact
         tensor(5050.)
     """
-    with multiplying(A) as M:
-        draws = number_of_draws(num_matvecs, M, return_error, divisor=3)
-        V = random_vectors(2 * draws, M.shape[0], distribution, generator, M.zero)
-        sketch, probes = V[:, :draws], V[:, draws:]
+
+    def sample(M: Matrix, V: Tensor) -> Tensor:
+        sketch, probes = V.chunk(2, dim=1)
         Q = torch.linalg.qr(M.matmat(sketch))[0]
-        inside = (Q * M.matmat(Q)).sum()
         probes = probes - Q @ (Q.T @ probes)
-        AP = M.matmat(probes)
-        rest = Mean((probes * (AP - Q @ (Q.T @ AP))).sum(0))
-    trace = inside + rest.value
-    return (trace, rest.error) if return_error else trace
+        return (Q * M.matmat(Q)).sum() + (probes * M.matmat(probes)).sum(0)
+
+    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, products=3)
 
 
 @estimator
@@ -123,7 +112,7 @@ def xtrace(
     Args:
         num_matvecs: Number of products, even and less than `n`.
         return_error: The standard error treats the estimates of the vectors as independent, which they nearly are if
-            the eigenvalues decay; it is too small, by up to a half, if they don't. It needs `num_matvecs >= 4`.
+            the eigenvalues decay; it is too small, by up to a half, if they don't. NaN of 2 products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
@@ -135,9 +124,8 @@ def xtrace(
         >>> xtrace(torch.outer(u, u), num_matvecs=4).round()  # rank 1: exact
         tensor(5050.)
     """
-    with multiplying(A) as M:
-        draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
-        V = random_vectors(draws, M.shape[0], distribution, generator, M.zero)
+
+    def sample(M: Matrix, V: Tensor) -> Tensor:
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         AQ = M.matmat(Q)
@@ -150,8 +138,9 @@ def xtrace(
         outside = (V * (AV - AQ @ C)).sum(0)
         if distribution == "sphere":  # the length of what is left of vᵢ says nothing about A: set it to its mean
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
-        trace = Mean(inside + outside)
-    return (trace.value, trace.error) if return_error else trace.value
+        return inside + outside
+
+    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, products=2)
 
 
 @estimator
@@ -182,11 +171,11 @@ def hutchinson_squared_fro(
         >>> hutchinson_squared_fro(torch.eye(3, 5), num_matvecs=1)
         tensor(3.)
     """
-    with multiplying(A, square=False) as M:
-        number_of_draws(num_matvecs, M, return_error)
-        multiply = M.rmatmat if M.shape[0] < M.shape[1] else M.matmat
-        square = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: multiply(V).square().sum(0))
-    return (square.value, square.error) if return_error else square.value
+
+    def sample(M: Matrix, V: Tensor) -> Tensor:
+        return (M.rmatmat(V) if M.shape[0] < M.shape[1] else M.matmat(V)).square().sum(0)
+
+    return _estimate(A, num_matvecs, distribution, generator, return_error, sample, square=False)
 
 
 @estimator
@@ -213,10 +202,7 @@ def hutchinson_diag(
         >>> hutchinson_diag(D, num_matvecs=1)  # signs are exact for a diagonal matrix
         tensor([0., 1., 2., 3.])
     """
-    with multiplying(A) as M:
-        number_of_draws(num_matvecs, M, return_error)
-        diagonal = mean_of_draws(M, num_matvecs, distribution, generator, lambda V: V * M.matmat(V))
-    return (diagonal.value, diagonal.error) if return_error else diagonal.value
+    return _estimate(A, num_matvecs, distribution, generator, return_error, lambda M, V: V * M.matmat(V))
 
 
 @estimator
@@ -232,7 +218,7 @@ def xdiag(
     Args:
         num_matvecs: Number of products, even and less than `n`; half of them are with `Aᵀ`.
         return_error: The standard error of each entry treats the estimates of the vectors as independent, which they
-            nearly are; it needs `num_matvecs >= 4`.
+            nearly are; NaN of 2 products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
@@ -245,9 +231,8 @@ def xdiag(
         >>> xdiag(torch.outer(u, u), num_matvecs=4)[:5].round()  # rank 1: exact
         tensor([16., 17., 18., 19., 20.])
     """
-    with multiplying(A) as M:
-        draws = number_of_draws(num_matvecs, M, return_error, divisor=2)
-        V = random_vectors(draws, M.shape[0], "rademacher", generator, M.zero)
+
+    def sample(M: Matrix, V: Tensor) -> Tensor:
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         B = M.rmatmat(Q)  # Qᵀ A = Bᵀ
@@ -255,8 +240,34 @@ def xdiag(
         inside = (Q * B).sum(1, keepdim=True) - (Q @ S) * (B @ S)
         C = Q.T @ AV
         C = C - S * (S * C).sum(0)
-        diagonal = Mean(inside + V * (AV - Q @ C))
-    return (diagonal.value, diagonal.error) if return_error else diagonal.value
+        return inside + V * (AV - Q @ C)
+
+    return _estimate(A, num_matvecs, "rademacher", generator, return_error, sample, products=2)
+
+
+def _estimate(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str,
+    generator: Generator | None,
+    return_error: bool,
+    sample: Callable[[Matrix, Tensor], Tensor],
+    square: bool = True,
+    products: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The mean of what `sample` makes of random vectors: one fewer than products, or one if there is one product.
+
+    With one product they come in blocks; with more, all together.
+    """
+    with multiplying(A, "square" if square else "a matrix") as M:
+        num = index(num_matvecs)
+        if not 0 < num < min(M.shape):
+            raise ValueError(f"num_matvecs ({num}) must be at least 1 and less than A's size {M.shape}.")
+        if num % products:
+            raise ValueError(f"num_matvecs ({num}) must be divisible by {products}.")
+        vectors = num // products * max(1, products - 1)
+        value, error = mean_of_draws(M, vectors, distribution, generator, partial(sample, M), int(products == 1))
+    return (value, error) if return_error else value
 
 
 def leave_one_out(Y: Tensor) -> tuple[Tensor, Tensor]:  # [n, N] -> [n, r], [r, N]

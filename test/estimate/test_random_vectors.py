@@ -21,7 +21,7 @@ from curvlinops_plus.estimate import (
     xdiag,
     xtrace,
 )
-from curvlinops_plus.estimate.matrix import Mean, random_vector, random_vectors
+from curvlinops_plus.estimate.matrix import random_vector, random_vectors
 from curvlinops_plus.estimate.trace import leave_one_out
 
 SEEDS = 300
@@ -217,14 +217,3 @@ def test_gradients_of_a_tensor() -> None:
     (grad,) = torch.autograd.grad(hutchinson_squared_fro(A, 3, generator=seeded()), A)
     V = random_vectors(3, 6, "rademacher", seeded(), A)
     torch.testing.assert_close(grad, 2 * A.detach() @ V @ V.T / 3)
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4))
-def test_mean_in_blocks(sizes: list[int]) -> None:
-    samples = normal(2, sum(sizes)) + 1e3
-    first, *others = samples.split(sizes, 1)
-    mean = Mean(first)
-    for block in others:
-        mean.update(block)
-    torch.testing.assert_close(mean.value, samples.mean(1))
-    torch.testing.assert_close(mean.error, samples.std(1) / sum(sizes) ** 0.5)
