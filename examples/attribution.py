@@ -1,8 +1,8 @@
-"""Which training digits made a prediction, and which are mislabelled? Influence scores through three inverses.
+"""Which training digits matter for a prediction, and which are mislabelled? Influence scores with five inverses.
 
 A network learns 500 handwritten digits. Scores predict how the loss of other digits changes if half of the 500 are left
-out; 100 networks that are trained without them tell how it does change. The linear datamodeling score is the rank
-correlation of both. Then a tenth of the labels is made wrong, and self-influence is asked which.
+out; 100 networks trained without them show how it really changes. The linear datamodeling score is the rank
+correlation of both. Then a tenth of the labels is made wrong, and self-influence finds them.
 
     python examples/attribution.py   # needs scikit-learn, matplotlib; some thirty seconds; writes docs/attribution.png
 """

@@ -1,8 +1,8 @@
-"""Does a network forget what it learnt before? Five tasks one after the other, with a penalty for each old one.
+"""Does a network forget earlier tasks? Five tasks one after the other, with a penalty for each old one.
 
-Each task is to recognise handwritten digits whose pixels were shuffled in a way of its own. Without the old data, what
-is left of an old task is its curvature: how much its loss grows where the parameters move. Elastic weight consolidation
-takes the diagonal of the Fisher matrix for it; K-FAC takes whole layers.
+Each task is to recognise handwritten digits with another permutation of the pixels. Of old tasks only the curvature is
+kept: how much their loss grows when parameters change. Elastic weight consolidation uses the diagonal of the Fisher
+matrix; K-FAC uses whole layers.
 
     python examples/continual_learning.py   # needs scikit-learn and matplotlib; half a minute
     # writes docs/continual_learning.png

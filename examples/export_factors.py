@@ -1,8 +1,8 @@
 """How do kronfluence and bergson read EKFAC from here? Their files hold one tensor per layer, in safetensors.
 
-Both know a layer's block as eigenvectors of its rows and columns and a matrix of eigenvalues, `W [o, i]` with the bias
-as last column. The layers have to be ones that they know, each called once, with all of their parameters tracked:
-`Linear`, of kronfluence also `Conv2d` with zero padding and without groups, of bergson transformers' `Conv1D`.
+Both store a layer's block as eigenvectors of its rows and columns and a matrix of eigenvalues, `W [o, i]` with the bias
+as last column. They support `Linear`, kronfluence also `Conv2d` with zero padding and without groups, bergson also
+transformers' `Conv1D`; each layer must be called once, with all of its parameters tracked.
 
     python examples/export_factors.py   # needs safetensors; a second; writes into a temporary folder
 """

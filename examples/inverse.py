@@ -1,7 +1,8 @@
-"""Which training examples made the network err? Influence functions, by conjugate gradients preconditioned with EKFAC.
+"""Which training examples caused an error? Influence functions, by conjugate gradients preconditioned with EKFAC.
 
-A network learns digits, a fifth of them wrongly labelled, and errs on a test digit. One solve, H⁻¹ ∇ℓ_test, tells to
-first order what leaving out an example does to that digit's loss (Koh & Liang 2017); only the last layer moves here.
+A network learns digits, a fifth of them wrongly labelled, and misclassifies a test digit. One solve, H⁻¹ ∇ℓ_test,
+predicts to first order how that digit's loss changes if a training example is left out (Koh & Liang 2017); only the
+last layer moves here.
 
     python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes two pictures
 """

@@ -1,8 +1,8 @@
-"""Training with K-FAC: an autoencoder of digits. Nothing about the training loop changes but the optimizer's name.
+"""Training with K-FAC: an autoencoder of digits. Nothing in the training loop changes but the optimizer's name.
 
 A bottleneck of eight numbers between layers of tanh is hard for first-order methods: the loss is curved a thousand
 times more along some directions than along others. K-FAC and EKFAC (the same with corrected eigenvalues) divide by the
-curvature, which they estimate from the batches of training as they come. All optimizers take the same batches from the
+curvature, which they estimate from the training batches. All optimizers take the same batches from the
 same start, with a cosine schedule of the learning rate; that of Adam is the best of six.
 
     pip install -e ".[examples]"

@@ -1,8 +1,8 @@
-"""How near does each approximation come to the exact curvature? A ladder from the diagonal to the nearest Kronecker.
+"""How close is each approximation to the exact curvature? From the diagonal to the nearest Kronecker product.
 
-A small network learns handwritten digits. The exact blocks of its GGN, one per layer, are compared with what takes a
-fraction of their memory: the diagonal, a trace-normalised Kronecker product, KFAC, EKFAC, and the Kronecker product
-nearest to the block. The distance is the Frobenius norm of the difference, relative to the exact block.
+A small network learns handwritten digits. The exact blocks of its GGN, one per layer, are compared with approximations
+that take a fraction of their memory: the diagonal, a trace-normalised Kronecker product, KFAC, EKFAC, and the Kronecker
+product nearest to the block. The distance is the Frobenius norm of the difference, relative to the exact block.
 
     python examples/ladder.py      # needs scikit-learn and matplotlib; writes docs/ladder.png
 """

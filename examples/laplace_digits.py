@@ -1,9 +1,9 @@
-"""Does a network notice an image like none that it has learnt? A Laplace approximation of a small CNN, with EKFAC.
+"""Is a network less confident on images that are not digits? A Laplace approximation of a small CNN, with EKFAC.
 
-A CNN learns 300 handwritten digits. Digits whose pixels were shuffled are no digits, yet the network is often sure of
-them. The curvature of the training loss says how well the data determine the weights; predictions that allow for what
-is left of the weights' uncertainty tell digits from shuffled pixels better. The curvature is then saved, and read by a
-new process that sees no data.
+A CNN learns 300 handwritten digits. Shuffled pixels of digits are not digits, yet the network is often confident on
+them. The curvature of the training loss says how well the data determine the weights; predictions that take this
+uncertainty into account distinguish digits from shuffled pixels better. The curvature is then saved, and loaded in a
+new process without data.
 
     python examples/laplace_digits.py   # needs scikit-learn and matplotlib; ten seconds; writes docs/laplace_digits.png
 """
@@ -44,7 +44,7 @@ if sys.argv[1:]:  # the second process: a file and a model, no data
     report(EKFACLinearOperator.from_state_dict(saved["K"], model, params, data=None))
     sys.exit()
 
-# 300 digits to learn, 500 others to recognise, and these once more with their pixels shuffled, each in its own way.
+# 300 digits for training, 500 for testing, and these again with their pixels shuffled, each by another permutation.
 digits = load_digits()
 X, y = torch.tensor(digits.images[:, None] / 8 - 1, device=device), torch.tensor(digits.target, device=device)
 train, test = torch.randperm(len(X))[:800].split([300, 500])

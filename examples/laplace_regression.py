@@ -1,8 +1,8 @@
-"""How sure is a regression, and which network is best? A Laplace approximation answers both without test data.
+"""How certain is a regression, and which network is best? A Laplace approximation answers both without test data.
 
-Three parts: bands around a curve that was learnt from a few points; negative log-likelihood and coverage of intervals
-on diabetes patients, of networks that have learnt their training data by heart; and networks of several sizes for
-handwritten digits, ordered by their marginal likelihood, which training data alone give.
+Three parts: error bands around a curve that was learnt from a few points; negative log-likelihood and coverage of
+intervals on diabetes patients, with networks that fit their training data exactly; and networks of several sizes for
+handwritten digits, ranked by their marginal likelihood, which needs training data alone.
 
     python examples/laplace_regression.py   # needs scikit-learn and matplotlib; half a minute; writes two pictures
 """
@@ -56,7 +56,7 @@ legend(ax)
 write(ax, "laplace")
 
 
-# 2. Diabetes: 150 patients to learn, 292 to predict; inputs and outputs have variance 1.
+# 2. Diabetes: 150 patients for training, 292 for testing; inputs and outputs have variance 1.
 def diabetes(seed, approximations):
     """Rows [negative log-likelihood, coverage of 95 % intervals]: of the training error, then of each approximation."""
     torch.manual_seed(seed)
@@ -88,7 +88,7 @@ print("diabetes, five seeds: negative log-likelihood, coverage of 95 % intervals
 for name, (nll, coverage) in zip(["training error alone", *approximations], rows):
     print(f"  {name:20} {nll:7.2f}  {coverage:.2f}")
 
-# 3. Which network? 200 digits to learn, all others to judge; the marginal likelihood sees the 200 alone.
+# 3. Which network? 200 digits for training, all others for testing; the marginal likelihood needs only the 200.
 digits = load_digits()
 X, y = torch.tensor(digits.data) / 8 - 1, torch.tensor(digits.target)
 sizes = [(64, *hidden, 10) for hidden in [(), (4,), (16,), (64,), (4, 4), (16, 16), (64, 64), (16, 16, 16)]]

@@ -1,8 +1,8 @@
-"""Can networks that know different things be merged into one? An average, weighted by what each has learnt.
+"""Can networks that learnt different classes be merged? An average, weighted by the curvature of each loss.
 
-A small network has seen a few digits. Two copies of it learn more, five classes each, and forget the others. The plain
-average of their parameters knows less than it could; where parameters are weighted by the curvature of each copy's
-loss, the average keeps what matters to each. Diagonal Fisher matrices weigh parameters one by one, K-FAC whole layers.
+A small network is trained on a few digits. Two copies of it learn more, five classes each, and forget the others.
+Weighted by the curvature of each copy's loss, an average of their parameters keeps what matters to each. Diagonal
+Fisher matrices weight parameters one by one, K-FAC whole layers.
 
     python examples/merging.py   # needs scikit-learn and matplotlib; half a minute; writes docs/merging.png
 """

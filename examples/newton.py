@@ -1,7 +1,7 @@
 """Newton's method near a minimum: with conjugate gradients, against Adam, on a network of handwritten digits.
 
-Adam comes near a minimum of loss and weight decay, and then hovers. From there Newton steps with the damped Hessian
-take over: each is solved by CG, and the damping follows how well the quadratic model foretold the change (Levenberg,
+Adam comes close to a minimum of loss and weight decay, and then stalls. From there Newton steps with the damped Hessian
+take over: each is solved by CG, and the damping follows how well the quadratic model predicts the change (Levenberg,
 Marquardt). Costs are counted in passes over the data: one per gradient, two per product with the Hessian.
 
     python examples/newton.py   # needs scikit-learn and matplotlib; some thirty seconds; writes docs/newton.png

@@ -1,8 +1,8 @@
 """How many weights can be set to zero? Without training again, by magnitude, a diagonal and KFAC.
 
-A network learns handwritten digits, and loses 70 to 95 percent of its parameters, weights and biases alike: the
-smallest ones, those that matter least by the diagonal of the curvature (optimal brain damage), or those that KFAC says
-the others can make up for (optimal brain surgeon), at once or in twenty rounds.
+A network learns handwritten digits, and loses 70 to 95 percent of its weights and biases: the smallest ones, those
+that matter least by the diagonal of the curvature (optimal brain damage), or those that the others can compensate for
+according to KFAC (optimal brain surgeon), at once or in twenty rounds.
 
     python examples/pruning.py   # needs scikit-learn and matplotlib; some thirty seconds; writes docs/pruning.png
 """

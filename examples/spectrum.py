@@ -1,8 +1,8 @@
-"""What do the eigenvalues of a trained network's curvature look like, and how well do KFAC and EKFAC keep them?
+"""What are the eigenvalues of a trained network's curvature, and how well do KFAC and EKFAC preserve them?
 
 A small network learns handwritten digits. The Hessian and the GGN of its loss are never formed: Lanczos iterations from
-random vectors give the densities of their eigenvalues. KFAC and EKFAC know their eigenvalues, so they check the
-estimates; their densities come from the same iterations all the same, so that the four curves are smoothed alike.
+random vectors give the densities of their eigenvalues. KFAC and EKFAC have exact eigenvalues, which check the
+estimates; their densities come from the same iterations, so that the four curves are smoothed alike.
 
     python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
 """

@@ -1,9 +1,9 @@
 """Curvature in a training loop: an estimator records its forward passes, and its inverse preconditions the gradient.
 
 An autoencoder of handwritten digits with a bottleneck of six numbers is hard for gradient descent: directions differ in
-curvature by orders of magnitude. Here nothing about the loop changes except one `with`: the curvature listens to the
-forward pass that is there anyway, as an exponential moving average of EKFAC, and every tenth step its damped inverse is
-refreshed. Half way everything is written to a file and read again; the run goes on as if nothing had happened.
+curvature by orders of magnitude. Only one `with` is added to the loop: it records the forward pass for an exponential
+moving average of EKFAC, whose damped inverse is refreshed every tenth step. Half way everything is written to a file
+and read again, and training continues from there.
 
     pip install -e ".[examples]"
     python examples/streaming.py            # some fifteen seconds on two cores; writes docs/streaming.png
