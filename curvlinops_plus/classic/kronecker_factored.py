@@ -19,15 +19,7 @@ from curvlinops_plus.blocks.state import fingerprint
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import (
-    Deferred,
-    Dense,
-    Diagonal,
-    Eigendecomposed,
-    Kronecker,
-    LinearOperator,
-    Structure,
-)
+from curvlinops_plus.linalg import Deferred, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
 if TYPE_CHECKING:

@@ -51,11 +51,7 @@ class Hessian(RiskOperator):
 
     @takes_risk
     def __init__(
-        self,
-        risk: EmpiricalRisk,
-        *,
-        block_sizes: Sequence[int] | None = None,
-        check_deterministic: bool | None = None,
+        self, risk: EmpiricalRisk, *, block_sizes: Sequence[int] | None = None, check_deterministic: bool | None = None
     ) -> None:
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         _ = risk.losses.reduction  # refuse now, not at first use

@@ -215,7 +215,9 @@ class LinearOperator(ABC):
             return self._to_dense()
 
     def _to_dense(self) -> Tensor:
-        return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
+        m, n = self.shape
+        eye = torch.eye(n, dtype=self.dtype, device=self.device)
+        return self._matmat(eye) if n else eye.new_zeros(m, 0)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array whose only entry is the operator."""

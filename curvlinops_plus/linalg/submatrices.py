@@ -102,7 +102,6 @@ class SubmatrixLinearOperator(LinearOperator):
         col_idxs: Which columns.
 
     Raises:
-        TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
     Example:
@@ -124,13 +123,9 @@ class SubmatrixLinearOperator(LinearOperator):
         super().__init__(cols.space, A.dtype, A.device, structure, rows.space)
 
     def _matmat(self, X: Tensor) -> Tensor:
-        if X.shape[1] == 0:  # also when no column was picked: `A` need not know products without columns
-            return X.new_zeros(self.shape[0], 0)
         return self.rows.gather(self.A._matmat(self.cols.scatter(X)))
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        if X.shape[1] == 0:
-            return X.new_zeros(self.shape[1], 0)
         return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
@@ -154,8 +149,7 @@ class ProjectedLinearOperator(LinearOperator):
         idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
 
     Raises:
-        TypeError: If `A` is no operator of this package.
-        ValueError: If `A` is not square, integers repeat or are out of bounds, or a name is unknown.
+        ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
     Example:
         >>> A = Dense(torch.tensor([[1.0, 2.0], [2.0, 5.0]]), Structure.PSD)
@@ -166,8 +160,6 @@ class ProjectedLinearOperator(LinearOperator):
 
     def __init__(self, A: LinearOperator, idxs: Any) -> None:
         self.kept, _ = _both(A, idxs, slice(None))
-        if A.shape[0] != A.shape[1]:
-            raise ValueError(f"Only a square matrix can be projected from both sides, got {A.label}.")
         super().__init__(A.in_space, A.dtype, A.device, A.structure, A.out_space)
         self.A = A
 
@@ -248,7 +240,6 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         cols: The same.
 
     Raises:
-        TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
     Cost: memory for `k²` numbers for a block of which only `k` rows are selected.
@@ -302,11 +293,6 @@ def _part_of_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
 
 
 def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
-    if not isinstance(A, LinearOperator):
-        raise TypeError(
-            f"Expected A to be a LinearOperator, got {type(A).__name__}; use Dense(A) of a tensor or array, "
-            "from_scipy(A) of a SciPy operator."
-        )
     return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
 
 

@@ -10,12 +10,7 @@ import torch
 from cases import APPROXIMATIONS, close, problem
 from torch import Tensor, nn
 
-from curvlinops_plus import (
-    EKFACLinearOperator,
-    KFACInverseLinearOperator,
-    KFACLinearOperator,
-    RelativeDamping,
-)
+from curvlinops_plus import EKFACLinearOperator, KFACInverseLinearOperator, KFACLinearOperator, RelativeDamping
 
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 NETS = ["mlp", "strided cnn", "weights only", "biases only"]

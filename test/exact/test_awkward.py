@@ -247,11 +247,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
 }
 
 #: What `curvature` refuses.
-NOT_RECORDED = (
-    "nothing arrives",
-    "batch norm in training",
-    "forces",
-)
+NOT_RECORDED = ("nothing arrives", "batch norm in training", "forces")
 
 
 def with_data(make: Callable[[], nn.Module], dtype: torch.dtype = F64) -> tuple[nn.Module, list[Any]]:

@@ -11,14 +11,7 @@ from cases import close, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
 
-from curvlinops_plus import (
-    GGN,
-    EmpiricalRisk,
-    GGNLinearOperator,
-    Hessian,
-    HessianLinearOperator,
-    Jacobian,
-)
+from curvlinops_plus import GGN, EmpiricalRisk, GGNLinearOperator, Hessian, HessianLinearOperator, Jacobian
 from curvlinops_plus.errors import UnsupportedError
 
 

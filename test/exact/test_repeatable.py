@@ -70,10 +70,7 @@ def spectral() -> nn.Module:
 
 #: The layer in the middle, and the words; in evaluation mode some of them pass.
 RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (
-        lambda: nn.Dropout(0.5),
-        r"Two evaluations of the model.*training mode: '1' \(Dropout\).*model.eval",
-    ),
+    "dropout": (lambda: nn.Dropout(0.5), r"Two evaluations of the model.*training mode: '1' \(Dropout\).*model.eval"),
     # Two evaluations agree nearly always, so drawing numbers in training mode is refused.
     "stochastic depth": (lambda: Rarely(1e-6), "draws random numbers in training mode, in code of its own.*model.ev"),
     "noise": (Noise, r"Does it draw random numbers"),

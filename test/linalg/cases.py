@@ -243,11 +243,7 @@ CASES = [
         lambda dtype: (OnlyProducts(psd(6, 6).to(dtype), Space.from_shapes([(2, 2), (2,)])), psd(6, 6).to(dtype)),
         FORMS,
     ),
-    Case(
-        "adjoint",
-        from_case("product", lambda A: A.T, lambda M: M.T),
-        FORMS,
-    ),
+    Case("adjoint", from_case("product", lambda A: A.T, lambda M: M.T), FORMS),
     Case(
         "sum",
         from_case(
@@ -257,12 +253,7 @@ CASES = [
     ),
     Case(
         "sum of dense",
-        of(
-            lambda M, N: Dense(M, PSD) + 2 * Dense(N, PSD),
-            lambda M, N: M + 2 * N,
-            psd(5, 5),
-            psd(5, 5, seed=3),
-        ),
+        of(lambda M, N: Dense(M, PSD) + 2 * Dense(N, PSD), lambda M, N: M + 2 * N, psd(5, 5), psd(5, 5, seed=3)),
     ),
     Case(
         "sum of diagonal and dense",

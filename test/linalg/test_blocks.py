@@ -167,16 +167,7 @@ def test_states_of_block_diagonal_matrices() -> None:
         {**K.blocks, "scale": Dense(torch.diag(torch.tensor([1.0, 1e-30, 1]).double()), Structure.PSD, 0.0)}
     )
     general = K._with({**K.blocks, "scale": Dense(normal(3, 3))})
-    for A in (
-        K,
-        2 * K,
-        K.shift(0.1),
-        total,
-        total.nearest_kronecker(),
-        K.inverse(0.1),
-        exact,
-        general,
-    ):
+    for A in (K, 2 * K, K.shift(0.1), total, total.nearest_kronecker(), K.inverse(0.1), exact, general):
         torch.save(A.state_dict(), file := BytesIO())
         file.seek(0)
         B = BlockDiagonal.from_state_dict(torch.load(file, weights_only=True))

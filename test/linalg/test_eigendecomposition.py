@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg import (
-    BlockDiagonal,
-    Dense,
-    Kronecker,
-    Layout,
-    Space,
-    eigh,
-)
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Kronecker, Layout, Space, eigh
 from curvlinops_plus.linalg.numerics import side_by_side
 
 from .cases import F64, normal, psd
@@ -82,12 +75,7 @@ def test_a_low_rank_leaves_a_small_problem(monkeypatch: pytest.MonkeyPatch) -> N
     """Dead units are a low rank, too."""
     seen, plain = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda M: seen.append(M.shape[-1]) or plain(M))
-    for kind, m, size in (
-        ("normal", 30, 30),
-        ("normal", 300, D),
-        ("with dead units", 150, 150),
-        ("repeated", 50, 1),
-    ):
+    for kind, m, size in (("normal", 30, 30), ("normal", 300, D), ("with dead units", 150, 150), ("repeated", 50, 1)):
         X = rows(kind, m)
         values, _ = eigh(X.T @ X, semidefinite=True)
         assert seen == [size], kind

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curvlinops_plus.errors import NoClosedForm
-from curvlinops_plus.linalg import (
-    Dense,
-    IdentityLinearOperator,
-    LinearOperator,
-    Scaled,
-    Space,
-    Structure,
-    Sum,
-)
+from curvlinops_plus.linalg import Dense, IdentityLinearOperator, LinearOperator, Scaled, Space, Structure, Sum
 
 from .cases import F64, OnlyProducts, eye_like, normal, psd, symmetric
 from .test_laws import close

@@ -44,25 +44,21 @@ def test_scipy_s_solvers(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(largest, np.linalg.norm(MATRIX, 2), rtol=10 * tolerance)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (torch.float64, np.float64),
-        (torch.float16, np.float16),
-        (torch.bfloat16, np.float32),
-        ("float32", np.float32),
-        (float, np.float64),
-        (None, np.float64),
-    ],
-)
-def test_to_scipy_takes_dtypes_of_both(given: Any, expected: Any) -> None:
+DTYPES: Any = {
+    torch.float64: np.float64,
+    torch.bfloat16: np.float32,
+    "float32": np.float32,
+    None: np.float64,
+}
+
+
+@pytest.mark.parametrize("given", DTYPES)
+def test_to_scipy_takes_dtypes_of_both(given: Any) -> None:
     """Algorithms are told a dtype; a product has that of its vector, as in curvlinops."""
     S = Dense(torch.from_numpy(MATRIX)).to_scipy(given)
-    assert S.dtype == (S @ np.ones(6, dtype=int)).dtype == expected
+    assert S.dtype == (S @ np.ones(6, dtype=int)).dtype == DTYPES[given]
     for kind in (np.float32, np.float64):
-        found = S @ np.ones(6, dtype=kind), S.rmatvec(np.ones(4, dtype=kind))
-        assert [x.dtype for x in found] == [kind, kind]
-        np.testing.assert_allclose(found[0], MATRIX.sum(1), rtol=1e-6)
+        assert [(S @ np.ones(6, dtype=kind)).dtype, S.rmatvec(np.ones(4, dtype=kind)).dtype] == [kind, kind]
 
 
 SOURCES: dict[str, Any] = {

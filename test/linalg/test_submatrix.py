@@ -24,7 +24,6 @@ from curvlinops_plus.linalg import (
     Space,
     Structure,
     SubmatrixLinearOperator,
-    submatrix,
 )
 
 from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, orthogonal, psd
@@ -200,8 +199,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: A9["a", ["b", "b"]], ValueError, "Expected different names of columns"),
     (lambda: A9["a"], ValueError, r"Expected A\[rows, cols\], with : for all rows or columns; got A\['a'\]"),
     (lambda: list(A9), ValueError, r"got A\[0\]"),
-    (lambda: ProjectedLinearOperator(Dense(normal(3, 2)), [0]), ValueError, "Only a square matrix can be projected"),
-    (lambda: submatrix(torch.eye(2), [0], [0]), TypeError, r"got Tensor; use Dense\(A\)"),
     (lambda: SubmatrixLinearOperator(A9, [0, 1], [1, 0]).trace, NoClosedForm, r"2 x 2.* no closed form of `diagonal`"),
 ]  # fmt: skip
 
