@@ -458,7 +458,7 @@ class KFACInverseLinearOperator(Deferred):
 
 
 class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
-    """The diagonal of the generalized Gauss-Newton matrix, exact or from would-be gradients, for any layer.
+    """The diagonal of the generalized Gauss-Newton matrix, exact or from sampled gradients, for any layer.
 
     Args:
         model_func: The network, a module.

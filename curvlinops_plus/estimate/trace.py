@@ -102,7 +102,7 @@ def xtrace(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The trace, 0-d, by XTrace: Hutch++ in which every vector plays both parts.
+    """The trace, 0-d, by XTrace: Hutch++ in which every vector serves both purposes.
 
     Each random vector estimates what the range of the products of all others leaves over (Epperly, Tropp, Webber 2024).
     The mean of these estimates is unbiased, does not depend on the order of the vectors, and is exact if the rank is
@@ -211,7 +211,7 @@ def xdiag(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
 
-    As XTrace, every vector plays both parts (Epperly, Tropp, Webber 2024). Unbiased for every square matrix, and exact
+    As in XTrace, each vector has both purposes (Epperly, Tropp, Webber 2024). Unbiased for square matrices, and exact
     if the rank is below `num_matvecs / 2`; needs products with the transposed matrix.
     Arguments as for `hutchinson_trace`, except:
 

@@ -44,7 +44,7 @@ class GGN(RiskOperator):
 
     Args:
         risk: Model, loss, data and parameters.
-        vectors: Which matrix: an object as above, or a word (see `as_vectors`). Default: `Exact()`.
+        vectors: Which matrix: an object as above, or a name (see `as_vectors`). Default: `Exact()`.
         check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.

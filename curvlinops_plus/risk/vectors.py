@@ -9,7 +9,7 @@ Layer-wise approximations send the vectors back one after the other; matrix-free
 | `Exact()` | R·K, the columns of the loss Hessian's root, one loss term at a time | GGN |
 | `Exact(signs=True)` | K, all terms at once with an independent sign each | unbiased for the GGN |
 | `CurvaturePropagation(samples)` | `samples`, all columns of all terms at once, random signs | unbiased for the GGN |
-| `MonteCarlo(samples)` | `samples`, would-be gradients at labels drawn from the model | unbiased for the Fisher |
+| `MonteCarlo(samples)` | `samples`, gradients at labels sampled from the model | unbiased for the Fisher |
 | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
 | `Empirical(per_term=True)` | R, the same for each loss term by itself | empirical Fisher over terms |
 | `ForwardOnly()` | none | `G = I`: input statistics alone |
@@ -40,7 +40,7 @@ from curvlinops_plus.linalg.numerics import whole
 
 
 class Vectors(ABC):
-    """One way of choosing the vectors.
+    """Which vectors are backpropagated from the outputs.
 
     Subclass it to send vectors of your own: write `count` and `send`. `curvature`, `GGN` and `GGNFactor` all take it;
     `root` is the place for a formula that is cheaper than stacking the vectors.
@@ -318,7 +318,7 @@ _MODES: dict[str, Vectors] = {
 
 
 def as_vectors(given: Vectors | str | None) -> Vectors:
-    """Vectors as an object, from an object or a word.
+    """Vectors as an object, from an object or a name.
 
     Args:
         given: Vectors, which are returned as they are; None for `Exact()`; "type-2", "mc", "empirical", "forward-only"

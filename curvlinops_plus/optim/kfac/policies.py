@@ -118,7 +118,7 @@ class NormConstraint:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """What a weight decay `η` means.
+    """A weight decay `η`: decoupled, coupled, or already in the loss.
 
     Args:
         strength: `η`.
