@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-#: Takes a layer's batch, and the number of the vector that its first one is.
-Add = Callable[[LayerBatch, int], None]
+#: What is made of a layer's batch: anything to [V, N, ...].
+Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 
 
 @takes_risk
@@ -69,52 +71,26 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
     _refuse(risk, per_term)
 
     def gradients() -> Iterator[dict[str, Tensor]]:
-        found = Gradients(risk)
-        for _, _, factor in show_batches(risk, per_term, "gradients of examples", found.begin):
-            yield {key: factor * (t.transpose(0, 1) if per_term else t[0]) for key, t in found.pop().items()}
+        for found, N, R, factor in _of_batches(risk, per_term, "gradients of examples", LayerBatch.param_grads):
+            found = with_zeros(found, risk, R, N)
+            yield {key: factor * (t.transpose(0, 1) if per_term else t[0]) for key, t in found.items()}
 
     return gradients()
 
 
-class Gradients:
-    """What layers give for each vector that was backpropagated, together."""
-
-    def __init__(self, risk: EmpiricalRisk) -> None:
-        self.risk, self._parts = risk, {}
-
-    def begin(self, batch: Batch, layers: Sequence[Layer]) -> Add:
-        """Forget what there was, and take a batch."""
-        self._parts: dict[str, list[Tensor]] = {}
-        self._num_examples = batch.num_examples
-        return self._add
-
-    def _add(self, seen: LayerBatch, vector: int) -> None:
-        for key, J in seen.param_grads().items():
-            self._parts.setdefault(key, []).append(J)
-
-    def pop(self) -> dict[str, Tensor]:
-        """Key of each parameter to `[V, N, *shape]`; zero for those that the batch does not use."""
-        found = {key: torch.cat(parts) for key, parts in self._parts.items()}
-        V = max((len(J) for J in found.values()), default=1)
-        zeros = {
-            key: p.new_zeros(V, self._num_examples, *p.shape, dtype=self.risk.dtype)
-            for key, p in self.risk.params.items()
-            if key not in found
-        }
-        return {key: (found | zeros)[key] for key in self.risk.params}
+def with_zeros(found: Mapping[str, Tensor], risk: EmpiricalRisk, V: int, N: int) -> dict[str, Tensor]:
+    """Gradients `[V, N, *shape]` of all parameters, also of those that a batch did not use."""
+    params = risk.params.items()
+    return {key: found[key] if key in found else p.new_zeros(V, N, *p.shape, dtype=risk.dtype) for key, p in params}
 
 
-def show_batches(
-    risk: EmpiricalRisk, per_term: bool, desc: str, begin: Callable[[Batch, Sequence[Layer]], Add]
-) -> Iterator[tuple[Batch, int, float]]:
-    """Show each batch of a risk with the gradients of its examples' un-reduced losses, layer by layer.
-
-    Args:
-        per_term: Send the gradient of each loss term by itself.
-        begin: Called with each batch and the layers of the model; it returns what takes the layers' batches.
+def _of_batches(
+    risk: EmpiricalRisk, per_term: bool, desc: str, take: Take
+) -> Iterator[tuple[dict[Any, Tensor], int, int, float]]:
+    """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch by batch.
 
     Yields:
-        Each batch when all of it was shown; the number of terms R, or 1; and what gradients have to be multiplied by.
+        What `take` made of it; the numbers N of examples and R of vectors; and what gradients have to be multiplied by.
     """
     risk = copy(risk)
     risk.options = replace(risk.options, mask=None)
@@ -122,32 +98,30 @@ def show_batches(
         weights, layers = loss_weights(risk), layers_of(risk)
         for batch in risk.batches(desc):
             batch = replace(batch, weight=None)  # a weight is about the mean over examples, as the mask is
-            totals = show(risk, Empirical(per_term=per_term), weights, batch, begin, layers)
+            found, totals = sent_back(risk, Empirical(per_term=per_term), weights, batch, layers, take)
             of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
-            yield batch, totals.terms // totals.examples if per_term else 1, of_loss**0.5
+            yield found, batch.num_examples, totals.terms // totals.examples if per_term else 1, of_loss**0.5
 
 
 @untraced
-def show(
-    risk: EmpiricalRisk,
-    vectors: Vectors,
-    weights: LossWeights,
-    batch: Batch,
-    begin: Callable[[Batch, Sequence[Layer]], Add],
-    layers: list[Layer],
-) -> Totals:
-    """Send vectors back through the model for one batch; again, and with other layers, if functions read parameters."""
+def sent_back(
+    risk: EmpiricalRisk, vectors: Vectors, weights: LossWeights, batch: Batch, layers: list[Layer], take: Take
+) -> tuple[dict[Any, Tensor], Totals]:
+    """What `take` makes of the layers' batches of one batch, all vectors together; again if functions read parameters.
+
+    The list `layers` is then changed.
+    """
     while True:
-        add, sent = begin(batch, layers), dict.fromkeys(layers, 0)
+        parts, passes = defaultdict[Any, list[Tensor]](list), RecordedPasses(risk, layers, vectors, weights)
 
-        def consume(seen: LayerBatch, add: Add = add, sent: dict[Layer, int] = sent) -> None:
-            add(seen, sent[seen.layer])
-            sent[seen.layer] += seen.num_vectors
+        def consume(seen: LayerBatch, parts: dict[Any, list[Tensor]] = parts) -> None:
+            for key, part in take(seen).items():
+                parts[key].append(part)
 
-        passes = RecordedPasses(risk, layers, vectors, weights)
         try:
             with passes.hooked():
-                return passes.observe(batch, Draws(0), consume)
+                totals = passes.observe(batch, Draws(0), consume)
+            return {key: torch.cat(part) for key, part in parts.items()}, totals
         except OutsideReads as error:
             look_for_functions(risk, batch, error)
             layers[:] = layers_of(risk)
@@ -222,38 +196,26 @@ def attribution_scores(
         key not in own or (own[key] is not p and not torch.equal(own[key], p)) for key, p in queries.params.items()
     ):
         raise ValueError(
-            "The risks of queries and of training examples have different models or parameters, so their gradients "
-            "can't be multiplied. Make one of the other: train.with_data(batches)."
+            "Risks of queries and of training examples differ in model or parameters; take train.with_data."
         )
     _refuse(train, per_term)
     gradients = [*per_example_gradients(queries)]
     stacked = {key: torch.cat([part[key] for part in gradients]) for key in queries.params}
     vectors = {key: v.to(train.dtype) for key, v in _product(P.T, stacked, queries.space).items()}  # [Q, *shape]
     columns: dict[Layer, Tensor] = {}  # [Q, *b, o, i]
-    scores: list[Tensor] = []  # [N, Q] of each vector
 
-    def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
-        scores.clear()
-
-        def add(seen: LayerBatch, term: int) -> None:
+    def take(seen: LayerBatch) -> dict[Layer, Tensor]:
+        if seen.layer not in columns:
             (group,) = seen.layer.groups
-            if seen.layer not in columns:
-                rows = group.layout.gather([vectors[key] for key in group.keys])
-                columns[seen.layer] = rows.unflatten(1, group.layout.matrix_shape)
-            for r, part in enumerate(seen.inner_products(columns[seen.layer]), term):
-                if r < len(scores):
-                    scores[r] += part
-                else:
-                    scores.append(part)
+            rows = group.layout.gather([vectors[key] for key in group.keys])
+            columns[seen.layer] = rows.unflatten(1, group.layout.matrix_shape)
+        return {seen.layer: seen.inner_products(columns[seen.layer])}
 
-        return add
-
-    found = []  # [N, Q] or [N, Q, R]
-    for batch, R, factor in show_batches(train, per_term, "scores of training examples", begin):
-        zero = next(iter(vectors.values())).new_zeros(batch.num_examples, len(next(iter(vectors.values()))))
-        of_terms = scores or [zero] * R
-        found.append(factor * (torch.stack(of_terms, -1) if per_term else of_terms[0]))
-    return torch.cat(found).transpose(0, 1)
+    scores, one = [], next(iter(vectors.values()))
+    for found, N, R, factor in _of_batches(train, per_term, "scores of training examples", take):
+        of_terms = factor * sum(found.values(), one.new_zeros(R, N, len(one)))  # [R, N, Q]
+        scores.append(of_terms.permute(2, 1, 0) if per_term else of_terms[0].T)
+    return torch.cat(scores, dim=1)
 
 
 def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = False) -> Tensor:
@@ -289,9 +251,7 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
     found = []
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]
-        flat = {
-            key: g.flatten(0, -1 - p.ndim) for (key, g), p in zip(gradients.items(), train.params.values(), strict=True)
-        }
+        flat = train.space.unflatten_rows(rows.flatten(0, -2))
         products = train.space.flatten_rows(_product(P, flat, train.space)).to(rows.dtype)
         found.append((rows * products.view(rows.shape)).sum(-1))
     return torch.cat(found)

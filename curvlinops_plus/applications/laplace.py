@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.applications.networks import parameters_of, require_present
-from curvlinops_plus.applications.predictive import Normal, Outputs, needs_covariance, output_covariance, predictive
+from curvlinops_plus.applications.predictive import Normal, needs_covariance, output_covariance, predictive
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
@@ -90,10 +90,8 @@ class Laplace:
         require_present(self.risk, self._parameters, "K")
         totals, (one,) = _totals(self.risk), self.risk.losses
         if getattr(K, "examples", totals.examples) != totals.examples:
-            raise ValueError(
-                f"K was computed from {K.examples} examples, and the data of its risk now have {totals.examples}. "
-                "Laplace needs the curvature of all data: compute K from them, at the final parameters."
-            )
+            words = f"K was computed from {K.examples} examples, and the data of its risk now have {totals.examples}"
+            raise ValueError(f"{words}; Laplace needs the curvature of all data.")
         self.likelihood = one.likelihood
         #: What K is multiplied by for a sum over the data, the sum of the loss, and how many numbers MSELoss observes.
         self._count, self._loss, self._numbers = 1 / float(self.risk.scale(totals)), float(totals.losses[0]), 0.0
@@ -223,8 +221,8 @@ class Laplace:
         Raises:
             ValueError: If the model's parameters have changed.
         """
-        found = self._outputs(X, full=True)
-        return (found.mean[:, 0], found.spread[:, 0]) if found.mean.shape[1] == 1 else (found.mean, found.spread)
+        mean, spread = self._outputs(X, True, lambda F, spread, *_: (F, spread))
+        return (mean[:, 0], spread[:, 0]) if mean.shape[1] == 1 else (mean, spread)
 
     def predict(
         self, X: Any, link: str = "probit", *, samples: int = 1000, generator: torch.Generator | None = None
@@ -252,23 +250,17 @@ class Laplace:
         likelihood = self.likelihood
         noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
 
-        def average(mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-            result = predictive(likelihood, link, mean, spread, noise, samples, generator)
-            return result if isinstance(result, Normal) else (result, result)
+        def average(F: Tensor, spread: Tensor, f_shape: torch.Size, axis: int | None) -> tuple[Tensor, ...]:
+            found, shape = predictive(likelihood, link, F, spread, noise, samples, generator), list(f_shape)
+            if isinstance(likelihood, GaussianNLL):  # means without variances
+                shape[likelihood.class_axis if axis is None else axis] = found[0].shape[-1]
+            return tuple(likelihood.restore(v, torch.Size(shape), len(v), axis) for v in found)
 
         found = self._outputs(X, needs_covariance(likelihood, link), average)
-
-        def restored(v: Tensor) -> Tensor:
-            shape, axis = list(found.f_shape), found.class_axis
-            if isinstance(likelihood, GaussianNLL):  # means without variances
-                shape[likelihood.class_axis if axis is None else axis] = v.shape[-1]
-            return likelihood.restore(v, torch.Size(shape), len(v), axis)
-
-        regression = isinstance(likelihood, (GaussianNLL, MSE))
-        return Normal(restored(found.mean), restored(found.spread)) if regression else restored(found.mean)
+        return Normal(*found) if len(found) > 1 else found[0]
 
     # ------------------------------------------------------------------------------------------------------- internals
-    def _outputs(self, X: Any, full: bool, *then: Any) -> Outputs:
+    def _outputs(self, X: Any, full: bool, then: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         require_present(self.risk, self._parameters, "K")
         prior = self.prior_precision
         values = dict(prior) if isinstance(prior, Mapping) else {"": prior}
@@ -277,7 +269,7 @@ class Laplace:
             self._known = key, self.posterior.power(0.5)
         root = self._known[1]
         assert root is not None
-        return output_covariance(self.K, root, self._picked, X, full, self._max_bytes, *then)
+        return output_covariance(self.K, root, self._picked, X, full, self._max_bytes, then)
 
     def _factor(self, noise: Any) -> Tensor:
         """What the curvature is multiplied by: that of `MSELoss` is of the squared error, twice `noise²` too large."""
@@ -293,10 +285,8 @@ class Laplace:
         if values.keys() == blocks.keys():
             return values
         if values.keys() != space.shapes.keys():
-            raise ValueError(
-                f"prior_precision has the names {list(values)}; expected the blocks {list(blocks)}, or the parameters "
-                f"{space.names}."
-            )
+            expected = f"expected the blocks {list(blocks)}, or the parameters {space.names}"
+            raise ValueError(f"prior_precision has the names {list(values)}; {expected}.")
         of_all = torch.cat([values[name].expand(shape.numel()) for name, shape in space.shapes.items()])
         owner = torch.cat([torch.full((shape.numel(),), k) for k, shape in enumerate(space.shapes.values())])
         found = {}
@@ -304,32 +294,24 @@ class Laplace:
             one = len(owner[at.cpu()].unique()) == 1
             found[name] = of_all[at.cpu()[0]] if one else of_all[at.cpu()]
             if not one and not isinstance(blocks[name], (Dense, Diagonal)):
-                raise UnsupportedError(
-                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: give one precision for '
-                    "each block, or make K with separate_weight_and_bias=True."
-                )
+                words = f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: give one precision'
+                raise UnsupportedError(f"{words} for each block, or make K with separate_weight_and_bias=True.")
         return found
 
 
 def _risk_of(K: Any) -> EmpiricalRisk:
     """The risk of a curvature of which the multiple is known that belongs to a sum over the data."""
     if not isinstance(K, (BlockwiseLinearOperator, GGN)):
-        raise TypeError(
-            f"Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a {type(K).__name__}, "
-            "which doesn't tell model, loss and data. For a part K[i, i] say Laplace(K, subnetwork=i)."
-        )
+        words = f"Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a {type(K).__name__}"
+        raise TypeError(f"{words}. For a part K[i, i] say Laplace(K, subnetwork=i).")
     if isinstance(K, BlockwiseLinearOperator) and float(K.scale) != 1:
         raise ValueError(
-            f"K is {float(K.scale):g} times a curvature. Laplace makes the sum over the data itself: give it K as "
-            "curvature(risk, ...) returns it."
+            f"K is {float(K.scale):g} times a curvature; give K itself, Laplace makes the sum over the data."
         )
     losses = K.risk.losses
     if len(losses) > 1 or not losses.known or losses[0].weight != 1:
-        raise UnsupportedError(
-            f"Laplace needs the negative log-likelihood of the data as a sum. It is known of one loss with a "
-            f"likelihood and the weight 1, and not of {', '.join(one.title for one in losses)}. "
-            "@register_likelihood registers one for a loss of yours."
-        )
+        words = "Laplace needs the negative log-likelihood of the data: one loss with a likelihood and the weight 1"
+        raise UnsupportedError(f"{words}, not {', '.join(one.title for one in losses)}; see @register_likelihood.")
     return K.risk
 
 
@@ -345,8 +327,6 @@ def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | Non
     operator: LinearOperator = K.operator if hasattr(K, "operator") else K.materialize()
     picked = None if subnetwork is None else select(subnetwork, K.in_space, K.device, "row").positions
     if picked is not None:
-        if not len(picked):
-            raise ValueError("subnetwork picks no parameter.")
         operator = operator[subnetwork, subnetwork]
     if isinstance(operator, BlockDiagonal):
         return operator, picked

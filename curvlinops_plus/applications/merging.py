@@ -17,12 +17,7 @@ from curvlinops_plus.risk.parameters import inner_model
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def merge(
-    models: Sequence[Model],
-    curvatures: Sequence[LinearOperator],
-    *,
-    damping: Any = None,
-) -> Model:
+def merge(models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damping: Any = None) -> Model:
     """One network from several of the same architecture: `θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k - θ̄)`.
 
     `θ̄` is the plain average of the parameters, and `θ` the minimum of the quadratic models of all losses together,
@@ -63,9 +58,7 @@ def merge(
     """
     models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
     if not models or len(models) != len(curvatures):
-        raise ValueError(
-            f"Expected a curvature for each model, got {len(models)} models, {len(curvatures)} curvatures."
-        )
+        raise ValueError(f"Expected a curvature for each of {len(models)} models, got {len(curvatures)}.")
     for k, (model, K) in enumerate(zip(models, curvatures)):
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
@@ -74,31 +67,24 @@ def merge(
         require_own_values(K, model, f"curvatures[{k}]")
     names = [_names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))]
     if any(other != names[0] for other in names):
-        raise ValueError(
-            f"The curvatures are over other parameters: {names[0][:5]} and {names[-1][:5]}, in this order."
-        )
+        raise ValueError(f"The curvatures are over other parameters: {names[0][:5]} and {names[-1][:5]}.")
     _require_equal_rest(models, set(names[0]))
-    K = curvatures[0]
+    K, total = curvatures[0], cast(LinearOperator, sum(curvatures))
+    damping = RelativeDamping(0.1) if damping is None else damping
     with torch.no_grad():
         params = [dict(model.named_parameters()) for model in models]
         vectors = [torch.cat([p[name].to(K.dtype).flatten() for name in names[0]]) for p in params]
         average = torch.stack(vectors).mean(0)
-        products = [K @ (v - average) for K, v in zip(curvatures, vectors)]
-        found = average + _solve(cast(LinearOperator, sum(curvatures)), torch.stack(products).sum(0), damping)
+        right = torch.stack([K @ (v - average) for K, v in zip(curvatures, vectors)]).sum(0)
+        try:
+            found = average + total.inverse(damping) @ right
+        except NoClosedForm:
+            found = average + cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
         merged = copy.deepcopy(models[0])
         own = dict(merged.named_parameters())
         for name, value in zip(names[0], K.in_space.unflatten(found).values()):
             own[name].copy_(value)
     return merged
-
-
-def _solve(total: LinearOperator, right: Tensor, damping: Any) -> Tensor:
-    """`(total + damping I)⁻¹ right`."""
-    damping = RelativeDamping(0.1) if damping is None else damping
-    try:
-        return total.inverse(damping) @ right
-    except NoClosedForm:
-        return cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
 
 
 def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:
@@ -125,7 +111,7 @@ def _require_equal_rest(models: Sequence[nn.Module], merged: set[str]) -> None:
             if name not in other or (t is not other[name] and not (isinstance(t, Tensor) and t.equal(other[name])))
         ]
         if differ:
-            raise ValueError(
-                f"The networks differ in {differ[:5]}, of which there is no curvature. Include parameters in `params` "
-                "of the risks; make buffers equal before, and compute statistics of batch norm anew afterwards."
+            words = (
+                f"The networks differ in {differ[:5]}, of which there is no curvature. Include parameters in `params`"
             )
+            raise ValueError(f"{words} of the risks; make buffers, such as statistics of batch norm, equal before.")

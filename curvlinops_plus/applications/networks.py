@@ -26,10 +26,7 @@ def parameters_of(K: Any) -> Fingerprint:
 def require_present(risk: EmpiricalRisk, parameters: Fingerprint, what: str) -> None:
     """Refuse a network that was trained further. Cost: one pass over the memory of the parameters."""
     if changed := changed_parameters(parameters, fingerprint(risk), 1e-12):
-        raise ValueError(
-            f"The parameters {changed[:3]} have changed since {what} was computed, so it is the curvature at "
-            "another point. Compute it anew from the parameters of now."
-        )
+        raise ValueError(f"The parameters {changed[:3]} have changed since {what} was computed; compute it anew.")
 
 
 def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
@@ -39,7 +36,4 @@ def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
         return
     require_present(risk, parameters_of(K), what)
     if other := [key for key, p in risk.own_params.items() if not equal(risk.params[key], p)]:
-        raise ValueError(
-            f"{what} was computed at other values of {other[:3]} than the network's own. Load them into it first, "
-            "or compute the curvature of a risk without `params` of other values."
-        )
+        raise ValueError(f"{what} was computed at other values of {other[:3]} than the network's own; load them first.")

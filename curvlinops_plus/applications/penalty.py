@@ -66,16 +66,11 @@ class QuadraticPenalty:
             raise ValueError(f"Expected a symmetric matrix, got {K.label}.")
         risk = risk_of(K)
         if isinstance(K, RiskOperator) and any(K.risk.params[key] is p for key, p in K.risk.own_params.items()):
-            raise TypeError(
-                f"{K.label} is computed in each product from the parameters that the network has then, so it would "
-                "change in training. Take one that stays: curvature(risk, ...), A.materialize(), or the same of "
-                "EmpiricalRisk(model, loss, data, {name: p.detach().clone() for name, p in model.named_parameters()})."
-            )
+            words = f"{K.label} is computed in each product from the parameters that the network has then"
+            raise TypeError(f"{words}. Take one that stays: curvature(risk, ...) or A.materialize().")
         if risk is None and params is None:
-            raise ValueError(
-                f"{K.label} doesn't tell the network it was computed from; say which parameters the penalty is of: "
-                "QuadraticPenalty(K, at, params=dict(model.named_parameters()))."
-            )
+            words = f"{K.label} doesn't tell the network it was computed from; say which parameters the penalty is of"
+            raise ValueError(f"{words}: params=dict(model.named_parameters()).")
         self.K, self.strength, self._risk = K, strength, risk if params is None else None
         #: The parameters, in the order of `K`.
         self.params: dict[str, Tensor] = dict(params or {}) if self._risk is None else self._risk.own_params

@@ -8,7 +8,6 @@ three approximations are usual.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.attribution import Add, Gradients, show
+from curvlinops_plus.applications.attribution import sent_back, with_zeros
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
@@ -66,11 +65,7 @@ def needs_covariance(likelihood: Likelihood, link: str) -> bool:
     """
     links = LINKS.get(type(likelihood))
     if links is None:
-        raise UnsupportedError(
-            f"{likelihood.name} has no predictive distribution here: there are those of CrossEntropyLoss, "
-            "BCEWithLogitsLoss, MSELoss and GaussianNLLLoss. `outputs(X)` gives mean and covariance of the model's "
-            "outputs."
-        )
+        raise UnsupportedError(f"{likelihood.name} has no predictive distribution here; outputs(X) has their moments.")
     if link not in links:
         raise ValueError(f"link={link!r}; {likelihood.name} has {', '.join(map(repr, links))}.")
     return isinstance(likelihood, CrossEntropy) and link != "probit"
@@ -84,8 +79,8 @@ def predictive(
     noise: Tensor | None,
     samples: int,
     generator: torch.Generator | None,
-) -> Tensor | Normal:
-    """The predictive distribution of each loss term, [N, R, C].
+) -> tuple[Tensor, ...]:
+    """The predictive distribution of each loss term, [N, R, C]: class probabilities, or means and variances.
 
     Args:
         link: As `needs_covariance` has accepted it.
@@ -100,17 +95,17 @@ def predictive(
         (m, s), v = mean.chunk(2, -1), spread.chunk(2, -1)[0]
         return Normal(m, v + s.clamp(min=likelihood.loss.eps))
     if link == "bridge":
-        return _bridge(mean, spread)
+        return (_bridge(mean, spread),)
     normalise = partial(torch.softmax, dim=-1) if isinstance(likelihood, CrossEntropy) else torch.sigmoid
     if link == "probit":
-        return normalise(mean / (1 + math.pi / 8 * spread).sqrt())
+        return (normalise(mean / (1 + math.pi / 8 * spread).sqrt()),)
     draws = standard_normal(samples, mean.numel(), generator, mean).view(*mean.shape, samples)  # example by example
     if spread.ndim == mean.ndim:
         deviations = spread.sqrt()[..., None] * draws
     else:
         values, Q = eigh(spread)
         deviations = Q @ (values.clamp(min=0).sqrt()[..., None] * draws)
-    return normalise((mean[..., None] + deviations).mT).mean(-2)
+    return (normalise((mean[..., None] + deviations).mT).mean(-2),)
 
 
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -132,22 +127,6 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     return (alpha - variances.log()).softmax(-1)
 
 
-class Outputs(NamedTuple):
-    """Outputs of some examples, and how uncertain they are.
-
-    Attributes:
-        mean: What the model returns, in canonical form [N, R, C].
-        spread: Variances [N, R, C], or covariances [N, R, C, C] of the numbers of each loss term.
-        f_shape: The shape in which the model returns them.
-        class_axis: The axis of these that holds the C numbers, where it is not the loss's own.
-    """
-
-    mean: Tensor
-    spread: Tensor
-    f_shape: torch.Size
-    class_axis: int | None
-
-
 @untraced
 def output_covariance(
     K: Any,
@@ -156,9 +135,9 @@ def output_covariance(
     X: Any,
     full: bool,
     max_bytes: int,
-    then: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda mean, spread: (mean, spread),
-) -> Outputs:
-    """The outputs for inputs `X`, and their variances, or (`full`) the covariances within each loss term.
+    then: Callable[[Tensor, Tensor, torch.Size, int | None], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """What is made of the outputs for inputs `X`, and of their variances, or (`full`) covariances within loss terms.
 
     Args:
         K: The curvature, which knows model and parameters.
@@ -166,7 +145,8 @@ def output_covariance(
         picked: Positions of the parameters that this is about; None for all.
         X: What the model is called with.
         max_bytes: Memory for derivatives of outputs: inputs are cut into chunks.
-        then: What is made of mean and spread of a chunk, in place of them.
+        then: Takes the outputs `[N, R, C]` of a chunk, variances `[N, R, C]` or covariances `[N, R, C, C]`, the shape
+            in which the model returns outputs, and its axis of C numbers where it is not the loss's own.
 
     Raises:
         ValueError: If there are no inputs.
@@ -181,7 +161,8 @@ def output_covariance(
         raise ValueError("There are no inputs to predict for.")
     by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
     layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
-    gradients, weights, found = Gradients(risk), LossWeights(risk), []
+    take = partial(_projected, root, {}) if by_layer else LayerBatch.param_grads
+    weights, results = LossWeights(risk), []
     with preserve_state(risk.model, risk.data):
         start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
         while start < N:
@@ -190,58 +171,43 @@ def output_covariance(
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
             F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
-            if by_layer:
-                projected = _Projected(root)
-                show(risk, _Units(), weights, batch, projected.begin, layers)
-                phis = [torch.cat(parts) for parts in projected.parts.values()]  # [R·C, N, k] of each block
-            else:
-                show(risk, _Units(), weights, batch, gradients.begin, layers)
-                J = risk.space.flatten_rows(gradients.pop())  # [R·C, N, P]
-                phis = [_transposed_times(root, J if picked is None else J[..., picked])]
-            phis = [phi.view(*F.shape[1:], len(F), -1).permute(2, 0, 1, 3) for phi in phis]
+            phis, _ = sent_back(risk, _Units(), weights, batch, layers, take)  # [R·C, N, k] of each block
+            if not by_layer:
+                J = risk.space.flatten_rows(with_zeros(phis, risk, F[0].numel(), len(F)))
+                phis = {"": _transposed_times(root, J if picked is None else J[..., picked])}
+            phis = [phi.view(*F.shape[1:], len(F), -1).permute(2, 0, 1, 3) for phi in phis.values()]
             spread = sum((phi @ phi.mT if full else phi.square().sum(-1) for phi in phis), start=torch.zeros(()).to(F))
-            found.append((*then(F, spread), f.shape, axis))
+            results.append(then(F, spread, f.shape, axis))
             start, step = stop, max(1, max_bytes // (2 * sum(phi[0].nbytes for phi in phis) + 1))
-    means, spreads, shapes, axes = zip(*found)
-    f_shape = torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])
-    return Outputs(torch.cat(means), torch.cat(spreads), f_shape, axes[0])
+    return [torch.cat(parts) for parts in zip(*results)]
 
 
-class _Projected:
-    """`φ` of each block, [V, N, k], from the batches of its layer."""
+def _projected(root: BlockDiagonal, lengths: dict[Layer, Tensor], seen: LayerBatch) -> dict[str, Tensor]:
+    """`φ` of each block of a layer, [V, N, k].
 
-    def __init__(self, root: BlockDiagonal) -> None:
-        self.root = root
-
-    def begin(self, *_: Any) -> Add:
-        """Forget what was there: a batch begins, or begins again."""
-        self.parts: dict[str, list[Tensor]] = defaultdict(list)
-        self.lengths: dict[Layer, Tensor] = {}
-        return self.add
-
-    def add(self, seen: LayerBatch, vector: int) -> None:
-        """Take the blocks of a layer.
-
-        Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is up to a rotation
-        `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it has parameters.
-        """
-        for group in seen.layer.groups:
-            own, L = seen.restrict(group), self.root.blocks[group.name]
-            basis: Any = getattr(L, "basis", None)
-            in_factors = isinstance(L, Diagonal) or isinstance(basis, Kronecker)
-            one_row = own.role is not None and own.weight and not own.sparse and len(own.calls) == 1
-            if in_factors and one_row and own.grads.shape[2:-1] == (1,):
-                values, phi = getattr(L, "vector" if basis is None else "values"), own.grads[:, :, 0]
-                if basis is not None:
-                    phi = _transposed_times(basis.G, phi)
-                if seen.first:
-                    a: Any = own.inputs[:, 0]  # type: ignore[index]
-                    a = a if basis is None else _transposed_times(basis.A, a)
-                    self.lengths[seen.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
-                phi = phi * self.lengths[seen.layer]
-            else:
-                phi = _transposed_times(L, own.per_example_grads.flatten(2))
-            self.parts[group.name].append(phi)
+    Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is up to a rotation
+    `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it has parameters. The second factor is
+    kept in `lengths` for the further vectors.
+    """
+    found = {}
+    for group in seen.layer.groups:
+        own, L = seen.restrict(group), root.blocks[group.name]
+        basis: Any = getattr(L, "basis", None)
+        in_factors = isinstance(L, Diagonal) or isinstance(basis, Kronecker)
+        one_row = own.role is not None and own.weight and not own.sparse and len(own.calls) == 1
+        if in_factors and one_row and own.grads.shape[2:-1] == (1,):
+            values, phi = getattr(L, "vector" if basis is None else "values"), own.grads[:, :, 0]
+            if basis is not None:
+                phi = _transposed_times(basis.G, phi)
+            if seen.first:
+                a: Any = own.inputs[:, 0]  # type: ignore[index]
+                a = a if basis is None else _transposed_times(basis.A, a)
+                lengths[seen.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+            phi = phi * lengths[seen.layer]
+        else:
+            phi = _transposed_times(L, own.per_example_grads.flatten(2))
+        found[group.name] = phi
+    return found
 
 
 def _transposed_times(L: LinearOperator, J: Tensor) -> Tensor:  # Lᵀ times each row of J

@@ -126,25 +126,17 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
     own = dict(model.named_parameters(remove_duplicate=False))
     wrong = [key for key, shape in K.in_space.shapes.items() if key not in own or own[key].shape != shape]
     if wrong:
-        raise ValueError(
-            f"The model has no parameters {wrong[:3]} of the shapes that K has; it has {[*own][:5]}. Make K "
-            "of this model, with its own names."
-        )
+        raise ValueError(f"The model has no parameters {wrong[:3]} of the shapes that K has; it has {[*own][:5]}.")
     holders = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     return {key: [(m, name) for m, name, p in holders if p is own[key]] for key in K.in_space.names}
 
 
 def _check(places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], sparsity: float, rounds: int) -> None:
     if not 0 <= sparsity < 1 or rounds < 1:
-        raise ValueError(
-            f"sparsity={sparsity}, rounds={rounds}; expected the fraction of parameters that will be zero, in [0, 1), "
-            "and at least one round."
-        )
+        raise ValueError(f"sparsity={sparsity}, rounds={rounds}; expected a fraction in [0, 1) and at least one round.")
     if unknown := chosen - places.keys():
         raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
     for key, module in [(name, module) for name in places if name in chosen for module, _ in places[name]]:
         if torch_prune.is_pruned(module) or isinstance(module, ParametrizationList):
-            raise UnsupportedError(
-                f"{key!r} is pruned already, or a weight is computed from it. Leave it out of `candidates`, or make it "
-                "plain before K is computed: torch.nn.utils.prune.remove or parametrize.remove_parametrizations."
-            )
+            words = f"{key!r} is pruned already, or a weight is computed from it. Leave it out of `candidates`, or make"
+            raise UnsupportedError(f"{words} it plain: torch.nn.utils.prune.remove, remove_parametrizations.")

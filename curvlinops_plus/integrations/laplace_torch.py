@@ -70,9 +70,8 @@ class _Backend:
             UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed layers).
         """
         risk = self._risk_of(x, y)
-        approximation = KFAC(**options) if options else KFAC
-        K = curvature(risk, approximation, vectors=self._vectors(), separate_weight_and_bias=True)
-        share = K.examples / N if K.examples else 1.0
+        kfac = KFAC.using(**options)
+        K = curvature(risk, kfac, vectors=self._vectors(), separate_weight_and_bias=True)
         factors, positions = [], K.operator.positions()
         owners = {parameter: block for block, layout in K.operator.layouts.items() for parameter in layout.names}
         for key, p in risk.params.items():
@@ -81,11 +80,9 @@ class _Backend:
                 order = at.argsort()
                 factors.append([block.to_dense()[order][:, order]])
             elif pair := _pair(block, at, p.shape[0]):
-                factors.append([pair[0], share * pair[1]])
+                factors.append([pair[0], (K.examples or N) / N * pair[1]])
             else:
-                raise UnsupportedError(
-                    f"{key!r} has no Kronecker factors of its shape. hessian_structure='diag' and 'full' are exact."
-                )
+                raise UnsupportedError(f"{key!r} has no Kronecker factors of its shape; take 'diag' or 'full'.")
         return self.factor * risk.loss(), Kron(factors) * self.factor
 
 

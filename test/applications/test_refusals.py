@@ -131,10 +131,10 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     # -------------------------------------------------------------------------------------------------------- Laplace
     (lambda: Laplace(GGN(risk_of()).materialize()), TypeError, "takes the curvature of a risk"),
     (lambda: Laplace(kfac() + kfac()), TypeError, "takes the curvature of a risk"),
-    (lambda: Laplace(12 * kfac()), ValueError, r"K is 12 times a curvature\. Laplace makes the sum"),
-    (lambda: Laplace(GGN(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "not of HuberLoss"),
-    (lambda: Laplace(curvature(two_losses(), KFAC)), UnsupportedError, "not of .*MSELoss.*, .*MSELoss"),
-    (lambda: Laplace(GGN(weighted())), UnsupportedError, "the weight 1, and not of loss 'y'"),
+    (lambda: Laplace(12 * kfac()), ValueError, "K is 12 times a curvature; give K itself"),
+    (lambda: Laplace(GGN(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "not HuberLoss"),
+    (lambda: Laplace(curvature(two_losses(), KFAC)), UnsupportedError, "not .*MSELoss.*, .*MSELoss"),
+    (lambda: Laplace(GGN(weighted())), UnsupportedError, "the weight 1, not loss 'y'"),
     (lambda: Laplace(kfac(loss=COUNTS)).predict(X), UnsupportedError, "PoissonNLLLoss has no predictive distribution"),
     (lambda: trained(Laplace), ValueError, OLD),
     (lambda: trained(lambda la: la.predict(X), Laplace), ValueError, OLD),
@@ -154,10 +154,9 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Laplace(kfac(loss=MSE)).predict(X, "mc"), ValueError, "link='mc'; MSELoss has 'probit'"),
     (lambda: Laplace(kfac(loss=BINARY)).predict(X, "bridge"), ValueError, "BCEWithLogitsLoss has 'probit', 'mc'"),
     (lambda: Laplace(kfac()).predict(X[:0]), ValueError, "no inputs to predict for"),
-    (lambda: Laplace(kfac(), subnetwork=[]), ValueError, "subnetwork picks no parameter"),
     # ----------------------------------------------------------------------------------------- gradients and influence
     (lambda: per_example_gradients(M), TypeError, "per_example_gradients takes an EmpiricalRisk"),
-    (lambda: scores(queries=risk_of(network())), ValueError, "different models or parameters.*with_data"),
+    (lambda: scores(queries=risk_of(network())), ValueError, "differ in model or parameters; take train.with_data"),
     (lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "likelihood"),
     (
         lambda: next(per_example_gradients(two_losses(), per_term=True)),
@@ -165,7 +164,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         "about the terms of one loss; there are",
     ),
     # -------------------------------------------------------------------------------------------------------- merging
-    (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each model, got 2 models, 1 curvatures"),
+    (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each of 2 models, got 1"),
     (lambda: merge([M], [kfac(network())]), ValueError, r"is of another network than models\[0\]"),
     (lambda: merge([M], [Dense(normal(27, 27))]), ValueError, r"curvatures\[0\]: expected a symmetric matrix"),
     (
@@ -176,7 +175,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: merge([M], [GGN(risk_of())]), NoClosedForm, "trace"),  # what the default damping is relative to
     (merge_with_other_buffers, ValueError, r"differ in \['1.running_mean'\], of which there is no curvature"),
     (merge_heads, ValueError, r"The networks differ in \['0.weight', '0.bias'"),
-    (lambda: merge([M], [GGN(risk_of(params=moved()))], damping=0.1), ValueError, "at other values of .* Load them"),
+    (lambda: merge([M], [GGN(risk_of(params=moved()))], damping=0.1), ValueError, "at other values of .* load them"),
     (lambda: trained(lambda K: merge([K.risk.model], [K])), ValueError, rf"\['0.weight'\] {OLD} curvatures\[0\]"),
     # ------------------------------------------------------------------------------------------------------- penalties
     (lambda: QuadraticPenalty(GGN(risk_of())), TypeError, FOLLOWS),
