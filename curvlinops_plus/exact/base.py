@@ -66,30 +66,18 @@ class RiskOperator(LinearOperator):
 
     @untraced
     def _over_data(self, sweep: Sweep, X: Tensor | None = None) -> Tensor:
-        """What a sweep adds up, times the factor of the reduction; the state of model and data is as before.
+        """What a sweep adds up over the data of all processes, which multiply the same `X`, times the factor of the
+        reduction. Collective. The state of model and data is as before.
 
         In float16 each column is sent times a power of two that brings its largest number to about 1.
 
         Raises:
             NumericsError: If what comes out has left the range of float16.
         """
-        power = None
-        if X is not None and self._passes.narrow:
+        risk, passes, power = self.risk, self._passes, None
+        if X is not None and passes.narrow:
             power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
             X = X / power
-        with differentiable(self.risk):
-            total, self._totals = self._summed(sweep, X)
-        if self._exponent:
-            total *= self.risk.scale(self._totals) ** self._exponent
-        if X is not None and power is not None:
-            total *= power
-            if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
-                raise NumericsError("A product leaves the range of float16, up to 65504; take model.float().")
-        return total
-
-    def _summed(self, sweep: Sweep, X: Tensor | None) -> tuple[Tensor, Totals]:
-        """The sum of what sweeps over the data of all processes return, which multiply the same `X`. Collective."""
-        risk, passes = self.risk, self._passes
 
         def own() -> tuple[Tensor, Totals]:
             weights = loss_weights(risk, self._totals) if self._exponent else LossWeights(risk, plain=True)
@@ -112,7 +100,15 @@ class RiskOperator(LinearOperator):
             return total, totals
 
         vectors = {} if X is None else {"the vector (random ones need a generator of one seed)": X.detach()}
-        return risk.together(own, same=partial(sums_of, vectors))
+        with differentiable(risk):
+            total, self._totals = risk.together(own, same=partial(sums_of, vectors))
+        if self._exponent:
+            total *= risk.scale(self._totals) ** self._exponent
+        if X is not None and power is not None:
+            total *= power
+            if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
+                raise NumericsError("A product leaves the range of float16, up to 65504; take model.float().")
+        return total
 
     @untraced
     def _check_loss(self) -> None:
@@ -132,12 +128,17 @@ class RiskOperator(LinearOperator):
         """
         risk, name = self.risk, type(self).__name__
         v = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), dtype=risk.dtype).to(risk.device)
-        with differentiable(risk):  # random states go on: a loader that shuffles draws again
-            (one, _), (two, _) = self._summed(sweep, v), self._summed(sweep, v)
+
+        def both(X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+            """Random states go on between them: a loader that shuffles draws again."""
+            (one, totals), (two, _) = sweep(X, weights), sweep(X, weights)
+            return torch.stack([one, two]), totals
+
+        one, two = self._over_data(both, v)
         if not bool(one.isfinite().all()):
             raise NumericsError(f"A product with {name} has NaN or infinite entries: does the model's output?")
         tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
-        if one.shape == two.shape and bool((one - two).norm() <= tolerance * one.norm() + 1e-30):
+        if bool((one - two).norm() <= tolerance * one.norm() + 1e-30):
             return
         raise RuntimeError(
             f"Two products of {name} with the same vector differ. Do the data come in another order each time "
