@@ -135,7 +135,9 @@ class OneTensor(Factor):
         b = prod(self.batch)
         self.shape = b * self.rows, b * self.size
         self._memory: dict[str, tuple[Any, Any]] = {}
-        super().__init__(space, tensor.dtype, tensor.device)
+        self.dtype, self.device = tensor.dtype, tensor.device
+        if space is not None:
+            self.in_space = space
 
     def _remember(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which is called again only when the tensor has changed."""

@@ -56,7 +56,7 @@ class Kronecker(Flat):
         self.batch, self.factors = self.G.batch or self.A.batch, (self.G, self.A)
         b = prod(self.batch)
         self.shape = b * self.G.rows * self.A.rows, b * self.G.size * self.A.size
-        super().__init__(dtype=self.G.dtype, device=self.G.device)
+        self.dtype, self.device = self.G.dtype, self.G.device
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
@@ -179,13 +179,13 @@ class Eigendecomposed(Flat):
     def __init__(
         self, basis: LinearOperator, values: Tensor, structure: Structure = Structure.PSD, rtol: float | None = None
     ) -> None:
-        self.basis, self.values, self.rtol = basis, values, rtol
+        self.basis, self.values, self.structure, self.rtol = basis, values, structure, rtol
+        self.dtype, self.device = values.dtype, values.device
         self.shape = values.numel(), values.numel()
         if basis.shape != self.shape:
             raise ValueError(
                 f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}."
             )
-        super().__init__(None, values.dtype, values.device, structure)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.values[:, None] * self.basis._rmatmat(X))
