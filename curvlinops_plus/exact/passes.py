@@ -70,8 +70,7 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
 class Replaced(TorchFunctionMode):
     """While active, replaces two operations of which PyTorch has wrong derivatives by others of the same values.
 
-    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables, and
-    their gradients by `scale_grad_by_freq` are no derivatives.
+    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables.
 
     Attributes:
         any: Whether it has replaced an operation.
@@ -99,20 +98,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _embedding(
-    index: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    index: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **options: Any
 ) -> Tensor | None:
-    """A table whose row `padding_idx` is constant, and whose gradients are derivatives; None if they are anyway."""
-    if padding_idx is None and not scale_grad_by_freq:
-        return None
-    out = embedding(index, weight, None, max_norm, norm_type)
+    """A table whose row `padding_idx` is constant; None if there is none."""
     if padding_idx is None:
-        return out
+        return None
+    out = embedding(index, weight, None, *others, **options)
     return torch.where((index == padding_idx % len(weight))[..., None], out.detach(), out)
 
 

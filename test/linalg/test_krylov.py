@@ -108,14 +108,9 @@ def test_every_form_of_a_vector_and_a_first_guess(solver) -> None:
 
 @each_solver
 def test_columns_end_by_themselves(solver) -> None:
-    """Each gets the solution that it gets alone, beside one with NaN, too."""
-    values = torch.linspace(1, 30, 30, dtype=F64)
-    A, b = Diagonal(values), torch.zeros(30, 3, dtype=F64)
-    b[4, 0], b[:3, 1], b[:, 2] = 1, 1, normal(30)
-    x, info = solver(A, b, **tight(solver, 1e-10))
-    torch.testing.assert_close(x, b / values[:, None], rtol=1e-6, atol=1e-8)
-    assert info.iterations > 10
-    b[2, 1] = torch.nan
+    """Beside one with NaN, too."""
+    A, b = Diagonal(torch.linspace(1, 30, 30, dtype=F64)), torch.zeros(30, 3, dtype=F64)
+    b[4, 0], b[2, 1], b[:, 2] = 1, torch.nan, normal(30)
     with pytest.warns(CurvatureWarning, match=r"for 1 of 3 columns.*NaN or infinite entries"):
         x, info = solver(A, b)
     assert info.converged.tolist() == [True, False, True]

@@ -34,10 +34,6 @@ def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
         assert G.dtype == dtype
         near(G, rows.double().T @ rows.double())
         assert torch.equal(memory, before)
-        if d >= 129:
-            total = torch.zeros(d, d, dtype=dtype)
-            assert add_gram(memory, add_gram(memory, total)) is total  # in place
-            near(mirror(total) / 2, G)
     for half in (torch.float16, torch.bfloat16):
         assert gram((100 * torch.ones(1000, 2)).to(half))[0, 0] == 1e7  # overflows in float16
 

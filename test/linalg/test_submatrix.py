@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvlinops_plus import GGNFactorLinearOperator, GGNLinearOperator, KFACLinearOperator
+from curvlinops_plus import GGNFactorLinearOperator, GGNLinearOperator
 from curvlinops_plus.errors import NoClosedForm, UnsupportedError
 from curvlinops_plus.linalg import (
     BlockDiagonal,
@@ -177,10 +177,6 @@ def test_parts_of_curvature_matrices() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = [(torch.randn(7, 3, dtype=F64), torch.randn(7, 2, dtype=F64))]
     params, names = dict(model.named_parameters()), ["2.weight", "2.bias"]
-    K = KFACLinearOperator(model, nn.MSELoss(), params, data, separate_weight_and_bias=False)
-    S = K[names, names]
-    close(S.inverse(0.1).logdet, -torch.logdet(K.to_dense()[16:, 16:] + 0.1 * torch.eye(10, dtype=F64)))
-    assert list(S @ {name: params[name].detach() for name in names}) == names
     G = GGNLinearOperator(model, nn.MSELoss(), params, data)
     close(G[names, "0.bias"].to_dense(), G.to_dense()[16:, 12:16])
     for A in (G, GGNFactorLinearOperator(model, nn.MSELoss(), params, data)):
