@@ -173,12 +173,12 @@ class CurvatureEstimator:
             return False
         return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
 
-    def hear(self, batch: Batch) -> Hearing:
+    def hear(self, batch: Batch, records: bool = True) -> Hearing:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its targets are known."""
         # With fully sharded parameters the layers have other tensors in it, and scaled gradients are no derivatives.
         modules = (use.module for entry in self.plan for use in entry.layer.uses)
-        scales = any(getattr(module, "scale_grad_by_freq", False) for module in modules)
-        records = batch.num_examples and not (self._looks_first or self.risk.sharded or scales)
+        scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
+        records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
         return Hearing(batch, self._passes(own_pass=False) if records else None, self._add, self._add_by_own_pass)
 
     def _passes(self, own_pass: bool = True) -> RecordedPasses:
@@ -326,7 +326,8 @@ class CurvatureEstimator:
     @property
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
-        return [layer.name for layer in self._sums.layers if layer not in self._sums.called]
+        called = set(self._sums.called)
+        return [layer.name for layer in self._sums.layers if layer not in called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.

@@ -203,7 +203,7 @@ class Sums:
         Raises:
             ValueError: If several losses had other weights before; nothing has changed then.
         """
-        for own in self.totals.values():
+        for own in {id(own): own for own in self.totals.values()}.values():
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
         if decay != 1:
@@ -213,8 +213,7 @@ class Sums:
         self.open = True
         with self._plain_mode():
             self.step.add(totals)
-            for layer in [self.layers[k] for k in self.entered]:
-                self.totals[layer] = _joined(self.totals[layer], totals)
+            self._join([self.layers[k] for k in self.entered], totals)
             self.enter(totals.called)
             self._take(batch)
 
@@ -222,8 +221,7 @@ class Sums:
         """The open step calls layers, by their indices: what was before is decayed, and all of the step counts."""
         late = [self.layers[k] for k in set(called) - self.entered]
         self.entered |= set(called)
-        for layer in late:
-            self.totals[layer] = _joined(self.totals[layer], self.step, self.decay, 1.0)
+        self._join(late, self.step, self.decay, 1.0)
         if self.decay != 1:
             accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
             if tensors := [total for a in accumulators for total in a.raw.values()]:
@@ -231,6 +229,15 @@ class Sums:
                     torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
             for a in accumulators:
                 a.counts = {name: count * self.decay for name, count in a.counts.items()}
+
+    def _join(self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0) -> None:
+        """Add to the totals of layers, which are one object for those that steps have called together."""
+        joined: dict[int, Totals] = {}
+        for layer in layers:
+            own = self.totals[layer]
+            if id(own) not in joined:
+                joined[id(own)] = _joined(own, totals, decay, steps)
+            self.totals[layer] = joined[id(own)]
 
     def _take(self, other: Sums) -> None:
         """Add other sums, whose tensors are these afterwards where there were none; not their totals."""

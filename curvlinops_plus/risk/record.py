@@ -268,7 +268,7 @@ class Recorder:
                 self.dtypes.add(t.dtype)
                 self.numbers += t.numel()
         for index, one, own_rule in found if self._recording else ():
-            own = [replace(output) for output in outputs]
+            own = outputs if len(found) == 1 else [replace(output) for output in outputs]
             call = self._call(index, one, own_rule, given, own, axis, fold, rows, expanded)
             call.single = spec is None
             for place, k in enumerate(at if self.backward else ()):

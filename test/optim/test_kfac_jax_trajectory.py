@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvlinops_plus.optim.kfac import KFACOptimizer, LevenbergMarquardt, NormConstraint, WeightDecay
+from curvlinops_plus.optim import KFACOptimizer, LevenbergMarquardt, NormConstraint, WeightDecay
 
 jax = pytest.importorskip("jax")
 kfac_jax = pytest.importorskip("kfac_jax")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvlinops_plus import EKFAC, CurvatureWarning, UnsupportedError
-from curvlinops_plus.optim.kfac import (
+from curvlinops_plus.optim import (
     KFACOptimizer,
     KFACPreconditioner,
     LevenbergMarquardt,

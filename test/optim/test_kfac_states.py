@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from curvlinops_plus import EKFAC
-from curvlinops_plus.optim.kfac import (
+from curvlinops_plus.optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     NormConstraint,

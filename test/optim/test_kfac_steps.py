@@ -23,7 +23,7 @@ from curvlinops_plus import (
     WeightDecay,
     curvature,
 )
-from curvlinops_plus.optim.kfac import KFACOptimizer
+from curvlinops_plus.optim import KFACOptimizer
 from test.optim.training import EXACT, Twisted, batch, flat, gradient, net, plain
 
 CE = nn.CrossEntropyLoss()

@@ -29,24 +29,20 @@ class _Call:
     """A call of the model whose losses are waited for.
 
     Attributes:
-        batch: Without targets.
-        heard: The recording, if statistics are due.
+        heard: The recording, of a batch without targets.
+        due: Whether it is one for the statistics.
         start: What it began with, if the step evaluates it once more.
         output: What the model returned.
         versions: Of the tensors in it, by identity.
         targets: Of the losses that were called, by their index.
     """
 
-    batch: Batch
-    heard: Hearing | None
+    heard: Hearing
+    due: bool
     start: PassStart | None
     output: Any = None
     versions: dict[int, int] = field(default_factory=dict)
     targets: dict[int, Any] = field(default_factory=dict)
-
-    def close(self) -> None:
-        if self.heard is not None:
-            self.heard.close()
 
 
 class Hooks:
@@ -92,7 +88,7 @@ class Hooks:
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
         for call in self._waiting:
-            call.close()
+            call.heard.close()
         self._waiting, self.batches, self.error, self._before = [], 0, None, self._estimator.examples
         self.kept.clear()
 
@@ -131,7 +127,7 @@ class Hooks:
         if self._deaf or not module.training or not torch.is_grad_enabled() or not (due or self.keeps):
             return
         if self._open is not None:  # a call that was interrupted, or has called the model itself
-            self._open.close()
+            self._open.heard.close()
             self._open = None
         try:
             estimator.risk.require_in_place()
@@ -140,23 +136,20 @@ class Hooks:
         single = len(args) == 1 and not kwargs
         X = args[0] if single else _named(inspect.signature(module.forward), args, kwargs)
         start = PassStart.now(module) if self.keeps else None
-        batch = estimator.risk.read_input(X, not single)
-        self._open = _Call(batch, estimator.hear(batch) if due else None, start)
-        if self._open.heard is not None:
-            self._open.heard.begin()
+        self._open = _Call(estimator.hear(estimator.risk.read_input(X, not single), due), due, start)
+        self._open.heard.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._open is None or self._deaf:
             return
         call, self._open = self._open, None
         if output is None:  # the call has failed
-            return call.close()
-        if call.heard is not None:
-            call.heard.end(output)
+            return call.heard.close()
+        call.heard.end(output)
         call.output, call.versions = output, {id(t): t._version for t in tensors_of(output)}
         self._waiting.append(call)
         if len(self._waiting) > _WAITING:
-            self._waiting.pop(0).close()
+            self._waiting.pop(0).heard.close()
 
     def _loss(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         if not self._waiting or self._deaf:
@@ -178,8 +171,8 @@ class Hooks:
         self.error = None  # of a batch that no step was taken for, as after an overflow that a gradient scaler has seen
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
-            self.keep(replace(call.batch, y=y), call.start)
-        if call.heard is not None:
+            self.keep(replace(call.heard.batch, y=y), call.start)
+        if call.due:
             try:
                 call.heard.add(y, self.decay)
                 self.batches += 1

@@ -285,7 +285,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 for group in self.param_groups:
                     group["damping"] = self._schedule(self.steps)
             self._read_options()
-            self.last_step = StepReport(self.steps, damping=[options.damping for options in self._options])
+            self.last_step = StepReport(self._hooks.steps, damping=[options.damping for options in self._options])
             try:
                 self._finish_and_step(self.last_step)
             finally:

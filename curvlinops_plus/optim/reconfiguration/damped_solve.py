@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,6 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     LogPsi,
     Params,
     Scores,
-    as_real,
     full_precision_no_grad,
 )
 
@@ -49,7 +48,7 @@ class CenteredFisherLinearOperator(LinearOperator):
     log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
     `log ψ` changes nothing: normalisation does not matter.
 
-    It multiplies tensors like the parameters, lists and dicts of complex tensors included; as a flat vector a
+    It multiplies tensors like the parameters, also one list or dict of complex tensors; as a flat vector a
     complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
     is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
 
@@ -119,24 +118,12 @@ class CenteredFisherLinearOperator(LinearOperator):
         return linear_in(X, self._product, self._product)
 
     def __matmul__(self, X: Any) -> Any:
-        """`S @ X`; also lists and dicts of complex tensors."""
-        if not isinstance(X, (Mapping, list, tuple)):
+        """`S @ X`; also a list or dict of complex tensors, without columns."""
+        tensors = [*X.values()] if isinstance(X, Mapping) else X if isinstance(X, (list, tuple)) else []
+        if not any(isinstance(t, Tensor) and t.is_complex() for t in tensors):
             return super().__matmul__(X)
-        if not any(isinstance(t, Tensor) and t.is_complex() for t in (X.values() if isinstance(X, Mapping) else X)):
-            return super().__matmul__(X)
-        own = self.scores.ensemble.psi.params
-        params = [own.get(name) for name in X] if isinstance(X, Mapping) else [*own.values()]
-
-        def changed(tree: Any, change: Callable[[Tensor, int], Tensor]) -> Any:  # columns come last
-            tensors = [tree[name] for name in X] if isinstance(X, Mapping) else tree
-            found = [
-                t if p is None or not p.is_complex() else change(t, p.ndim)
-                for p, t in zip(params, tensors, strict=True)
-            ]
-            return dict(zip(X, found)) if isinstance(X, Mapping) else type(X)(found)
-
-        Y = super().__matmul__(changed(X, lambda t, ndim: as_real(t).movedim(-1, ndim) if t.is_complex() else t))
-        return changed(Y, lambda t, ndim: torch.view_as_complex(t.movedim(ndim, -1).contiguous()))
+        psi = self.scores.ensemble.psi
+        return psi.write(super().__matmul__(psi.read(X)), like=X)
 
     def _to_dense(self) -> Tensor:
         with full_precision_no_grad(self.device):
