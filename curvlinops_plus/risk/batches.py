@@ -119,7 +119,7 @@ def on_device(t: Tensor, device: torch.device) -> Tensor:
 
 def copy_of(t: Tensor) -> Tensor:
     """A copy, with what the user has put into the tensor, which models may read."""
-    made = t.detach().clone()
+    made = t.clone() if not t.requires_grad else t.detach().clone()
     if t.requires_grad:  # `torch.func` allows no call that says it is not
         made.requires_grad_()
     vars(made).update(vars(t))

@@ -101,7 +101,8 @@ class Look:
         # Not the first ones: what is mixed may be neighbours, or not.
         few = 1 if self.kind in self.risk.checked.seen else _FEW
         self.chosen: list[int] = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
-        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)
+        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator).to(self.outputs[0])
+        self.at = torch.tensor(self.chosen, device=self.risk.device)
         self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
 
     # ------------------------------------------------------------------------------------------ what autograd gives
@@ -133,16 +134,12 @@ class Look:
 
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The sum of the three by the plain model; None is zero, and what can't be told is missing."""
-        numbers, vectors = self.numbers.tolist(), [v.unflatten(0, (self.N, -1)) for v in self.vectors]
-        heads = self._alone(model)
-        if heads is not None:
-            sent = [number * v[n] for n, number in zip(self.chosen, numbers, strict=True) for v in vectors]
-        else:
-            zeros = [torch.zeros_like(v) for v in vectors]
-            for n, number in zip(self.chosen, numbers, strict=True):
-                for v, kept in zip(vectors, zeros, strict=True):
-                    kept[n] = number * v[n]
-            sent = [v.flatten(0, 1) for v in zeros]
+        heads, sent = self._alone(model), [self._scaled(self._picked(v)) for v in self.vectors]
+        if heads is None:
+            whole = [torch.zeros_like(v).unflatten(0, (self.N, -1)) for v in self.vectors]
+            for v, own in zip(whole, sent, strict=True):
+                v[self.at] = own.unflatten(0, (len(self.chosen), -1))
+            sent = [v.flatten(0, 1) for v in whole]
             heads = self.risk.run(self.batch, model)[0] if self.repeatable else self.outputs
             if away := self._difference(heads, self.outputs):
                 raise _random(self.risk, away)
@@ -155,24 +152,24 @@ class Look:
         return dict(zip(params, gradients_of(fs, [*params.values()], vs, heads is self.outputs), strict=True))
 
     def _alone(self, model: nn.Module | None) -> Sequence[Tensor] | None:
-        """What the losses read of the first of the three by itself, then of the others.
+        """What the losses read of the three, [three · positions, ...], each by itself.
 
         None if the model can't run one, or returns something of another form; in training loops also if it returns
         something else than in the batch.
         """
-        before, heads, theirs = RandomState.now(self.risk.device), list[Tensor](), list[Tensor]()
+        before, alone, theirs = RandomState.now(self.risk.device), list[Any](), [*map(self._picked, self.outputs)]
         for n in self.chosen:
             if (one := take_examples(self.batch, [n])) is None:
                 return None
             try:
-                heads += self.risk.run(one, model)[0]
+                alone.append(self.risk.run(one, model)[0])
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # the whole batch, which is run instead, raises what else is wrong
                 return None
-            theirs += [F.unflatten(0, (self.N, -1))[n] for F in self.outputs]  # several rows if these are positions
-        if [f.shape for f in heads] != [F.shape for F in theirs]:
-            return None
+            if [f.shape for f in alone[-1]] != [(len(F) // self.N, *F.shape[1:]) for F in self.outputs]:
+                return None
+        heads = [torch.cat(fs) for fs in zip(*alone, strict=True)]
         if away := self._difference(heads, theirs):
             if not self.repeatable:
                 return None
@@ -193,11 +190,24 @@ class Look:
             _refuse_draws(self.risk, before)
         return heads
 
+    def _picked(self, t: Tensor) -> Tensor:  # [N · positions, ...] -> [three · positions, ...]
+        """The rows of the three."""
+        if len(t) == self.N:
+            return t.index_select(0, self.at)
+        return t.unflatten(0, (self.N, -1)).index_select(0, self.at).flatten(0, 1)
+
+    def _scaled(self, t: Tensor, axis: int = 0) -> Tensor:  # [..., three · positions, ...]
+        """Rows of the three, each times the number of its example."""
+        numbers, positions = self.numbers.to(t), t.shape[axis] // len(self.chosen)
+        numbers = numbers if positions == 1 else numbers.repeat_interleave(positions)
+        return t * numbers.view(-1, *[1] * (t.ndim - axis - 1))
+
     def _difference(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
         """The relative difference of outputs if it is more than rounding, else 0."""
         if [f.shape for f in one] != [F.shape for F in other]:
             return 1.0
-        away = relative_difference(*[torch.cat([t.detach().flatten() for t in ts]) for ts in (one, other)])
+        with torch.no_grad():
+            away = relative_difference(*[torch.cat([t.flatten() for t in ts]) for ts in (one, other)])
         dtypes = [*self.recorder.dtypes, *[F.dtype for F in other]]
         return away if away > TOLERANCE[min([dtype.itemsize for dtype in dtypes])] else 0.0
 
@@ -212,16 +222,11 @@ class Look:
         if not self.ours.keys().isdisjoint(layer.params):
             return
 
-        def times_numbers(g: Tensor) -> Tensor:  # [1, three · positions, ...]
-            numbers, positions = self.numbers.to(g), g.shape[1] // len(self.chosen)
-            numbers = numbers if positions == 1 else numbers.repeat_interleave(positions)
-            return g * numbers.view(-1, *[1] * (g.ndim - 2))
-
         try:
-            calls = batch.examples(self.chosen, slice(1)).calls
+            calls = batch.examples(self.at, slice(1)).calls
             for call in calls:
-                several = isinstance(call.grads, list)
-                call.grads = [times_numbers(g) for g in call.grads] if several else times_numbers(call.grads)
+                several = isinstance(call.grads, list)  # [1, three · positions, ...]
+                call.grads = [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
             one = LayerBatch(layer, calls, 1)  # three examples are taken for positions of one: their sum is one product
             if one.whole:  # as blocks read it; a bias by itself is the last column
                 columns = [group.layout.matrix_shape[-1] for group in layer.groups]
@@ -252,7 +257,7 @@ class Look:
         for key, p in chain.from_iterable(layer.params.items() for layer in layers):
             for g, into in ((self.ours.get(key), mine), (self.theirs[key], theirs)):
                 g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-                into.append(g.to(widest).reshape(p.shape))
+                into.append(g if g.dtype == widest and g.shape == p.shape else g.to(widest).reshape(p.shape))
         away = torch._foreach_sub(mine, theirs) if mine else ()  # pyright: ignore[reportPrivateImportUsage]
         sent = torch.cat([v.flatten() for v in self.vectors]) if len(self.vectors) > 1 else self.vectors[0]
         norms = torch._foreach_norm([sent.to(widest), *away, *theirs])  # pyright: ignore[reportPrivateImportUsage]

@@ -8,7 +8,7 @@ matrix. A layer of several matrices (groups of a convolution) has one more axis 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,15 +94,19 @@ class LayerBatch:
         calls = [[call for call in self.calls if id(call.use.module) in own] for own in modules]
         return [replace(self, calls=own, role=role) for own, role in zip(calls, self.layer.roles, strict=True)]
 
-    def examples(self, chosen: slice | Sequence[int], vectors: slice | None = None) -> LayerBatch:
+    def examples(self, chosen: slice | Tensor, vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
         N, calls = self.num_examples, list[Call]()
-        at = chosen if isinstance(chosen, slice) else torch.tensor(chosen, device=self.layer.device)
+
+        def take(t: Tensor, axis: int) -> Tensor:
+            if isinstance(chosen, Tensor):
+                return t.index_select(axis, chosen)
+            return t[:, chosen] if axis else t[chosen]
 
         def rows_of(t: Tensor, axis: int) -> Tensor:  # there may be several for each example
             positions = t.shape[axis] // N
             t = t if positions == 1 else t.unflatten(axis, (N, positions))
-            t = t[:, at] if axis else t[at]
+            t = take(t, axis)
             return t if positions == 1 else t.flatten(axis, axis + 1)
 
         def gradients_of(g: Tensor) -> Tensor:
@@ -115,10 +119,10 @@ class LayerBatch:
             else:
                 axes, rows = iter(call.in_axes), (grads if isinstance(grads, Tensor) else grads[0]).shape[1]
 
-                def take(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
+                def taken(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
                     return t if next(axes) is None or len(t) != rows else rows_of(t, 0)
 
-                args, kwargs = tree_map_only(Tensor, take, (args, dict(kwargs)))
+                args, kwargs = tree_map_only(Tensor, taken, (args, dict(kwargs)))
             if isinstance(grads, list):
                 grads = [gradients_of(g) for g in grads]
             elif grads is not None:
@@ -127,7 +131,7 @@ class LayerBatch:
             part.args, part.kwargs, part.grads = args, kwargs, grads
             calls.append(part)
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
-        mask, weights = (None if t is None else t[at] for t in (self.mask, self.example_weights))
+        mask, weights = (None if t is None else take(t, 0) for t in (self.mask, self.example_weights))
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights)
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:

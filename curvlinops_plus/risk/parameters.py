@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
@@ -138,12 +137,10 @@ class ModelParameters:
     def placed(self, values: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
         """Context in which the model has other values; by default those of `params` that are not its own tensors."""
         self.require_in_place()
-        if values is None:
-            return self._placed(self.params) if self._elsewhere else nullcontext()
-        return self._placed(values)
-
-    def _placed(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        return (self._placed_whole if self._spread else partial(replaced_parameters, self._places))(values)
+        if values is None and not self._elsewhere:
+            return nullcontext()
+        values = self.params if values is None else values
+        return self._placed_whole(values) if self._spread else replaced_parameters(self._places, values)
 
     @contextmanager
     def _placed_whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -444,11 +441,12 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     found = list[Tensor]()
     with torch.no_grad():
         for t in tensors.values():
-            t = torch.view_as_real(t) if t.is_complex() else t.to_dense()
+            t = torch.view_as_real(t) if t.is_complex() else t if t.layout is torch.strided else t.to_dense()
             x = t if t.is_floating_point() else t.double()
             found += x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
-    together = [one.to(found[0].device) for one in found]  # every answer of a GPU is waited for
-    numbers = torch.stack(together).nan_to_num().tolist() if found else []  # NaN equals NaN
+    if len({one.device for one in found}) > 1:  # every answer of a GPU is waited for
+        found = [one.to(found[0].device) for one in found]
+    numbers = torch.stack(found).nan_to_num().tolist() if found else []  # NaN equals NaN
     return {name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)}
 
 
