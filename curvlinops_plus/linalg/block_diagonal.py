@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from operator import attrgetter, methodcaller
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -262,8 +261,10 @@ class BlockDiagonal(LinearOperator):
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
-        options = {"retry_double_precision": retry_double_precision}
-        return self._with(self._each(attrgetter("inverse"), True, self.per_block(damping), options))
+        again, dampings = retry_double_precision, self.per_block(damping)
+        return self._with(
+            self._each(lambda block: partial(block.inverse, retry_double_precision=again), True, dampings)
+        )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
@@ -309,9 +310,8 @@ class BlockDiagonal(LinearOperator):
         function: Callable[[LinearOperator], Any],
         decomposes: bool = False,
         dampings: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Block name to `function(block)`, or to `function(block)(dampings[name], **options)`.
+        """Block name to `function(block)`, or to `function(block)(dampings[name])`.
 
         If that decomposes the blocks, several are done at the same time.
         """
@@ -319,7 +319,7 @@ class BlockDiagonal(LinearOperator):
         def of(name: str) -> Any:
             try:
                 found = function(self._fetched(name))
-                found = found if dampings is None else found(dampings[name], **options)
+                found = found if dampings is None else found(dampings[name])
             except OF_PARTS as error:
                 raise about(f'block "{name}"', error) from error
             if self._keeps_elsewhere and isinstance(found, LinearOperator):
