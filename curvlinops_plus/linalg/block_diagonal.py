@@ -261,10 +261,8 @@ class BlockDiagonal(LinearOperator):
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
-        again, dampings = retry_double_precision, self.per_block(damping)
-        return self._with(
-            self._each(lambda block: partial(block.inverse, retry_double_precision=again), True, dampings)
-        )
+        again = {"retry_double_precision": retry_double_precision}
+        return self._with(self._each(lambda block: partial(block.inverse, **again), True, self.per_block(damping)))
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
@@ -306,10 +304,7 @@ class BlockDiagonal(LinearOperator):
         return self._each(function, decomposes)
 
     def _each(
-        self,
-        function: Callable[[LinearOperator], Any],
-        decomposes: bool = False,
-        dampings: Mapping[str, Any] | None = None,
+        self, function: Callable[[Any], Any], decomposes: bool = False, dampings: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Block name to `function(block)`, or to `function(block)(dampings[name])`.
 
