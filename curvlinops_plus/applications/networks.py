@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import equal, nn
 
-from curvlinops_plus.blocks.state import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 
 
 def risk_of(K: LinearOperator) -> EmpiricalRisk | None:

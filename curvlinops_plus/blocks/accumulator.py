@@ -81,6 +81,8 @@ class Accumulator(ABC):
     affine: ClassVar[bool] = False
     #: Whether gradients must be backpropagated: not with `ForwardOnly()`.
     needs_gradients: ClassVar[bool] = False
+    #: How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some.
+    sweeps: int = 1
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
@@ -202,11 +204,6 @@ class Accumulator(ABC):
     def groups(self) -> list[Group]:
         """The groups of parameters of its blocks."""
         return list(self.layer.groups) if self.group is None else [self.group]
-
-    @property
-    def sweeps(self) -> int:
-        """How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some."""
-        return 1
 
     def needs(self) -> Needs | None:
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""

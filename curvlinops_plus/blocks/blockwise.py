@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
+    INSTEAD,
     LayerPlan,
     Memory,
     make_plan,
@@ -24,12 +25,9 @@ from curvlinops_plus.blocks.plan import (
 )
 from curvlinops_plus.blocks.state import (
     APPROXIMATIONS,
-    Fingerprint,
     about,
-    changed_parameters,
     checked,
     difference,
-    fingerprint,
     from_data,
     take_state,
     vectors_of,
@@ -52,6 +50,7 @@ from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
 from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
+from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -147,21 +146,25 @@ class BlockwiseLinearOperator(Deferred):
         self._compute(fingerprint(self.risk))
         return self
 
-    def _compute(self, parameters: Fingerprint) -> None:
-        """Compute the blocks of the present parameters, of which this is the fingerprint."""
-        sweeps = self._swept(self.max_kept_bytes)
-        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
-
-    def _swept(self, max_kept_bytes: int = 0, max_sweeps: int | None = None) -> Sweeps:
-        """Sweeps that have run. Collective.
+    def _compute(self, parameters: Fingerprint, begun: Sweeps | None = None, max_sweeps: int | None = None) -> None:
+        """Compute the blocks of the present parameters, of which this is the fingerprint. Collective.
 
         If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
+
+        Args:
+            begun: Sweeps of which one is left.
+            max_sweeps: Begin with this number of sweeps; the others follow at first use.
         """
+        self._begun = None  # after an exception its sums are incomplete
 
         def work() -> Sweeps:
+            if begun is not None:
+                begun.run(max_sweeps=1)
+                return begun
             while True:
-                self.agree_on_reads()
-                sweeps = Sweeps(self, max_kept_bytes)
+                if self.risk.processes.world > 1:
+                    self.agree_on_reads()
+                sweeps = Sweeps(self, 0 if max_sweeps else self.max_kept_bytes)
                 try:
                     sweeps.run(max_sweeps)
                 except OutsideReads as error:
@@ -171,25 +174,29 @@ class BlockwiseLinearOperator(Deferred):
                     self.confirm_plan()
                     return sweeps
 
-        return self.risk.together(work, same=self.described)
+        sweeps = self.risk.together(work, same=self.described)
+        if max_sweeps:
+            self._operator, self._begun, self.parameters = None, sweeps, parameters
+        else:
+            self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint) -> None:
         """Take these blocks, times `scale`, in the operator's own precision and on its device."""
         layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
         kept = self.kept_on or self.device
-        mine = {name: blocks[name].to(kept, self.dtype) for name in self.kept_blocks}
+        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if name in blocks}
         space, processes = self.risk.space, self.risk.processes
         if self.owners is None:
             operator = BlockDiagonal(mine, layouts, space, self.device)
         else:
             operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
             operator._keeps_elsewhere = kept != self.device
-        self._operator = operator if self.scale == 1 else operator._scale(self.scale)
+        self._operator, self._begun = operator if self.scale == 1 else operator._scale(self.scale), None
         self.examples, self.parameters = examples, parameters
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""
-        self._operator, self.parameters = None, fingerprint(self.risk)
+        self._operator, self._begun, self.parameters = None, None, fingerprint(self.risk)
 
     # ------------------------------------------------------------------------------------------------------ the plan
     def renew_plan(self) -> None:
@@ -215,8 +222,6 @@ class BlockwiseLinearOperator(Deferred):
 
     def agree_on_reads(self) -> None:
         """Take over what processes know of functions that read parameters; some may have no examples. Collective."""
-        if self.risk.processes.world == 1:
-            return
         own = describe_reads(self.risk.reads)
         found = [one for one in self.risk.processes.gather(own) if one is not None]
         most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
@@ -228,7 +233,8 @@ class BlockwiseLinearOperator(Deferred):
         """Warn once of layers without Kronecker factors: the plan has gone through a batch, and will not change."""
         if self._confirmed is not self.plan:
             self._confirmed = self.plan
-            warn_of_replaced(self.plan)
+            if replaced := [entry.layer for entry in self.plan if entry.approximation is INSTEAD]:
+                warn_of_replaced(replaced, len(self.plan))
 
     def described(self) -> dict[str, Any]:
         """The options, in plain Python: they have to be the same in all processes."""
@@ -247,13 +253,9 @@ class BlockwiseLinearOperator(Deferred):
                     "was made. Call its compute() for the matrix at the present ones, or make it after they change. "
                     "`curvature` computes at once, and so does check_deterministic=True of the other classes."
                 )
-            self._finish()
+            self._compute(self.parameters, self._begun)
         assert self._operator is not None
         return self._operator
-
-    def _finish(self) -> None:
-        """Compute what is missing, at the parameters that were there before."""
-        self._compute(self.parameters)
 
     @property
     def blocks(self) -> dict[str, LinearOperator]:

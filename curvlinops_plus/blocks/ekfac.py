@@ -61,6 +61,7 @@ class EKFAC(KFAC):
     """
 
     needs_gradients = True
+    sweeps = 2
 
     def __init__(
         self,
@@ -75,10 +76,6 @@ class EKFAC(KFAC):
         if not 0 <= basis_rtol < 1:
             raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
         self.basis_rtol = basis_rtol
-
-    @property
-    def sweeps(self) -> int:
-        return 2
 
     def needs(self) -> Needs:
         first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize

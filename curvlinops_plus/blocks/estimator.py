@@ -12,15 +12,17 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.layer_sums import Sums, decompose_factors
+from curvlinops_plus.blocks.layer_sums import Sums
 from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.plan import plan_table
-from curvlinops_plus.blocks.state import about, checked, difference, fingerprint, plain, plan_of, take_state
+from curvlinops_plus.blocks.state import about, checked, difference, plain, plan_of, take_state
+from curvlinops_plus.blocks.sweeps import decompose_factors
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.parameters import fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.risk import takes_risk

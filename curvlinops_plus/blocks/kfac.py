@@ -159,16 +159,6 @@ class KFAC(Accumulator):
             blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
 
-    def value(self, name: str) -> Tensor:
-        if name != "A" or _PACKED not in self.raw:
-            return super().value(name)
-        (use,), rows, more = self.layer.uses, self.counts.get("A"), self.counts[_PACKED]
-        assert isinstance(use.rule, AffineRule)
-        assert self.weight_group is not None
-        ones = self.layer.bias in self.weight_group.keys
-        A = use.rule.unpack_gram(use.module, super().value(_PACKED), ones)
-        return A if rows is None else (rows * super().value("A") + more * A) / (rows + more)
-
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.
 
@@ -185,6 +175,12 @@ class KFAC(Accumulator):
                 G = G if form.diagonal else torch.diag_embed(G)
             if self.weight_group is None:
                 return {"G": G}
+            if _PACKED in self.raw:  # of a layer with a single use
+                (use,), rows, more = self.layer.uses, self.counts.get("A"), self.counts[_PACKED]
+                assert isinstance(use.rule, AffineRule)
+                ones = self.layer.bias in self.weight_group.keys
+                A = use.rule.unpack_gram(use.module, self.value(_PACKED), ones)
+                return {"G": G, "A": A if rows is None else (rows * self.value("A") + more * A) / (rows + more)}
             if len(self.layer.roles) == 1:
                 return {"G": G, "A": self.value(of_A)}
             if of_A in self.raw:  # a module may never have been called

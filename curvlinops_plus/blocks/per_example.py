@@ -299,10 +299,7 @@ class NearestKronecker(KroneckerBlock):
         self.block_bytes = prod(batch) * (o * i) ** 2 * layer.accumulation_dtype.itemsize
         #: Whether the block is formed.
         self.formed = self.block_bytes <= max_bytes
-
-    @property
-    def sweeps(self) -> int:
-        return 1 if self.formed or not self.has_weight else 1 + self.power_iterations
+        self.sweeps = 1 if self.formed or not self.has_weight else 1 + power_iterations
 
     def needs(self) -> Needs:
         factors = super().needs().kept
@@ -344,11 +341,7 @@ class PowerStep(Accumulator):
         self, layer: Layer, group: Group | None, scale: LossScale, given: Tensor, side: str, left: int
     ) -> None:
         super().__init__(layer, group, scale)
-        self.given, self.side, self.left = given, side, left
-
-    @property
-    def sweeps(self) -> int:
-        return self.left
+        self.given, self.side, self.sweeps = given, side, left
 
     def update(self, batch: LayerBatch) -> None:
         self.add("found", contraction(batch, "G" if self.side == "A" else "A", self.given))
@@ -356,10 +349,10 @@ class PowerStep(Accumulator):
     def finish(self) -> LinearOperator | Accumulator:
         square = self.given.square().sum((-2, -1), keepdim=True)
         found = self.value("found") / torch.where(square > 0, square, torch.ones_like(square))
-        if self.left == 1:
+        if self.sweeps == 1:
             return kronecker(*((found, self.given) if self.side == "A" else (self.given, found)))
         found, _ = balanced(found, self.given)
-        return PowerStep(self.layer, self.group, self.scale, found, "G" if self.side == "A" else "A", self.left - 1)
+        return PowerStep(self.layer, self.group, self.scale, found, "G" if self.side == "A" else "A", self.sweeps - 1)
 
 
 def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i]

@@ -50,8 +50,17 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     if isinstance(approximation, Mapping):
         rules = {key: Approximation.of(value) for key, value in approximation.items()}
         approximation = default
-    rest = Approximation.of(approximation)
-    plan = [LayerPlan(layer, _choose(layer, rules, rest)) for layer in layers]
+    rest, plan = Approximation.of(approximation), list[LayerPlan]()
+    for layer in layers:
+        keys = _matching_keys(layer, rules) if rules else []
+        chosen = rules[keys[0]] if keys else rest
+        if chosen.kind.affine and not layer.affine:
+            if keys and keys[0] in [use.name for use in layer.uses]:
+                why = _why_not_affine(layer)
+                advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
+                raise UnsupportedError(f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
+            chosen = INSTEAD
+        plan.append(LayerPlan(layer, chosen))
     for key in rules:
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
@@ -71,34 +80,20 @@ def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
         )
 
 
-def warn_of_replaced(plan: Sequence[LayerPlan]) -> None:
-    """Warn of layers without Kronecker factors."""
-    replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
-    if replaced:
-        first = replaced[0]
-        warn(
-            f"{len(replaced)} of {len(plan)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-            f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
-            f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
-            CurvatureWarning,
-            stacklevel=level_of_user(),
-        )
+def warn_of_replaced(replaced: Sequence[Layer], number: int) -> None:
+    """Warn of layers without Kronecker factors, among this number."""
+    first = replaced[0]
+    warn(
+        f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+        f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
+        f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+        CurvatureWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 # What layers without Kronecker factors get where some were meant.
-_INSTEAD = Approximation(DiagonalBlock)
-
-
-def _choose(layer: Layer, rules: Mapping[Any, Approximation], rest: Approximation) -> Approximation:
-    keys = _matching_keys(layer, rules) if rules else []
-    chosen = rules[keys[0]] if keys else rest
-    if layer.affine or not chosen.kind.affine:
-        return chosen
-    if keys and keys[0] in [use.name for use in layer.uses]:
-        why = _why_not_affine(layer)
-        advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
-        raise UnsupportedError(f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
-    return _INSTEAD
+INSTEAD = Approximation(DiagonalBlock)
 
 
 def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:
@@ -143,7 +138,7 @@ def plan_table(plan: list[LayerPlan]) -> str:
         name, params = layer.name or "(model)", ", ".join(layer.params)
         remark = entry.approximation.kind.remark(layer, **entry.approximation.options)
         approximation = f"{entry.approximation!r}, {remark}" if remark else repr(entry.approximation)
-        why = _why_not_affine(layer) if entry.approximation is _INSTEAD else ""
+        why = _why_not_affine(layer) if entry.approximation is INSTEAD else ""
         rows.append((name, modules, rules, params, approximation, sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
     return "\n".join(f"  {line}" for line in table(rows))
@@ -208,8 +203,8 @@ def memory_of(plan: Sequence[LayerPlan]) -> Memory:
     return Memory(layers)
 
 
-def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[list[list[LayerPlan]], int | None]:
-    """Layers in their order, in groups that need at most `max_bytes` while they are computed; None: in one.
+def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[LayerPlan]], int]:
+    """Layers in their order, in groups that need at most `max_bytes` while they are computed.
 
     Returns:
         The groups, and what the largest one leaves of `max_bytes`.
@@ -217,8 +212,6 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int | None) -> tuple[lis
     Raises:
         UnsupportedError: If a layer alone needs more; names it.
     """
-    if max_bytes is None:
-        return [list(plan)], None
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit.")
     groups: list[list[LayerPlan]] = []

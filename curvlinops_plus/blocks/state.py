@@ -31,33 +31,13 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
-from curvlinops_plus.risk import CurvaturePropagation, Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
-from curvlinops_plus.risk.parameters import parameter_sums
+from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 
 VERSION = 1
 APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
 VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
-Fingerprint = Mapping[str, list[float]]
-
-
-# ---------------------------------------------------------------------------------------------------------- parameters
-def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
-    """For all parameters of the risk's model `Σ p` and `‖p‖`, whatever their device and dtype.
-
-    Writing to `p.data` changes no version of a tensor, so that only values tell.
-    """
-    risk.renew()
-    return parameter_sums(risk)
-
-
-def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
-    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
-    return [
-        key
-        for key, (total, norm) in before.items()
-        if key not in now or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- plans

@@ -1,20 +1,24 @@
-"""The sweeps over the data that turn a plan into blocks."""
+"""The sweeps over the data that turn a plan into blocks, in one process or several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from curvlinops_plus.blocks.layer_sums import Sums
+from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.plan import groups_within
-from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
+from curvlinops_plus.linalg.numerics import side_by_side
+from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.losses import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -23,6 +27,9 @@ from curvlinops_plus.risk.sweep import sweep
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
 # eigendecompositions and memory count.
 KEPT_BYTES = 2**24
+
+# Accumulators of a layer by block names, as `LayerPlan.accumulators` makes them.
+Stage = dict[str, Accumulator]
 
 
 class Sweeps:
@@ -34,7 +41,7 @@ class Sweeps:
             must not change until then.
 
     Attributes:
-        sums: Of the present group.
+        groups: Of each group the layers that need a sweep, with their accumulators for it.
         totals: Of each pass over the data.
 
     Raises:
@@ -42,16 +49,16 @@ class Sweeps:
     """
 
     def __init__(self, K: Any, max_kept_bytes: int = 0) -> None:
-        self.K = K
-        self.risk: EmpiricalRisk = K.risk
-        self.vectors: Vectors = K.vectors
+        self.K, self.risk = K, K.risk
         self.layers = [entry.layer for entry in K.plan]
-        groups, left = groups_within(K.plan, K.max_bytes)
-        self._groups = [Sums(group, K.risk.scale) for group in groups]
-        self.sums, self._number = self._groups[0], 0
+        groups, left = ([K.plan], max_kept_bytes) if K.max_bytes is None else groups_within(K.plan, K.max_bytes)
+        self.groups: list[dict[Layer, Stage]] = [
+            {entry.layer: entry.accumulators(K.risk.scale) for entry in group} for group in groups
+        ]
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
-        self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
+        self._group = self._number = 0
+        self._max_bytes = min(max_kept_bytes, left)
         self._kept: Kept | None = None  # what this sweep keeps, or the one before has kept
         self._weights: LossWeights | None = None
 
@@ -75,57 +82,52 @@ class Sweeps:
         last, check = None if max_sweeps is None else self._number + max_sweeps, self.K.check_deterministic
         with preserve_state(self.risk.model, self.risk.data):
             while self._number != last:
-                if not self.sums.pending:
-                    if self.sums is self._groups[-1]:
+                if not self.groups[self._group]:
+                    if self._group == len(self.groups) - 1:
                         break
-                    self.sums, self._kept = self._groups[self._groups.index(self.sums) + 1], None
-                self._sweep()
+                    self._group, self._kept = self._group + 1, None
+                self._sweep(self.groups[self._group])
                 if check and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
-                finished = self.sums.finish(self.totals[-1], self.risk.processes, self.K.owners)
-                if self.K.kept_on is not None:
-                    finished = {name: block.to(self.K.kept_on, self.risk.dtype) for name, block in finished.items()}
-                self.blocks |= finished
+                self.groups[self._group] = self._finish(self.groups[self._group])
             if check and last is None and len(self.totals) == 1:
                 advice = ", or check_deterministic=False"
                 require_rereadable(self.risk.data, "the determinism check reads it again", advice)
                 again = sweep(self.risk, [], ForwardOnly(), lambda batch: None, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
 
-    def _sweep(self) -> None:
-        """Show all data to the sums: read them, or replay what was kept of the sweep before."""
-        sums, risk = self.sums, self.risk
+    def _sweep(self, stages: dict[Layer, Stage]) -> None:
+        """Show all data to accumulators: read them, or replay what was kept of the sweep before."""
+        risk, vectors = self.risk, self.K.vectors
         if self.totals:
             require_rereadable(risk.data, "another sweep over it is needed")
         self._number += 1
         desc = f"{type(self.K).__name__} sweep {self._number}"
-        if len(self._groups) > 1:
-            desc += f", group {self._groups.index(sums) + 1} of {len(self._groups)}"
-        if self._kept is not None and all(risk.processes.gather(self._kept.has(sums.pending))):
-            bar = f"{desc} (kept)" if risk.options.progressbar else None
-            for batch in tqdm(self._kept.batches, desc=bar, disable=bar is None):
-                with plain_mode(batch.layer.device.type):
-                    sums.consume(_copied(batch))
-            return
-        pending = sums.pending
-        again = {layer for layer in pending if any(a.sweeps > 1 for a in sums.stages[layer][-1].values())}
-        keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
-        self._kept = kept = Kept(self._max_bytes, again) if keeps else None
+        if len(self.groups) > 1:
+            desc += f", group {self._group + 1} of {len(self.groups)}"
 
         def consume(batch: LayerBatch) -> None:
-            if batch.layer in pending:
-                sums.consume(batch)
-                if kept is not None:
-                    kept.add(batch)
+            for a in stages.get(batch.layer, {}).values():
+                a.update(batch if a.group is None else batch.restrict(a.group))
+            if kept is not None:
+                kept.add(batch)
 
-        if self._weights is None and self.vectors.backward:
+        kept, before = None, self._kept
+        if before is not None and all(risk.processes.gather(before.has(stages))):
+            bar = f"{desc} (kept)" if risk.options.progressbar else None
+            for batch in tqdm(before.batches, desc=bar, disable=bar is None):
+                with plain_mode(batch.layer.device.type):
+                    consume(_copied(batch))
+            return
+        again = {layer for layer, own in stages.items() if any(a.sweeps > 1 for a in own.values())}
+        keeps = self._max_bytes and again and isinstance(risk.data, (list, tuple))
+        self._kept = kept = Kept(self._max_bytes, again) if keeps else None
+        if self._weights is None and vectors.backward:
             self._weights = loss_weights(risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
         # do not depend on groups and on what is kept.
         repeatable = self.K.check_deterministic is not False
-        totals = sweep(
-            risk, self.layers, self.vectors, consume, desc=desc, weights=self._weights, repeatable=repeatable
-        )
+        totals = sweep(risk, self.layers, vectors, consume, desc=desc, weights=self._weights, repeatable=repeatable)
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
             layer = next((layer for index, layer in enumerate(self.layers) if index not in reached), None)
             if layer is not None:
@@ -140,6 +142,39 @@ class Sweeps:
                 "every sweep must see the same data."
             )
         self.totals.append(totals)
+
+    def _finish(self, stages: dict[Layer, Stage]) -> dict[Layer, Stage]:
+        """Make blocks of sums, which are given up as soon as they are used; what needs another sweep. Collective."""
+        processes, owners, device = self.risk.processes, self.K.owners, self.K.kept_on
+        accumulators = [a for stage in stages.values() for a in stage.values()]
+        if processes.world > 1:
+            add_over_processes(accumulators, processes)
+        for a in accumulators:
+            a.totals, a.complete = self.totals[-1], True
+        if processes.world > 1:
+            decompose_together(accumulators, processes)
+        del accumulators, a
+
+        def finish(layer: Layer) -> dict[str, Any]:
+            return {
+                name: a.finish()
+                for name, a in stages.pop(layer).items()
+                if owners is None or a.sweeps > 1 or owners[name] == processes.rank
+            }
+
+        layers, pending = list(stages), dict[Layer, Stage]()
+        with plain_mode(self.risk.device.type):
+            results = side_by_side(finish, layers, lambda layer: costs_of(stages[layer]))
+        for layer, found in zip(layers, results, strict=True):
+            for name, result in found.items():
+                if isinstance(result, Accumulator):
+                    pending.setdefault(layer, {})[name] = result
+                    continue
+                blocks = {name: result} if isinstance(result, LinearOperator) else result
+                self.blocks |= (
+                    blocks if device is None else {n: b.to(device, self.risk.dtype) for n, b in blocks.items()}
+                )
+        return pending
 
 
 class Kept:
@@ -185,3 +220,78 @@ class Kept:
 def _copied(batch: LayerBatch) -> LayerBatch:
     """A batch of its own calls, as a sweep removes the gradients from its own ones."""
     return replace(batch, calls=[replace(call) for call in batch.calls])
+
+
+def costs_of(stage: Stage) -> float:
+    """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main thread."""
+    if not all(type(a).decompose is not Accumulator.decompose and a.layer.device.type == "cpu" for a in stage.values()):
+        return 0.0
+    sizes = (size for a in stage.values() for group in a.groups for size in group.layout.matrix_shape[-2:])
+    return float(sum(10 * size**3 for size in sizes))
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
+
+
+def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) -> None:
+    """Replace sums and divisors by those over all processes, in place. Collective.
+
+    A sum that is missing in some processes, such as that of a layer that their data do not call, counts as zero there.
+
+    Args:
+        accumulators: The same ones, in the same order, in all processes.
+    """
+    shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
+    counts = [{n: c.cpu() if isinstance(c, Tensor) else c for n, c in a.counts.items()} for a in accumulators]
+    told = processes.gather((shapes, counts))
+    for k, a in enumerate(accumulators):
+        sums, device = a.sums, a.layer.device
+        for name, (shape, dtype) in {n: like for theirs, _ in told for n, like in theirs[k].items()}.items():
+            sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
+        for name in {n: None for _, theirs in told for n in theirs[k]}:
+            count = sum(theirs[k].get(name, 0.0) for _, theirs in told)
+            a.counts[name] = count.to(device) if isinstance(count, Tensor) else count
+    processes.sum_([a.sums[name] for k, a in enumerate(accumulators) for name in sorted(a.sums)])
+
+
+def decompose_together(accumulators: Sequence[Accumulator], processes: Alone) -> None:
+    """Spread the decompositions that `finish` needs over processes. Collective; arguments as above."""
+    if processes.world > 1:
+        jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+        found = _spread(
+            processes, [M for *_, M in jobs], lambda k: [jobs[k][0].decompose(*jobs[k][1:])], lambda k: [jobs[k][2]]
+        )
+        for (a, name, _), (result,) in zip(jobs, found, strict=True):
+            a.decomposed[name] = result
+
+
+def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, processes: Alone) -> None:
+    """Spread the eigendecompositions over processes that inverses of Kronecker products with this damping need.
+
+    They are remembered by the factors, so that `inverse` and `power` find them. Collective.
+
+    Args:
+        blocks: The same ones in all processes.
+        damping: Of the inverse. If it is more than numbers, factors may be inverted without eigendecompositions.
+    """
+    numbers = damping.values() if isinstance(damping, Mapping) else [damping]
+    if processes.world == 1 or not all(isinstance(number, (Real, Tensor)) for number in numbers):
+        return
+    of_products = [f for block in blocks.values() if isinstance(block, Kronecker) for f in (block.G, block.A)]
+    factors = list({id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}.values())
+
+    def eigh(k: int) -> list[Tensor]:
+        values, Q = factors[k].eigh()
+        return [values, Q.matrix]
+
+    matrices = [f.matrix for f in factors]
+    found = _spread(processes, matrices, eigh, lambda k: [matrices[k][..., 0], matrices[k]])
+    for factor, (values, Q) in zip(factors, found, strict=True):
+        factor.remember_eigh(values, Q)  # also where it was computed: products depend on how it is stored, in the bits
+
+
+def _spread(processes: Alone, matrices: Sequence[Tensor], compute: Any, like: Any) -> list[Sequence[Tensor]]:
+    """`compute(k)` of each matrix, by one process, at a cost of `d³`; tensors as `like(k)` returns. Collective."""
+    costs = [float(M.numel() * M.shape[-1]) for M in matrices]
+    mine = lambda jobs: side_by_side(compute, jobs, lambda k: 10 * costs[k])  # noqa: E731
+    return processes.spread(costs, mine, like)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,12 +14,12 @@ from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.per_example import DiagonalBlock, NearestKronecker
-from curvlinops_plus.blocks.state import fingerprint
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Deferred, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk.parameters import fingerprint
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -226,8 +225,6 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     _APPROXIMATION = EKFAC
 
-    _after_factors: Sweeps | None = None  # the sweep of the factors is done, that of the eigenvalues is not
-
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters.
 
@@ -239,33 +236,13 @@ class EKFACLinearOperator(KFACLinearOperator):
                 f"max_bytes={self.max_bytes}: layers are computed in groups, each to its end, and the factors of all "
                 "are never there together. Use compute(), which computes everything anew."
             )
-        sweeps = self._swept(max_sweeps=1)
-        self._compute_later()
-        self._after_factors = sweeps
+        self._compute(fingerprint(self.risk), max_sweeps=1)
 
     def compute_eigenvalue_correction(self) -> None:
         """Compute the eigenvalues anew (second sweep) at the present parameters, in the basis of the factors that are
         there.
         """
-        # Reset first: after an exception in the sweep its sums are incomplete and must never be added to again.
-        sweeps, self._after_factors = self._after_factors or self._in_current_basis(), None
-        self.parameters = fingerprint(self.risk)
-        self.risk.together(partial(sweeps.run, max_sweeps=1))
-        self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, self.parameters)
-
-    def _finish(self) -> None:
-        if self._after_factors is None:
-            super()._finish()
-        else:
-            self.compute_eigenvalue_correction()
-
-    def _set_blocks(self, *given: Any) -> None:
-        super()._set_blocks(*given)
-        self._after_factors = None
-
-    def _compute_later(self) -> None:
-        super()._compute_later()
-        self._after_factors = None
+        self._compute(fingerprint(self.risk), self._begun or self._in_current_basis())
 
     def _in_current_basis(self) -> Sweeps:
         """Sweeps of which only that is left which corrects the eigenvalues of the present basis."""
@@ -277,12 +254,12 @@ class EKFACLinearOperator(KFACLinearOperator):
         sweeps, blocks = Sweeps(self), self.operator.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         for entry in self.plan:
-            layer, stages = entry.layer, sweeps.sums.stages
+            layer = entry.layer
             if issubclass(entry.approximation.kind, EKFAC):
                 correction = Correction(layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name))
-                stages[layer] = [{layer.name: correction}]
+                sweeps.groups[0][layer] = {layer.name: correction}
             else:
-                stages[layer] = [{}]
+                del sweeps.groups[0][layer]
                 sweeps.blocks |= {group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups}
         return sweeps
 

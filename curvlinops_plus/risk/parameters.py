@@ -429,6 +429,9 @@ def common_processes(model: nn.Module, processes: Any) -> Alone:
     return processes or Alone()
 
 
+Fingerprint = Mapping[str, list[float]]
+
+
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """For each tensor `Σ x` and its norm in double precision: they tell whether it has changed.
 
@@ -450,11 +453,24 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     return {name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)}
 
 
-def parameter_sums(risk: Any) -> dict[str, list[float]]:
-    """`sums_of` the parameters: under their keys, and others of the model under their names after "model."."""
+def fingerprint(risk: Any) -> dict[str, list[float]]:
+    """`sums_of` the parameters: under their keys, and others of the model under their names after "model.".
+
+    Writing to `p.data` changes no version of a tensor, so that only values tell.
+    """
+    risk.renew()
     tracked = {*map(id, risk.params.values())}
     every = risk.whole(dict(risk.model.named_parameters()))
     return sums_of(risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked})
+
+
+def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
+    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
+    return [
+        key
+        for key, (total, norm) in before.items()
+        if key not in now or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
+    ]
 
 
 def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str, Any]]) -> None:
@@ -469,4 +485,4 @@ def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str,
         one.title: (one.likelihood.options() if one.known else one.loss, one.weight, one.reduction)
         for one in risk.losses
     }
-    risk.processes.same(parameter_sums(risk) | buffers | losses | options | dict(more()))
+    risk.processes.same(fingerprint(risk) | buffers | losses | options | dict(more()))

@@ -140,11 +140,14 @@ def test_as_many_sweeps_as_were_asked_for() -> None:
             return super().__iter__()
 
     risk = EmpiricalRisk(p.model, p.loss, Counted(p.data))
+    plan = curvature(risk, compute=False).plan
+    largest = max(8 * group.layout.dim**2 for entry in plan for group in entry.layer.groups)
     for options, kept, expected in (
         ({"max_bytes": 0, "power_iterations": 1}, 0, 2),
         ({"max_bytes": 0, "power_iterations": 3}, 0, 4),
         ({"max_bytes": 0, "power_iterations": 3}, 2**24, 1),
-        ({}, 0, 1),
+        ({"max_bytes": largest - 1, "power_iterations": 2}, 0, 3),
+        ({"max_bytes": largest}, 0, 1),
     ):
         passes.clear()
         curvature(risk, NearestKronecker.using(**options), max_kept_bytes=kept)
