@@ -46,7 +46,6 @@ from curvlinops_plus import (
     compute_eigenvalue_correction_linear_weight_sharing,
     curvature,
     register_rule,
-    xtrace,
 )
 
 KFACS = [KFACLinearOperator, EKFACLinearOperator]
@@ -166,7 +165,6 @@ class Affine(Accumulator):
 
 K, E, G = (kind(MODEL, CE, P.params, P.data) for kind in (*KFACS, GGNLinearOperator))
 NORM = EmpiricalRisk(GENERIC.model, GENERIC.loss, GENERIC.data, [GENERIC.model[1].weight, GENERIC.model[1].bias])
-UNFINISHED = "Expected a LinearOperator, a tensor, .*, got EmpiricalRisk"
 AFTER = r'Entry "0.weight": .*got NoneType. Gradients in `.grad` are there after'
 g = torch.ones(1, 1, 1)
 
@@ -224,7 +222,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), Affine), KeyError, "layer '0': nothing was added to 'nothing' yet"),
     # inverses and other operations
     (lambda: GGN(risk()).to(torch.float32), NotImplementedError, r"GGN owns no tensors .*model.to\(...\)"),
-    (lambda: xtrace(risk(), 4), TypeError, UNFINISHED),
     (lambda: K @ [p.grad for p in MODEL.parameters()], TypeError, AFTER),
     (lambda: compute_eigenvalue_correction_linear_weight_sharing(g, g[0], g, g[0], _force_strategy="fast"), ValueError,
      "Invalid _force_strategy: 'fast'. Supported"),
