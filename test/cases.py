@@ -13,18 +13,15 @@
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from helpers import Written
+from helpers import Written, unchanged
 from reference import Reference
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -46,23 +43,7 @@ from curvlinops_plus import (
     ScaledIdentity,
     curvature,
 )
-
-try:
-    from transformers.pytorch_utils import Conv1D  # type: ignore[import-not-found]
-except ImportError:
-
-    class Conv1D(nn.Module):
-        """What Hugging Face calls a convolution: `x @ weight + bias`, weight [i, o]."""
-
-        def __init__(self, nf: int, nx: int) -> None:
-            super().__init__()
-            self.nf, self.nx = nf, nx
-            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight + self.bias
-
-    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+from test.fuzz.modules import Conv1D
 
 # ------------------------------------------------------------------------------------------------------------ comparing
 
@@ -82,83 +63,6 @@ def close(got: Any, expected: Any, rtol: float = 1e-9, what: str = "result") -> 
 def same(got: Any, expected: Any) -> None:
     """Fail unless both are equal bit by bit."""
     assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
-
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-)
-
-
-def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Everything that could change about a thing of the user's, by name; tensors as copies."""
-    if isinstance(thing, nn.Module):
-        for name, m in thing.named_modules():
-            at = f"{path}.{name}"
-            yield f"{at} attributes", sorted(vars(m))
-            yield f"{at} forward", id(m.forward.__func__) if hasattr(m.forward, "__func__") else id(m.forward)
-            yield f"{at} training", m.training
-            for hooks in _HOOKS:
-                yield f"{at} {hooks}", list(getattr(m, hooks, ()))
-            for kind in (m._parameters, m._buffers):
-                for key, t in kind.items():
-                    yield from _facts(t, f"{at}.{key}")
-    elif isinstance(thing, Tensor):
-        yield f"{path} object", (id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape))
-        yield f"{path} values", thing.detach().clone()
-        yield f"{path} requires_grad", thing.requires_grad
-        yield f"{path} hooks", thing._backward_hooks
-        if thing.is_leaf:
-            yield f"{path} grad object", id(thing.grad)
-            yield f"{path} grad", None if thing.grad is None else thing.grad.clone()
-        if isinstance(thing, nn.Parameter):
-            yield f"{path} attributes", sorted(vars(thing))
-            yield f"{path} version", thing._version
-    elif isinstance(thing, Mapping):
-        yield f"{path} keys", list(thing)
-        for key, value in thing.items():
-            yield from _facts(value, f"{path}[{key!r}]")
-    elif isinstance(thing, (list, tuple)):
-        yield f"{path} length", len(thing)
-        for index, value in enumerate(thing):
-            yield from _facts(value, f"{path}[{index}]")
-
-
-def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"random numbers": torch.get_rng_state(), "random numbers of Python": random.getstate()}
-    facts["random numbers of NumPy"] = torch.from_numpy(np.random.get_state()[1].copy())  # noqa: NPY002, what models draw from
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        facts["random numbers on CUDA"] = torch.cuda.get_rng_state()
-    for index, thing in enumerate(things):
-        facts.update(_facts(thing, f"{type(thing).__name__} {index}"))
-    return facts
-
-
-@contextmanager
-def unchanged(*things: Any) -> Iterator[None]:
-    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, errors or not."""
-    before = _snapshot(things)
-    try:
-        yield
-    finally:
-        after = _snapshot(things)
-        changed = sorted(before.keys() ^ after.keys())
-        for name in before.keys() & after.keys():
-            one, two = before[name], after[name]
-            equal = (
-                torch.equal(one.nan_to_num(), two.nan_to_num())
-                if isinstance(one, Tensor) and isinstance(two, Tensor)
-                else one == two
-            )
-            if not equal:
-                changed.append(name)
-        assert not changed, f"changed: {changed}"
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
@@ -314,16 +218,14 @@ def tied() -> Written:
 class Attention(nn.Module):
     """Positions that mix, behind an in-place activation on 3-d features."""
 
-    def __init__(self, classes_first: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.q, self.k, self.head = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 3)
-        self.classes_first = classes_first
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu_(self.first(x))
         h = (self.q(h) @ self.k(h).mT).softmax(-1) @ h
-        out = self.head(h)
-        return out.movedim(-1, 1) if self.classes_first else out
+        return self.head(h).movedim(-1, 1)
 
 
 class ByPosition(nn.Module):
@@ -453,7 +355,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, d: int = 2, **options: Any) -> None:
         super().__init__()
-        self.attn, self.same, self.head = nn.MultiheadAttention(d, 1, batch_first=True, **options), not options, None
+        self.attn, self.same = nn.MultiheadAttention(d, 1, batch_first=True, **options), not options
         self.head = nn.Linear(d, 3)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -653,13 +555,7 @@ NETS: dict[str, Callable[[], Net]] = {
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A net with a loss and targets.
-
-    Attributes:
-        net: The net.
-        loss: The loss.
-        data: Batches.
-    """
+    """A net with a loss, and batches with targets."""
 
     net: Net
     loss: nn.Module

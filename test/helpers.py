@@ -1,20 +1,20 @@
 """What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law of affine rules,
-and the memory that something takes.
+and a check that nothing of the user's was touched.
 
 Problems and their exact twin are in `cases.py` and `reference.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Generator, Tensor, nn
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
 from curvlinops_plus import UnsupportedError
 
@@ -63,26 +63,6 @@ def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
     return (A + A.T) / 2
 
 
-def peak(run: Callable[[], object]) -> int:
-    """The largest number of bytes that are allocated at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        run()
-    events, found = [*watch.profiler.kineto_results.experimental_event_tree()], []
-    while events:
-        event = events.pop()
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-        events += event.children
-    alive: dict[int, int] = {}
-    now = most = 0
-    for _, pointer, size in sorted(found):
-        if size > 0:
-            alive[pointer] = size
-        now += size if size > 0 else -alive.pop(pointer, 0)
-        most = max(most, now)
-    return most
-
-
 def check_fast_paths(
     rule: Any, module: Any, x: Tensor, g: Tensor, dtype: torch.dtype = F64, tolerance: float = 1e-11
 ) -> None:
@@ -112,3 +92,68 @@ def refuses_cdist(words: str) -> AbstractContextManager[object]:
     except RuntimeError:
         return pytest.raises(UnsupportedError, match=words)
     return nullcontext()
+
+
+def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything that could change about a thing of the user's, by name; tensors as copies."""
+    if isinstance(thing, nn.Module):
+        for name, m in thing.named_modules():
+            at = f"{path}.{name}"
+            yield f"{at} attributes", sorted(vars(m))
+            yield f"{at} forward", id(m.forward.__func__) if hasattr(m.forward, "__func__") else id(m.forward)
+            yield f"{at} training", m.training
+            for hooks in [name for name in vars(m) if "_hooks" in name]:
+                yield f"{at} {hooks}", list(getattr(m, hooks))
+            for kind in (m._parameters, m._buffers):
+                for key, t in kind.items():
+                    yield from _facts(t, f"{at}.{key}")
+    elif isinstance(thing, Tensor):
+        yield f"{path} object", (id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape))
+        yield f"{path} values", thing.detach().clone()
+        yield f"{path} requires_grad", thing.requires_grad
+        yield f"{path} hooks", thing._backward_hooks
+        if thing.is_leaf:
+            yield f"{path} grad object", id(thing.grad)
+            yield f"{path} grad", None if thing.grad is None else thing.grad.clone()
+        if isinstance(thing, nn.Parameter):
+            yield f"{path} attributes", sorted(vars(thing))
+            yield f"{path} version", thing._version
+    elif isinstance(thing, Mapping):
+        yield f"{path} keys", list(thing)
+        for key, value in thing.items():
+            yield from _facts(value, f"{path}[{key!r}]")
+    elif isinstance(thing, (list, tuple)):
+        yield f"{path} length", len(thing)
+        for index, value in enumerate(thing):
+            yield from _facts(value, f"{path}[{index}]")
+
+
+def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"random numbers": torch.get_rng_state(), "random numbers of Python": random.getstate()}
+    facts["random numbers of NumPy"] = torch.from_numpy(np.random.get_state()[1].copy())  # noqa: NPY002, what models draw from
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        facts["random numbers on CUDA"] = torch.cuda.get_rng_state()
+    for index, thing in enumerate(things):
+        facts.update(_facts(thing, f"{type(thing).__name__} {index}"))
+    return facts
+
+
+@contextmanager
+def unchanged(*things: Any) -> Iterator[None]:
+    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, errors or not."""
+    before = _snapshot(things)
+    try:
+        yield
+    finally:
+        after = _snapshot(things)
+        changed = sorted(before.keys() ^ after.keys())
+        for name in before.keys() & after.keys():
+            one, two = before[name], after[name]
+            equal = (
+                torch.equal(one.nan_to_num(), two.nan_to_num())
+                if isinstance(one, Tensor) and isinstance(two, Tensor)
+                else one == two
+            )
+            if not equal:
+                changed.append(name)
+        assert not changed, f"changed: {changed}"

@@ -92,15 +92,8 @@ class Attention(nn.Module):
     def __init__(self, given: nn.MultiheadAttention) -> None:
         super().__init__()
         assert given.dropout == 0 or not given.training, "random masks have no definition"
-        for name in (
-            "in_proj_weight",
-            "q_proj_weight",
-            "k_proj_weight",
-            "v_proj_weight",
-            "in_proj_bias",
-            "bias_k",
-            "bias_v",
-        ):
+        own = "in_proj_weight q_proj_weight k_proj_weight v_proj_weight in_proj_bias bias_k bias_v"
+        for name in own.split():
             self.register_parameter(name, getattr(given, name))
         self.out_proj = nn.Linear(1, 1)
         self.out_proj.weight, self.out_proj.bias = given.out_proj.weight, given.out_proj.bias
@@ -169,8 +162,6 @@ class Use:
 
     Attributes:
         path: Of the module whose calls it sees.
-        weight: Full name of the weight.
-        bias: Full name of the bias, if there is one.
         evaluate: Output of a call at another weight: `evaluate(w, args, kwargs)`.
         matrix: Places of the numbers of the matrices `[m, o, i]` in the flattened weight.
         shift: Places of the numbers of the bias `[m, o]` in the flattened bias.
@@ -456,19 +447,12 @@ class Reference:
             w = module.get_parameter(weight.removeprefix(within))
             place = torch.arange(w.numel()).view(w.shape)
             rows = slice(slot * E, slot * E + E) if joint else slice(E)
-            uses.append(
-                Use(
-                    f"{within}{part}",
-                    weight,
-                    bias,
-                    lambda w, args, kwargs, rows=rows: linear(args[0], w[rows], args[2]),
-                    place[rows][None],
-                    torch.arange(slot * E, slot * E + E)[None],
-                    -1,
-                    0,
-                    slot,
-                )
-            )
+            matrix, shift = place[rows][None], torch.arange(slot * E, slot * E + E)[None]
+
+            def evaluate(w: Tensor, args: Any, kwargs: Any, rows: slice = rows) -> Tensor:
+                return linear(args[0], w[rows], args[2])
+
+            uses.append(Use(f"{within}{part}", weight, bias, evaluate, matrix, shift, -1, 0, slot))
         if module.in_proj_weight is not None:
             return [Layer(f"{within}in_proj", self.keys_of([uses[0].weight, bias]), [uses])]
         alone = [

@@ -20,8 +20,6 @@ from torch import Generator, Tensor, nn
 from .losses import draw_loss, links, make_loss, make_target, term_axis, value
 from .pieces import Invalid, Shape, draw_piece, sequence
 
-__all__ = ["Case", "differentiable", "draw", "make"]
-
 Description = dict[str, Any]
 MOST_PARAMETERS = 70
 
@@ -84,17 +82,7 @@ class Loader:
 
 @dataclass(eq=False)
 class Case:
-    """A description made real.
-
-    Attributes:
-        about: The description.
-        model: The network.
-        losses: The losses, one for each output.
-        data: Batches.
-        params: What is handed over as parameters; None for all that require gradients.
-        keyed: The parameters by key, in the order of the vector.
-        dtype: Of the model.
-    """
+    """A description made real: with a loss for each output, and the parameters as they are handed over and by key."""
 
     about: Description
     model: nn.Module

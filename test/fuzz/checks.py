@@ -18,20 +18,13 @@ from .compare import equal, require
 from .pieces import Options
 from .truth import Truth
 
-__all__ = ["CHECKS", "VECTORS", "Check", "Subject", "check", "draw_checks"]
-
 #: What is backpropagated where the matrix is known exactly.
 VECTORS: dict[str, Any] = {"exact": Exact(), "empirical": Empirical(), "terms": Empirical(per_term=True)}
 
 
 @dataclass(eq=False)
 class Subject:
-    """A case that is looked at, and the truth about it.
-
-    Attributes:
-        case: The case.
-        self_check: Whether the package looks at what it records, as it does for users.
-    """
+    """A case that is looked at, and the truth about it; with `self_check` the package looks, as it does for users."""
 
     case: Case
     self_check: bool = True
@@ -75,13 +68,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a case.
-
-    Attributes:
-        run: Makes it; raises `Failure`.
-        draw: Its random options.
-        often: How often it is drawn; None for always.
-    """
+    """A check of a case, which raises `Failure`; its random options; how often it is drawn, None for always."""
 
     run: Callable[[Subject, Options], None]
     draw: Callable[[Random], Options]

@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Failure", "Skipped", "equal", "holds", "require"]
-
 
 class Failure(AssertionError):
-    """A law that does not hold.
-
-    Attributes:
-        law: Which one.
-        numbers: What was found and expected.
-    """
+    """A law that does not hold, and what was found and expected."""
 
     def __init__(self, law: str, numbers: str) -> None:
         super().__init__(f"{law}: {numbers}")

@@ -26,8 +26,6 @@ from .compare import Failure, equal
 from .hostile_networks import HOSTILE, NO_ANSWER
 from .run import is_refusal
 
-__all__ = ["SIZES", "main", "verdicts", "wrong"]
-
 WRONG, ERROR, RIGHT, REFUSED = "WRONG", "ERROR", "right", "refused"
 #: What a training loop is told instead of being stopped.
 WARNED = "are batch norm in training mode: the examples of a batch depend on each other"
@@ -111,13 +109,7 @@ def build(name: str) -> nn.Module:
 
 
 def verdicts(name: str, sizes: list[int], self_check: bool = True) -> dict[str, tuple[str, str]]:
-    """For each law, whether it holds on one network, is refused or broken; and the numbers or the message.
-
-    Args:
-        name: Of the network.
-        sizes: Of the batches.
-        self_check: Let the package look at what it records, as it does for users.
-    """
+    """For each law, whether it holds on one network, is refused or broken; and the numbers or the message."""
     loss, generator = nn.CrossEntropyLoss(), Generator().manual_seed(2)
     found: dict[str, tuple[str, str]] = {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from .modules import Conv1D
 from .truth import TRANSPOSED, Block, Truth
 
-__all__ = ["Rows", "kfac_block", "matrix_of", "rows_of"]
-
 
 @dataclass(eq=False)
 class Rows:

@@ -12,8 +12,6 @@ from typing import Any
 
 from curvlinops_plus.blocks.sweeps import Kept
 
-__all__ = ["LIMITS", "small_buffers"]
-
 #: Module, attribute (of a class: "Class.attribute") and small value.
 LIMITS: list[tuple[str, str, Any]] = [
     ("risk.layer_batch", "_PIECE_BYTES", 64),

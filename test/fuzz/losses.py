@@ -14,8 +14,6 @@ from torch import Generator, Tensor, nn
 
 from .pieces import Options
 
-__all__ = ["KINDS", "draw_loss", "fisher", "links", "make_loss", "make_target", "mean_divisor", "term_axis"]
-
 #: Kinds of losses to how often they are drawn.
 KINDS = {"ce": 5, "mse": 3, "bce": 2.5, "poisson": 1, "gaussian": 0.8}
 KINDS |= {"rates": 0.4, "bce of p": 0.4, "nll": 0.5, "other": 0.6}

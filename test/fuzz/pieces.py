@@ -18,8 +18,6 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from . import modules
 
-__all__ = ["PIECES", "TOKENS", "Invalid", "Options", "Piece", "Shape", "draw_piece", "sequence"]
-
 Shape = tuple[int, ...]
 Options = dict[str, Any]
 #: Name and options of a piece.
@@ -32,14 +30,7 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """One kind of piece.
-
-    Attributes:
-        dims: How many axes an example may have.
-        draw: Random options.
-        build: The module, for examples of a shape.
-        often: Relative frequency.
-    """
+    """One kind of piece: how many axes an example may have, random options, the module, and a relative frequency."""
 
     dims: tuple[int, ...]
     draw: Callable[[Random, Shape], Options]

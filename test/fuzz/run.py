@@ -13,26 +13,17 @@ import torch
 
 from curvlinops_plus import CurvatureWarning, NoClosedForm, NumericsError, UnsupportedError
 
+from ..helpers import unchanged
 from . import algebra_checks, block_checks, exact_checks  # noqa: F401 (they register their checks)
 from .case import Description, draw, make
 from .checks import CHECKS, Subject, draw_checks
 from .compare import Failure, Skipped
 from .limits import small_buffers
-from .pieces import Invalid
-from .unchanged import unchanged
-
-__all__ = ["Invalid", "Outcome", "Problem", "describe", "draw_whole", "is_refusal", "run_case", "run_seed"]
 
 
 @dataclass
 class Problem:
-    """A check that failed.
-
-    Attributes:
-        check: Its name and options.
-        law: What did not hold, or the type of an error that is none of the package's own.
-        numbers: What was found and expected, or the error's message.
-    """
+    """A check that failed: its name and options; what did not hold, or the type of an error; numbers or its message."""
 
     check: list[Any]
     law: str
@@ -41,13 +32,7 @@ class Problem:
 
 @dataclass
 class Outcome:
-    """What became of a case.
-
-    Attributes:
-        made: The number of checks that ran to their end.
-        refused: Messages of refusals, with the name of the check.
-        problems: Failures.
-    """
+    """What became of a case: how many checks ran to their end, messages of refusals, and failures."""
 
     made: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -79,7 +64,7 @@ def run_case(about: Description, small: bool = False, self_check: bool = True) -
         warnings.filterwarnings("ignore", module="torch")
         for name, options in about["checks"]:
             try:
-                with unchanged(case):
+                with unchanged(case.model, case.data):
                     CHECKS[name].run(subject, options)
                 outcome.made += 1
             except Skipped:

@@ -22,8 +22,6 @@ from .case import Case, term_axes
 from .losses import fisher, make_loss, mean_divisor, value
 from .modules import Conv1D
 
-__all__ = ["Block", "Example", "Truth", "second_derivatives"]
-
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, Conv1D)
