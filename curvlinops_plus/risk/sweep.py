@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import look_at
@@ -18,7 +16,7 @@ from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.losses import LossWeights, Terms, Totals, loss_weights
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
+from curvlinops_plus.risk.vectors import Draws, Vectors
 
 
 def sweep(
@@ -159,20 +157,14 @@ def vector_groups(
         terms: The same in canonical form, and targets.
         class_axes: Of the outputs.
         factors: What the vectors of each loss are multiplied by.
-
-    Raises:
-        ValueError: When one sends more vectors than its `count` says.
     """
-    losses, said = risk.losses, risk.checked.said
+    losses = risk.losses
     streams = [draws.of_loss(k) for k in range(len(losses))]  # before any of them draws
 
-    def restored(k: int, number: int) -> Iterator[tuple[Tensor]]:
+    def restored(k: int) -> Iterator[tuple[Tensor]]:
         """The vectors of one loss times their factor, of the output's shape."""
         one, f, F, factor = losses[k], outputs[k], terms.outputs[k], factors[k]
-        for sent, v in enumerate(vectors.send(one.likelihood, F, terms.targets[k], streams[k]), 1):
-            if sent > number:  # the graph is freed with the last one
-                name = type(vectors).__name__
-                raise ValueError(f"{name} sends more vectors than its `count` says, {number}.")
+        for v in vectors.send(one.likelihood, F, terms.targets[k], streams[k]):
             v = v if factor == 1 else v * factor
             if terms.weight is not None:  # of the examples: squares of vectors are weighted
                 v = v * terms.weight.sqrt().to(v)[:, None, None]
@@ -181,20 +173,9 @@ def vector_groups(
 
     groups, numbers = list[Any](), set[int]()
     for k, (one, f, F) in enumerate(zip(losses, outputs, terms.outputs, strict=True)):
-        number, R = vectors.count(one.likelihood, F), F.shape[1]
-        numbers.add(number)
-        if not f.requires_grad or not number:  # an output that no tracked layer reaches has no graph
-            continue
-        groups.append(([f], number, restored(k, number)))
-        if R > 1 and isinstance(vectors, Exact) and not vectors.signs and "announced" not in said:
-            said.add("announced")
-            warn(
-                f"Exact() sends {number} vectors per batch{'' if one.key is None else f' for output {one.key!r}'}: {R} "
-                f"loss terms per example, each by itself, times {number // R} columns. Exact(signs=True) or "
-                "MonteCarlo() take fewer passes.",
-                CurvatureWarning,
-                stacklevel=2,
-            )
+        numbers.add(number := vectors.count(one.likelihood, F))
+        if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
+            groups.append(([f], number, restored(k)))
     if len(groups) > 1 and vectors.together and len(numbers) == 1:
         together = (tuple(part for (part,) in parts) for parts in zip(*[sent for *_, sent in groups], strict=True))
         return [([f for (f,), *_ in groups], number, together)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +128,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 def test_refused(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
-
-
-class Miscounted(Vectors):
-    def count(self, likelihood: Likelihood, F: Tensor) -> int:
-        return 1
-
-    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        yield from torch.ones(2, *F.shape, dtype=F.dtype)
-
-
-def test_more_vectors_than_were_counted() -> None:
-    risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.ones(4, 2))])
-    with pytest.raises(ValueError, match="Miscounted sends more vectors than its `count` says, 1"):
-        curvature(risk, KFAC, vectors=Miscounted())
 
 
 # ------------------------------------------------------------------------------------------ GGN or Fisher
