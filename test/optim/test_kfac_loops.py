@@ -302,6 +302,15 @@ def test_a_batch_with_nan(reject: float | None, where: str) -> None:
     assert optimizer.last_step.examples == 12
 
 
+def test_a_step_to_nan_is_undone() -> None:
+    model, before = net(), flat(net())
+    optimizer = KFACOptimizer(model, CE, lr=1e308, norm_constraint=None, reject=2.0)
+    plain(optimizer, model, CE, *batch())
+    assert optimizer.last_step.new_loss != optimizer.last_step.new_loss
+    assert optimizer.last_step.rejected
+    assert torch.equal(flat(model), before)
+
+
 # --------------------------------------------------------------------------------------------------- hooks and memory
 def test_no_pass_is_made_beside_the_users() -> None:
     """But for the looks at batches 1, 4, 16, ..."""

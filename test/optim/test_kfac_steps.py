@@ -291,6 +291,20 @@ def test_a_bound_with_a_factored_inverse(damping: Any) -> None:
         assert 0.3 * c < float(δ @ (K @ δ)) + damping(step) * float(δ @ δ) <= c * (1 + 1e-9)
 
 
+def test_a_bound_after_a_rest() -> None:
+    """Velocities that rested while the curvature was renewed are measured with that of now."""
+    model, c = Twisted().double(), 1e-3
+    optimizer = KFACOptimizer(
+        model, CE, 0.3, 0.9, 0.1, params=model.heads.parameters(), norm_constraint=c, inverse_every=3, **EXACT
+    )
+    for step, number in enumerate((0, 1, 0, 1, 1, 0)):
+        before = flat(model.heads)
+        turn(optimizer, model, number, step)
+        K = optimizer.curvature.refreshed
+        δ = (flat(model.heads) - before)[: K.shape[0]]  # at first of one head
+        assert float(δ @ (K @ δ) + 0.1 * δ @ δ) == pytest.approx(c)
+
+
 @pytest.mark.parametrize("norm", ["damped", None])
 def test_the_preconditioner_writes_gradients(norm: Any) -> None:
     """The same direction; a constraint bounds it in place of the update."""

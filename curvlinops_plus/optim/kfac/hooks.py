@@ -107,11 +107,6 @@ class Hooks:
         """Examples that were added since the last step."""
         return self._estimator.examples - self._before
 
-    @property
-    def decay(self) -> float | None:
-        """Several batches of a step are one update."""
-        return 1.0 if self.batches else None
-
     def keep(self, batch: Batch, start: PassStart) -> None:
         """Keep a batch for evaluating it once more."""
         # A loader may fill the same memory anew for the next batch of the step.
@@ -174,7 +169,7 @@ class Hooks:
             self.keep(replace(call.heard.batch, y=y), call.start)
         if call.due:
             try:
-                call.heard.add(y, self.decay)
+                call.heard.add(y, 1.0 if self.batches else None)  # several batches of a step are one update
                 self.batches += 1
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error

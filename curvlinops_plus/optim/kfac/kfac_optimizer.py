@@ -211,7 +211,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         """
         hooks, risk, due = self._hooks, self.curvature.risk, self._hooks.due
         start = PassStart.now(risk.model) if hooks.keeps else None
-        with self.paused(), self.curvature.listen(batch, hooks.decay) if due else nullcontext():
+        with self.paused(), self.curvature.listen(batch, 1.0 if hooks.batches else None) if due else nullcontext():
             yield
         hooks.batches += due
         if start is not None:
@@ -318,7 +318,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
                 "    with optimizer.listen((X, y)):\n        output = model(X)\n"
                 "    function(output, y).backward()\nstrict=False steps with the statistics of before."
             )
-        if self.steps == 0 and self.curvature.risk.processes.world == 1:
+        if self._hooks.steps == 0 and self.curvature.risk.processes.world == 1:
             self._hooks.warn_of_factors()  # several processes multiply parts of different size with other numbers
         report.examples, report.left_alone = self._hooks.examples, list(self._keys.values())
         if gradients and (flat := self._precondition(gradients, uncalled, report)) is not None:
@@ -362,7 +362,7 @@ class KFACPreconditioner(torch.optim.Optimizer):
         """
         curvature = self.curvature
         known = 0 if self._refreshed is None else len(curvature.refreshed.plan)
-        report.refreshed = known < len(curvature.plan) - len(uncalled) or self.steps % self._inverse_every == 0
+        report.refreshed = known < len(curvature.plan) - len(uncalled) or self._hooks.steps % self._inverse_every == 0
         if report.refreshed:
             called = [entry.layer for entry in curvature.plan if entry.layer.name not in uncalled]
             dampings = self._dampings({group.name: group.layout for layer in called for group in layer.groups})
@@ -625,7 +625,7 @@ class KFACOptimizer(KFACPreconditioner):
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
-        return self._levenberg is not None and (self.steps + 1) % self._levenberg.interval == 0
+        return self._levenberg is not None and (self._hooks.steps + 1) % self._levenberg.interval == 0
 
     @property
     def _looks_again(self) -> bool:
