@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -356,7 +357,7 @@ class KFACInverseLinearOperator(Deferred):
         use_heuristic_damping: Split the number over the factors, Martens & Grosse 2015, section 6.3.
         min_damping: Lower bound of each side under the heuristic.
         use_exact_damping: `(A + damping·I)⁻¹`, through eigendecompositions.
-        cache: Accepted for code written for curvlinops; inverse blocks are computed now, and kept.
+        cache: Accepted for code written for curvlinops; inverse blocks are computed at first use, and kept.
         retry_double_precision: Try a failing Cholesky decomposition once more in float64.
 
     Raises:
@@ -390,21 +391,31 @@ class KFACInverseLinearOperator(Deferred):
             raise ValueError("The input `A` must be an instance of `KFACLinearOperator`; others have `A.inverse`.")
         if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
             raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
+        if use_exact_damping + use_heuristic_damping + isinstance(damping, tuple) > 1:
+            raise ValueError(
+                "Either use heuristic damping or exact damping, or give a pair. Heuristic and exact damping require a "
+                "single damping value."
+            )
         super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
-        chosen = {
-            "use_heuristic_damping": use_heuristic_damping,
-            "min_damping": min_damping,
-            "use_exact_damping": use_exact_damping,
-            "retry_double_precision": retry_double_precision,
-        }
-        by_factor = not (use_exact_damping or use_heuristic_damping or isinstance(damping, tuple))
-        self._A, self._options = A, {"damping": damping, "cache": cache, **chosen}
-        self._operator = A.inverse((damping, damping) if by_factor else damping, **chosen)
+        self._A, self._options = (
+            A,
+            {
+                "damping": damping,
+                "use_heuristic_damping": use_heuristic_damping,
+                "min_damping": min_damping,
+                "use_exact_damping": use_exact_damping,
+                "cache": cache,
+                "retry_double_precision": retry_double_precision,
+            },
+        )
 
-    @property
-    def operator(self) -> LinearOperator:
-        """The inverse blocks as a plain operator."""
-        return self._operator
+    @cached_property
+    def operator(self) -> LinearOperator:  # type: ignore[override]
+        """The inverse blocks as a plain operator, computed at first use."""
+        damping, heuristic, smallest, exact, _, again = self._options.values()
+        by_factor = not (exact or heuristic or isinstance(damping, tuple))
+        options = {"use_heuristic_damping": heuristic, "min_damping": smallest, "retry_double_precision": again}
+        return self._A.inverse((damping, damping) if by_factor else damping, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Options, and the state of the operator that is inverted. The inverse blocks follow from them."""
@@ -417,7 +428,8 @@ class KFACInverseLinearOperator(Deferred):
             ValueError: If the inverted operator's state does not fit.
         """
         self._A.load_state_dict(state_dict["A"])
-        KFACInverseLinearOperator.__init__(self, self._A, **{name: state_dict[name] for name in self._options})
+        self._options = {name: state_dict[name] for name in self._options}
+        vars(self).pop("operator", None)
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], A: KFACLinearOperator) -> KFACInverseLinearOperator:

@@ -10,7 +10,13 @@ import torch
 from cases import APPROXIMATIONS, close, problem
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFACLinearOperator, KFACInverseLinearOperator, KFACLinearOperator, RelativeDamping
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+    RelativeDamping,
+    SingularMatrixError,
+)
 
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 NETS = ["mlp", "strided cnn", "weights only", "biases only"]
@@ -162,3 +168,15 @@ def test_heuristic_damping_takes_what_exact_damping_takes() -> None:
         "mlp", K, False, lambda A, G: heuristic(A, G, 0.1 * float(A.trace() * G.trace()) / (len(A) * len(G)), 1e-8)
     )
     close(ruled, expected)
+
+
+def test_an_inverse_is_computed_at_first_use() -> None:
+    """As in curvlinops: one without a damping can be made to load a state into it."""
+    K = operator(KFACLinearOperator, "mlp", True)
+    K.gradient_covariances["0"].zero_()
+    inverse, damped = KFACInverseLinearOperator(K), KFACInverseLinearOperator(K, 0.1)
+    v = torch.ones(K.shape[0], dtype=torch.float64)
+    with pytest.raises(SingularMatrixError, match=r'block "0.*singular'):
+        _ = inverse @ v
+    inverse.load_state_dict(damped.state_dict())
+    close(inverse @ v, damped @ v)
