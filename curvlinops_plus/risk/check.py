@@ -106,16 +106,12 @@ class Look:
         self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
 
     # ------------------------------------------------------------------------------------------ what autograd gives
-    def expect(self, outputs: Sequence[Tensor], vectors: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """What plain autograd makes of the first of some vectors; returns the same vectors."""
+    def expect(self, read: Sequence[int], vectors: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """What plain autograd makes of the first of some vectors, from these outputs on; returns the same vectors."""
         self.ours: dict[str, Tensor] = {}
         self.theirs: dict[str, Tensor | None] = {}
-        first = next(vectors)
-        sent = [*zip(outputs, first, strict=True)]  # two losses may read one output
-        self.vectors: list[Tensor] = []
-        for f in self.outputs:
-            at = [own is f for own, _ in sent]
-            self.vectors.append(sent.pop(at.index(True))[1].to(f) if True in at else torch.zeros_like(f))
+        sent = dict(zip(read, first := next(vectors), strict=True))
+        self.vectors = [sent[k].to(f) if k in sent else torch.zeros_like(f) for k, f in enumerate(self.outputs)]
         params, self.recorder.see = self.risk.params, self.see
         with self._undisturbed():
             if False not in [p.requires_grad and not p._backward_hooks for p in params.values()]:

@@ -125,8 +125,8 @@ class RecordedPasses:
         if vectors.backward:
             factors = self.weights.factors(totals, vectors.of_loss)
             groups = vector_groups(risk, vectors, fs, terms, class_axes, draws, factors)
-            for left, (heads, number, sent) in enumerate(groups, 1 - len(groups)):
-                sent = sent if look is None else look.expect(heads, sent)
+            for left, (read, number, sent) in enumerate(groups, 1 - len(groups)):
+                heads, sent = [fs[k] for k in read], sent if look is None else look.expect(read, sent)
                 at_once = 1 if number == 1 else _vectors_at_once(recorder, number)
                 recorder.send(heads, sent, number, at_once, keep_graph or left < 0)
                 if look is not None:
@@ -147,8 +147,8 @@ def vector_groups(
     class_axes: Sequence[int | None],
     draws: Draws,
     factors: Sequence[float],
-) -> list[tuple[Sequence[Tensor], int, Iterator[tuple[Tensor, ...]]]]:
-    """What is backpropagated together in one batch: outputs, a number of vectors, and these, with a part for each.
+) -> list[tuple[Sequence[int], int, Iterator[tuple[Tensor, ...]]]]:
+    """What is sent together in one batch: numbers of outputs, a number of vectors, and these, with a part for each.
 
     Outputs without a graph are left out.
 
@@ -175,10 +175,10 @@ def vector_groups(
     for k, (one, f, F) in enumerate(zip(losses, outputs, terms.outputs, strict=True)):
         numbers.add(number := vectors.count(one.likelihood, F))
         if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
-            groups.append(([f], number, restored(k)))
+            groups.append(([k], number, restored(k)))
     if len(groups) > 1 and vectors.together and len(numbers) == 1:
         together = (tuple(part for (part,) in parts) for parts in zip(*[sent for *_, sent in groups], strict=True))
-        return [([f for (f,), *_ in groups], number, together)]
+        return [([k for (k,), *_ in groups], number, together)]
     return groups
 
 

@@ -108,6 +108,14 @@ class Vectors(ABC):
         return ColumnsRoot(torch.stack(sent) if sent else torch.zeros_like(F)[None], per_term=False)
 
 
+def _each_term(v: Tensor) -> Iterator[Tensor]:  # [N, R, C] -> R of them
+    """The part of a vector for each loss term, zero elsewhere."""
+    for r in range(v.shape[1]):
+        single = torch.zeros_like(v)
+        single[:, r] = v[:, r]
+        yield single
+
+
 @dataclass(frozen=True)
 class Exact(Vectors):
     """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without noise.
@@ -158,12 +166,8 @@ class Exact(Vectors):
                 yield column
             elif self.signs:
                 yield column * signs[:, :, k, None]
-            else:
-                # Two terms sent together would leave cross terms wherever they share a weight.
-                for r in range(terms):
-                    single = torch.zeros_like(column)
-                    single[:, r] = column[:, r]
-                    yield single
+            else:  # two terms sent together would leave cross terms wherever they share a weight
+                yield from _each_term(column)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         return super().root(likelihood, F, Y, draws) if self.signs else HessianRoot(likelihood, F, Y)
@@ -271,13 +275,7 @@ class Empirical(Vectors):
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         gradient = likelihood.grad(F, Y)
-        if not self.per_term or F.shape[1] == 1:
-            yield gradient
-            return
-        for r in range(F.shape[1]):
-            single = torch.zeros_like(gradient)
-            single[:, r] = gradient[:, r]
-            yield single
+        yield from _each_term(gradient) if self.per_term and F.shape[1] > 1 else (gradient,)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         return ColumnsRoot(likelihood.grad(F, Y)[None], self.per_term)
