@@ -217,7 +217,7 @@ MEMBERS = {
     "EmpiricalRisk": "loss gradient gradient_and_loss with_data at assign",
     "Processes": "rank world share",
     "Accumulator": "affine sweeps update finish add value using needs changes_basis change_basis",
-    "AffineRule": "patterns inputs grads sizes sparse stacked_inputs input_gram mean_inputs stacked_grads grad_gram "
+    "AffineRule": "patterns inputs grads sizes sparse input_gram mean_inputs grad_gram "
     "refuses",
     "LayerRule": "patterns per_example_grads axes refuses",
     "SparseRows": "to_dense",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -163,7 +163,7 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found = self.risk.read(batch, self.updates)
-        with self.hear(found) as heard:
+        with closing(self.hear(found)) as heard:
             with hearing_once(heard, self.risk.model) if found.num_examples else nullcontext():
                 yield
             heard.add(found.y, decay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
@@ -75,12 +72,6 @@ class Hearing:
         if passes is not None:
             self._contexts.enter_context(passes.hooked())
             self._contexts.enter_context(self._phase)  # the call, then the time until vectors are sent
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def begin(self) -> None:
         """The model is about to be called."""

@@ -60,7 +60,7 @@ def is_parametrized(module: nn.Module) -> bool:
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
     held = module._parameters.items()  # by its method, which knows what other threads may see
-    if module._modules and is_parametrized(module):
+    if "parametrizations" in module._modules and is_parametrized(module):
         inner = module.get_submodule("parametrizations")
         held = (*held, *inner.named_parameters(prefix="parametrizations", remove_duplicate=False))
     return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}

@@ -305,20 +305,6 @@ class AffineRule(LayerRule):
         """The matrix that sums of `packed_gram` stand for."""
         raise NotImplementedError
 
-    def stacked_inputs(self, module: nn.Module, x: Tensor) -> Tensor | None:  # [B, *in] -> [B·S, i]
-        """The rows `a` one below the other; None if they are sparse, of several matrices, or not what is multiplied."""
-        if type(self).input_gram is not AffineRule.input_gram:
-            return None
-        a = self.rows(module, x)
-        return a.flatten(0, 1) if isinstance(a, Tensor) and a.ndim == 3 else None
-
-    def stacked_grads(self, module: nn.Module, g: Tensor) -> Tensor | None:  # [V, B, *out] -> [V·B·S, o]
-        """The rows `g` one below the other; None if they are of several matrices, or not what is multiplied."""
-        if type(self).grad_gram is not AffineRule.grad_gram:
-            return None
-        rows = self.grad_rows(module, g)
-        return rows.flatten(0, 2) if rows.ndim == 4 else None
-
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""
         a = self.rows(module, x)

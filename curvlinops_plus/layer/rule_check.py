@@ -58,7 +58,7 @@ def check_rule(
     """Compare a layer rule with plain autodiff.
 
     Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
-    also rows and their fast paths (`stacked_inputs`, `input_gram`, `mean_inputs`, `stacked_grads`, `grad_gram`).
+    also rows and their fast paths (`input_gram`, `mean_inputs`, `grad_gram`).
     The parameters are used with their values: a zero weight hides errors in its factors.
 
     Args:
@@ -194,8 +194,6 @@ class _Check:
         gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
         number = a.count() if isinstance(a, SparseRows) else float(rows.shape[0] * rows.shape[1])
         for name, got, expected, what in (
-            ("stacked_inputs", rule.stacked_inputs(module, x), rows.flatten(0, 1), "all rows of the input"),
-            ("stacked_grads", rule.stacked_grads(module, g), b.flatten(0, 2), "all rows of the gradient"),
             ("input_gram", A, gram.diag() if rule.sparse else gram, "Σ a aᵀ [*b, i, i], of sparse rows its diagonal"),
             ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
             ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),

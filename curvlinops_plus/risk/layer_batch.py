@@ -212,10 +212,12 @@ class LayerBatch:
         call = self._only_call
         if call is None or not self.weight or self.sparse or self.example_weights is not None:
             return None
-        if self.bias and "bias" not in call.use.keys:
+        if (self.bias and "bias" not in call.use.keys) or type(call.rule).input_gram is not AffineRule.input_gram:
             return None
-        a = call.rule.stacked_inputs(call.use.module, call.args[0])
-        return a if a is None or not reduce else a.unflatten(0, (self.num_examples, -1)).mean(1)
+        a = self._inputs[0]
+        if isinstance(a, SparseRows) or a.ndim > 3:
+            return None
+        return a.mean(1) if reduce else a.flatten(0, 1)
 
     def packed_gram(self) -> tuple[Tensor, float] | None:
         """Numbers of whose sums the rule of the layer's only use makes `input_gram`, and the number of rows.
@@ -264,10 +266,12 @@ class LayerBatch:
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
         call = self._only_call
-        if call is None or self.sparse:
+        if call is None or self.sparse or type(call.rule).grad_gram is not AffineRule.grad_gram:
             return None
-        g, rows = call.rule.stacked_grads(call.use.module, call.grads), len(call.grads) * self.num_examples
-        return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
+        g = self._grads[0]
+        if g.ndim > 4:
+            return None
+        return g.sum(2).flatten(0, 1) if reduce and g.shape[2] > 1 else g.flatten(0, 2)
 
     def grad_gram(self, reduce: bool = False, diagonal: bool = False) -> Tensor:
         """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`.

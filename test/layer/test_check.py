@@ -106,9 +106,9 @@ def bags() -> Tensor:
 
 
 RIGHT: dict[Any, tuple[Any, Any, int]] = {  # rule: module, input, number of checks
-    KernelRule: (Kernel, lambda: torch.randn(B, T, i), 12),
+    KernelRule: (Kernel, lambda: torch.randn(B, T, i), 10),
     HeadsRule: (Heads, lambda: torch.randn(B, T, 3 * i), 10),
-    BagsRule: (Bags, bags, 10),
+    BagsRule: (Bags, bags, 9),
     ScaleRule: (Scale, lambda: torch.randn(B, T, i), 4),
 }
 
@@ -198,8 +198,6 @@ WRONG: dict[str, Any] = {
     "input_gram": (KernelRule, fast("input_gram", worse(0)), r"'fast path input_gram': off by 1.0e-03.*Σ a aᵀ \[\*b"),
     "its sum": (KernelRule, fast("input_gram", worse(1)), "'fast path input_gram': off by 1.0e-03.*Σ a, the second"),
     "its count": (KernelRule, fast("input_gram", worse(2)), "'fast path input_gram': off by 1.0e-03.*number of rows"),
-    "stacked_inputs": (KernelRule, fast("stacked_inputs", lambda t: t.flip(0)), "'fast path stacked_inputs': off by"),
-    "stacked_grads": (KernelRule, fast("stacked_grads", lambda t: t * 2), "'fast path stacked_grads': off by 1.0e.00"),
     "mean_inputs": (KernelRule, fast("mean_inputs", lambda t: t * 3), "'fast path mean_inputs': off by 2.0e.00"),
     "shape": (
         KernelRule,
