@@ -134,6 +134,7 @@ def test_parts_of_blocks(which: str) -> None:
     for S, D in ((K[at, at], expected), ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * eye_like(expected))):
         assert isinstance(S, BlockDiagonal)
         close(S.to_dense(), D)
+        close(S @ normal(len(at), 2), D @ normal(len(at), 2))
         close(S.inverse(0.1).to_dense(), torch.linalg.inv(D + 0.1 * eye_like(expected)))
         close(S.logdet, torch.logdet(D))
         close(S.diagonal(), D.diagonal())
