@@ -192,7 +192,7 @@ class Passes:
             for start in range(0, len(rows), self.columns):
                 at = slice(start, start + self.columns)
                 if JV is None or not dual:
-                    JV = self._twice(F, free, rows[at]) if self.twice else self._forward(batch, rows[at], state)
+                    JV = self._twice(F, free, rows[at]) if self.twice else self.forward(batch, rows[at], state)
                 MJV = M(JV)
                 if total is not None:
                     self.back(F, free, MJV, total[at], last=dual)
@@ -200,21 +200,6 @@ class Passes:
                 energies = [torch.einsum("ko,lo->kl" if total is None else "ko,ko->k", a, b.to(a)) for a, b in pairs]
                 energy.append(sum(energies[1:], energies[0]))
         return torch.cat(energy)
-
-    def forward(self, batch: Batch, rows: Tensor) -> list[Tensor]:
-        """`J v` of several vectors, [K, n] -> [K, *output] for each output.
-
-        Cost: one forward pass with tangents, without a graph, for a piece of vectors.
-        """
-        self.check(batch)
-        state, pieces = RandomState.now(self.risk.device), []
-        for piece in rows.split(self.columns):
-            if self.twice:
-                with self.run(batch) as (F, _, free, _):
-                    pieces.append(self._twice(F, free, piece))
-            else:
-                pieces.append(self._forward(batch, piece, state))
-        return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
     def back(
         self,
@@ -256,9 +241,22 @@ class Passes:
         numbers = max(t.numel() for t in (*outputs, *self.params))
         return self.columns if self._together else max(1, min(K, _CPU_NUMBERS // max(1, numbers)))
 
-    def _forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
-        """`J v` by forward mode, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
-        after = RandomState.now(self.risk.device)
+    def forward(self, batch: Batch, rows: Tensor, state: RandomState | None = None) -> list[Tensor]:
+        """`J v` of several vectors, [K, n] -> [K, *output] for each output.
+
+        Args:
+            state: Where the random numbers of the forward pass begin that is differentiated; by default those of now.
+
+        Cost: one forward pass with tangents, without a graph, for a piece of vectors.
+        """
+        now = RandomState.now(self.risk.device)
+        state = now if state is None else state
+        if len(rows) > self.columns:
+            pieces = [self.forward(batch, piece, state) for piece in rows.split(self.columns)]
+            return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+        if self.twice:
+            with self.run(batch) as (F, _, free, _):
+                return self._twice(F, free, rows)
         values, V = tuple(p.detach() for p in self.params), self.split(rows)
 
         def function(*parameters: Tensor) -> tuple[Tensor, ...]:
@@ -282,7 +280,7 @@ class Passes:
         except RuntimeError:  # what can't be vectorised, or differentiates in its forward pass; all else fails again
             return [torch.cat(ts) for ts in zip(*map(alone, rows), strict=True)]
         finally:
-            after.restore()
+            now.restore()
 
     def _twice(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
         """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
