@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from curvlinops_plus import UnsupportedError
+from curvlinops_plus import LinearOperator, UnsupportedError
+from curvlinops_plus.linalg import Space
 
 F64 = torch.float64
 
@@ -61,6 +62,23 @@ def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
     Q = torch.linalg.qr(normal(len(values), len(values), seed=seed))[0]
     A = Q * values @ Q.T
     return (A + A.T) / 2
+
+
+class Counted(LinearOperator):
+    """Nothing but products and a transpose, whose columns are counted; with `noise` they are random."""
+
+    def __init__(self, matrix: Tensor, noise: float = 0.0) -> None:
+        m, n = matrix.shape
+        super().__init__(Space.flat(n), matrix.dtype, matrix.device, out_space=Space.flat(m))
+        self.matrix, self.noise, self.seen, self.generator = matrix, noise, list[int](), seeded()
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        self.seen.append(X.shape[1])
+        Y = self.matrix @ X
+        return Y + self.noise * torch.randn(Y.shape, dtype=Y.dtype, generator=self.generator)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.matrix.T @ X
 
 
 def check_fast_paths(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from helpers import F64, seeded
+from helpers import F64, Counted, seeded
 from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
@@ -30,7 +30,7 @@ from curvlinops_plus.estimate import (
     xdiag,
     xtrace,
 )
-from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Space, Structure
+from curvlinops_plus.linalg import Dense, Kronecker, Structure
 
 
 def psd(n: int, seed: int = 0) -> Tensor:
@@ -40,22 +40,6 @@ def psd(n: int, seed: int = 0) -> Tensor:
 
 G, A = psd(3), psd(4, seed=1)
 MATRIX = torch.kron(G, A)
-
-
-class Counted(LinearOperator):
-    """Nothing but products and a transpose; counts columns."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        m, n = matrix.shape
-        super().__init__(Space.flat(n), matrix.dtype, matrix.device, out_space=Space.flat(m))
-        self.matrix, self.seen = matrix, []
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        self.seen.append(X.shape[1])
-        return self.matrix @ X
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.matrix.T @ X
 
 
 class Users:
