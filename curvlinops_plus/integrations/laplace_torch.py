@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
+from curvlinops_plus.linalg import Kronecker, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class _Backend:
             UnsupportedError: If a parameter has no Kronecker factors of its own shape (recurrent, transposed layers).
         """
         risk = self._risk_of(x, y)
-        kfac = KFAC.using(**options)
-        K = curvature(risk, kfac, vectors=self._vectors(), separate_weight_and_bias=True)
+        K = curvature(risk, KFAC.using(**options), vectors=self._vectors(), separate_weight_and_bias=True)
         factors, positions = [], K.operator.positions()
         owners = {parameter: block for block, layout in K.operator.layouts.items() for parameter in layout.names}
         for key, p in risk.params.items():
@@ -121,23 +120,15 @@ def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor]
     """Factors of the rows and columns of a parameter at these positions of the block, None if it has none."""
     if not isinstance(block, Kronecker):
         return None
+    G, A = block.G.matrices(), block.A.matrices()
     if block.batch:  # groups, or q, k and v of self-attention, which share A: then it is exact; traces are in any case
-        G, A = (_batched(factor, block.batch[0]) for factor in (block.G, block.A))
+        G, A = (M.expand(block.batch[0], -1, -1) for M in (G, A))
         sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
         A = A.mean(0)
         G = torch.block_diag(*(G * (sizes / A.trace().clamp(min=1e-30))[:, None, None]))
-    else:
-        G, A = block.G.to_dense(), block.A.to_dense()
     places = (at - at.min()).view(len(G), len(A))
     natural = torch.arange(at.numel(), device=at.device)
-    if len(G) == rows and torch.equal(places.flatten(), natural):
-        return G, A
-    if len(A) == rows and torch.equal(places.T.flatten(), natural):  # stored transposed, as in GPT-2's Conv1D
-        return A, G
+    for pair, own in (((G, A), places), ((A, G), places.T)):  # stored as it is, or transposed as in GPT-2's Conv1D
+        if len(pair[0]) == rows and torch.equal(own.flatten(), natural):
+            return pair
     return None
-
-
-def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
-    if not factor.batch:
-        return factor.to_dense().expand(b, -1, -1)
-    return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)
