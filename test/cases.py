@@ -140,32 +140,20 @@ LOSSES: dict[str, Callable[..., Targets]] = {
 
 @dataclass
 class Net:
-    """A model with its inputs.
-
-    Attributes:
-        model: The model.
-        inputs: One for each batch; batches differ in size.
-        read: The model's output to the tensor that the loss reads.
-        logits: The output has `.logits` with classes last, and batches are mappings with "labels".
-        count: Number of examples of an input.
-        options: More keywords of `EmpiricalRisk`.
-        params: The parameters, of the model; default all.
-        loss: The loss that fits; default cross-entropy.
-        fallback: Names of the layers without Kronecker factors.
-        axes: Names of modules to the axis of their examples where it is not the first and PyTorch's own modules say so.
-        plain: Turns a copy of the model into one that `torch.func` can differentiate, for the twin.
-    """
+    """A model with its inputs."""
 
     model: nn.Module
-    inputs: list[Any]
-    read: Callable[[Any], Tensor] = lambda out: out
-    logits: bool = False
-    count: Callable[[Any], int] = len
-    options: dict[str, Any] = field(default_factory=dict)
+    inputs: list[Any]  # one for each batch; batches differ in size
+    read: Callable[[Any], Tensor] = lambda out: out  # the model's output to the tensor that the loss reads
+    logits: bool = False  # the output has `.logits` with classes last, and batches are mappings with "labels"
+    count: Callable[[Any], int] = len  # of examples of an input
+    options: dict[str, Any] = field(default_factory=dict)  # of `EmpiricalRisk`
     params: Callable[[nn.Module], Any] = lambda model: list(model.parameters())
     loss: str = "ce"
-    fallback: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()  # layers without Kronecker factors
+    #: Names of modules to the axis of their examples where it is not the first and PyTorch's own modules say so.
     axes: dict[str, int] = field(default_factory=dict)
+    #: Turns a copy of the model into one that `torch.func` can differentiate, for the twin.
     plain: Callable[[nn.Module], object] = lambda model: None
 
 

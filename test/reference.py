@@ -158,44 +158,28 @@ def _written_out(model: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class Use:
-    """A place where a weight is multiplied with something.
+    """A place where a weight is multiplied with something."""
 
-    Attributes:
-        path: Of the module whose calls it sees.
-        evaluate: Output of a call at another weight: `evaluate(w, args, kwargs)`.
-        matrix: Places of the numbers of the matrices `[m, o, i]` in the flattened weight.
-        shift: Places of the numbers of the bias `[m, o]` in the flattened bias.
-        channel: Axis of the output's channels.
-        axis: Axis of the examples.
-        slot: Which of the layer's matrices its first one is.
-        sparse: Whether the input factor is a diagonal.
-    """
-
-    path: str
+    path: str  # of the module whose calls it sees
     weight: str
     bias: str | None
-    evaluate: Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Tensor]
-    matrix: Tensor
-    shift: Tensor
-    channel: int
-    axis: int
-    slot: int = 0
-    sparse: bool = False
+    evaluate: Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Tensor]  # output of a call at another weight
+    matrix: Tensor  # [m, o, i], places of the numbers of the matrices in the flattened weight
+    shift: Tensor  # [m, o], places of the numbers of the bias in the flattened bias
+    channel: int  # axis of the output's channels
+    axis: int  # of the examples
+    slot: int = 0  # which of the layer's matrices its first one is
+    sparse: bool = False  # whether the input factor is a diagonal
 
 
 @dataclass(eq=False)
 class Layer:
-    """Parameters that share a block.
+    """Parameters that share a block."""
 
-    Attributes:
-        name: Name of the first place that holds one.
-        keys: Keys of the parameters.
-        roles: The places where they are used, if there are Kronecker factors: those that multiply with the same
-            matrices together, first those with the layer's own, then those with its transpose.
-    """
-
-    name: str
+    name: str  # of the first place that holds one
     keys: list[str]
+    #: The places where they are used, if there are Kronecker factors: those that multiply with the same matrices
+    #: together, first those with the layer's own, then those with its transpose.
     roles: list[list[Use]]
 
 

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .modules import Conv1D
 from .truth import TRANSPOSED, Block, Truth
-
-
-@dataclass(eq=False)
-class Rows:
-    """What one example's calls of a layer multiply, for each of the layer's matrices.
-
-    Attributes:
-        a: Inputs [m, S, i].
-        D: Derivatives of all outputs of the network by the layer's products [m, S, F, o].
-    """
-
-    a: Tensor
-    D: Tensor
 
 
 def matrix_of(truth: Truth, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,8 +45,9 @@ def _places(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     return m, r, c, table.shape[2]
 
 
-def rows_of(truth: Truth, path: str) -> list[Rows]:
-    """Rows of a layer, of every example."""
+def rows_of(truth: Truth, path: str) -> list[tuple[Tensor, ...]]:
+    """What a layer's calls multiply in every example, for each of its matrices: inputs [m, S, i], and derivatives of
+    all outputs of the network by the products [m, S, F, o]."""
     module = truth.model.get_submodule(path)
     found = []
     for x, _ in truth.case.data:
@@ -81,14 +67,8 @@ def rows_of(truth: Truth, path: str) -> list[Rows]:
                 of_call = [torch.zeros_like(out) if g[k] is None else g[k] for g in grads]
                 parts.append(_rows_of_call(module, args, torch.stack(of_call)))
             if parts:
-                a, D = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-                found.append(Rows(a, D))
+                found.append(tuple(torch.cat(part, 1) for part in zip(*parts, strict=True)))
     return found
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    """Rows of modules that share their parameters: more positions."""
-    return Rows(torch.cat([part.a for part in parts], 1), torch.cat([part.D for part in parts], 1))
 
 
 def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,22 +98,17 @@ def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tup
     return a, D.reshape(F, groups, o, -1).permute(1, 3, 0, 2)
 
 
-def kfac_block(
-    truth: Truth, block: Block, vectors: str, reduce: bool, damping: tuple[float, float] = (0.0, 0.0)
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The block `G ⊗ A` in the order of the block's parameters, and the factors [m, i, i] and [m, o, o]; None if the
-    layer sees nothing. `damping` is added to the factors A and G."""
+def kfac_block(truth: Truth, block: Block, vectors: str, reduce: bool) -> Tensor | None:
+    """The block `G ⊗ A` in the order of the block's parameters; None if the layer sees nothing."""
     m, r, c = matrix_of(truth, block)
     module = truth.model.get_submodule(block.affine[0])
     weight = module._parameters["weight"]
     assert weight is not None
-    width = _places(module, weight)[3]
-    has_weight = any(truth.params[key] is weight for key in block.keys)
     with_bias = len(block.keys) > 1
-    rows = [_joined(same) for same in zip(*(rows_of(truth, path) for path in block.affine), strict=True)]
+    of_modules = zip(*(rows_of(truth, path) for path in block.affine), strict=True)
+    rows = [[torch.cat(part, 1) for part in zip(*same, strict=True)] for same in of_modules]
     A, G, count = 0.0, 0.0, 0
-    for e, one in zip(truth.examples, rows, strict=True):
-        a, D = one.a, one.D
+    for e, (a, D) in zip(truth.examples, rows, strict=True):
         if with_bias:
             a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
         if reduce and a.shape[1]:
@@ -149,12 +124,7 @@ def kfac_block(
     assert isinstance(G, Tensor)
     if isinstance(module, nn.Embedding):
         A = torch.diag_embed(A.diagonal(dim1=1, dim2=2))
-    if not has_weight:
+    if not any(truth.params[key] is weight for key in block.keys):
         A, c = torch.ones(len(A), 1, 1, dtype=torch.float64), torch.zeros_like(c)
-    elif not with_bias:
-        assert int(c.max()) < width
-    if damping[1]:
-        A = A + damping[0] * torch.eye(A.shape[1], dtype=torch.float64) if has_weight else A
-        G = G + damping[1] * torch.eye(G.shape[1], dtype=torch.float64)
     same = m[:, None] == m
-    return same * G[m[:, None], r[:, None], r] * A[m[:, None], c[:, None], c], A, G
+    return same * G[m[:, None], r[:, None], r] * A[m[:, None], c[:, None], c]

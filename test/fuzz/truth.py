@@ -65,42 +65,24 @@ def _plain(model: nn.Module) -> nn.Module:
 
 @dataclass(eq=False)
 class Example:
-    """One example.
+    """One example; lists are of each output."""
 
-    Attributes:
-        outputs: What each loss reads, with their graph.
-        J: Jacobian of all outputs, flattened and one after the other [F, P].
-        places: Of each output, its numbers' rows in `J`.
-        terms: Of each output, rows of `J` for the numbers of each term [R, C].
-        loss: Of each output, the summed loss.
-        g: Its gradient in the outputs [F], of each output.
-        H: Its Hessian, or what replaces it [F, F], of each output.
-    """
-
-    outputs: list[Tensor]
-    J: Tensor
-    places: list[Tensor]
-    terms: list[Tensor]
+    outputs: list[Tensor]  # what the loss reads, with its graph
+    J: Tensor  # [F, P], of all outputs one after the other
+    places: list[Tensor]  # rows of J
+    terms: list[Tensor]  # [R, C], rows of J
     loss: list[Tensor]
-    g: list[Tensor]
-    H: list[Tensor]
+    g: list[Tensor]  # [F]
+    H: list[Tensor]  # [F, F], or what replaces it
 
 
 @dataclass(eq=False)
 class Block:
-    """Parameters that share a block.
+    """Parameters that share a block."""
 
-    Attributes:
-        modules: Paths of the modules that hold them.
-        keys: Their keys.
-        at: Their places in the whole vector.
-        affine: Paths of the modules that multiply with them in one way, if their Kronecker factors are defined here.
-    """
-
-    modules: list[str]
     keys: list[str]
-    at: Tensor
-    affine: tuple[str, ...]
+    at: Tensor  # places in the whole vector
+    affine: tuple[str, ...]  # modules that multiply with them in one way, if their Kronecker factors are defined here
 
 
 def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
@@ -322,7 +304,7 @@ class Truth:
 
     def blocks(self, separate: bool) -> list[Block]:
         """Parameters by module; modules that share one are together."""
-        return [self._block([], [key]) for key in self.params] if separate else self._joint
+        return [self._block([key]) for key in self.params] if separate else self._joint
 
     @cached_property
     def holders(self) -> dict[str, list[str]]:
@@ -346,10 +328,10 @@ class Truth:
                 at, keys = at | group[0], keys | group[1]
                 groups.remove(group)
             groups.append((at, keys))
-        order = [(sorted(at), [key for key in self.params if key in keys]) for at, keys in groups]
-        return [self._block(*group) for group in sorted(order, key=lambda group: [*self.params].index(group[1][0]))]
+        order = [[key for key in self.params if key in keys] for _, keys in groups]
+        return [self._block(keys) for keys in sorted(order, key=lambda keys: [*self.params].index(keys[0]))]
 
-    def _block(self, paths: list[str], keys: list[str]) -> Block:
+    def _block(self, keys: list[str]) -> Block:
         holders = sorted({path for key in keys for path in self.holders[key]})
         modules = [self.model.get_submodule(path) for path in holders]
         first = modules[0]
@@ -357,7 +339,7 @@ class Truth:
         shared = all(self._users(p) == holders for p in first._parameters.values() if p is not None)
         same = all(type(m) is nn.Linear and _same(m, first) for m in modules[1:])
         plain = type(first) in AFFINE and not hasattr(first, "parametrizations")
-        return Block(paths, keys, self.places(keys), tuple(holders) if shared and same and plain else ())
+        return Block(keys, self.places(keys), tuple(holders) if shared and same and plain else ())
 
     def _users(self, p: Tensor) -> list[str]:
         return sorted(path for path, m in self.model.named_modules() if any(p is q for q in m._parameters.values()))
