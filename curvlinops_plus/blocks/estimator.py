@@ -173,19 +173,19 @@ class CurvatureEstimator:
         """Whether it has to be found out in the first batch how functions read parameters."""
         if self.updates or self.risk.reads is not None:
             return False
-        return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
+        return any(use.without_rule for entry in self._blank.plan for use in entry.layer.uses)
 
     def hear(self, batch: Batch, records: bool = True) -> Hearing:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its targets are known."""
         # With fully sharded parameters the layers have other tensors in it, and scaled gradients are no derivatives.
-        modules = (use.module for entry in self.plan for use in entry.layer.uses)
+        modules = (use.module for entry in self._blank.plan for use in entry.layer.uses)
         scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
         records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
         return Hearing(batch, self._passes(own_pass=False) if records else None, self._add, self._add_by_own_pass)
 
     def _passes(self, own_pass: bool = True) -> RecordedPasses:
         """Passes in which layers are recorded."""
-        layers = [entry.layer for entry in self.plan]
+        layers = [entry.layer for entry in self._blank.plan]
         return RecordedPasses(self.risk, layers, self.vectors, self._weights, own_pass, repeatable=False)
 
     def _add_by_own_pass(self, batch: Batch, decay: float | None, error: OutsideReads | None = None) -> None:
@@ -194,8 +194,17 @@ class CurvatureEstimator:
             raise ValueError("The batch has no examples.")
         self.risk.renew()
         while True:
-            if error is not None or (batch.num_examples and self._looks_first):
-                self._look(batch, error)  # raises it again if it finds no more than was known
+            if error is not None and self.updates:
+                raise UnsupportedError(
+                    f"{error} In earlier batches it was not so: their statistics are of other layers."
+                ) from error
+            if error is not None or (batch.num_examples and self._looks_first):  # which changes the layers
+                if batch.num_examples:
+                    self._blank.learn_reads(batch, error)  # raises it again if it finds no more than was known
+                else:  # other processes have them, and tell what they find
+                    self.risk.reads = None
+                    self._blank.renew_plan()
+                self._sums = Sums(self.plan, self._scale)
             passes = self._passes()
 
             def show(consume: Consumer, draws: Draws, passes: RecordedPasses = passes) -> Totals:
@@ -210,19 +219,6 @@ class CurvatureEstimator:
             except OutsideReads as found:
                 error = found
 
-    def _look(self, batch: Batch, error: OutsideReads | None) -> None:
-        """Look which functions read parameters, which changes the layers: as long as nothing is summed of them."""
-        if self.updates:
-            raise UnsupportedError(
-                f"{error} In earlier batches it was not so: their statistics are of other layers."
-            ) from error
-        if batch.num_examples:
-            self._blank.learn_reads(batch, error)
-        else:  # other processes have them, and tell what they find
-            self.risk.reads = None
-            self._blank.renew_plan()
-        self._sums = Sums(self.plan, self._scale)
-
     def _add(self, show: Show, decay: float | None = None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
@@ -232,7 +228,11 @@ class CurvatureEstimator:
         def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
             return show(consume, Draws(self.vectors.seed or 0, step, before)).of_stream()
 
-        batch, totals = self._of_batch(show_again)
+        if (world := self.risk.processes.world) > 1 and self._sums.begins:
+            batch, totals = self._first(show_again)
+        else:
+            batch = self._sums.fresh()
+            totals = batch.see(show_again, self.risk.processes if world == 1 else None)
         batch.require_finite()
         self._sums.add(batch, totals, decay)
         self._drawn = step, before + totals.examples
@@ -240,12 +240,9 @@ class CurvatureEstimator:
         self.weight = decay * self.weight + 1
         self._blank.confirm_plan()
 
-    def _of_batch(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
-        """The sums of one batch. Bases, as of EKFAC, follow from the first batches of all processes that have terms."""
+    def _first(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
+        """The sums of a batch from which, with those of other processes, bases follow, as of EKFAC. Collective."""
         processes = self.risk.processes
-        if processes.world == 1 or not self._sums.begins:
-            batch = self._sums.fresh()
-            return batch, batch.see(show, processes if processes.world == 1 else None)
 
         def first() -> tuple[Sums, Totals] | OutsideReads:
             self._agree_on_reads()
