@@ -24,7 +24,7 @@ from torch.nn.functional import embedding, group_norm
 from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.numerics import at_least_float32, whole
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder
@@ -186,7 +186,7 @@ class Passes:
         share a forward pass, and carry tangents through another one.
         """
         state, energy = RandomState.now(self.risk.device), []
-        dual = len(rows) == 1 and not self.twice
+        dual, wide = len(rows) == 1 and not self.twice, torch.promote_types(rows.dtype, torch.float32)
         with self.run(batch, rows[0] if dual else None) as (F, extra, free, JV):
             M = matrix(F, extra)
             for start in range(0, len(rows), self.columns):
@@ -196,8 +196,8 @@ class Passes:
                 MJV = M(JV)
                 if total is not None:
                     self.back(F, free, MJV, total[at], last=dual)
-                pairs = [(at_least_float32(a).flatten(1), b.flatten(1)) for a, b in zip(MJV, JV, strict=True)]
-                energies = [torch.einsum("ko,lo->kl" if total is None else "ko,ko->k", a, b.to(a)) for a, b in pairs]
+                pairs = [[t.flatten(1).to(wide) for t in pair] for pair in zip(MJV, JV, strict=True)]
+                energies = [torch.einsum("ko,lo->kl" if total is None else "ko,ko->k", *pair) for pair in pairs]
                 energy.append(sum(energies[1:], energies[0]))
         return torch.cat(energy)
 
