@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -207,7 +208,7 @@ class CurvatureEstimator:
                 self._sums = Sums(self.plan, self._scale)
             passes = self._passes()
 
-            def show(consume: Consumer, draws: Draws, passes: RecordedPasses = passes) -> Totals:
+            def show(draws: Draws, consume: Consumer, passes: RecordedPasses = passes) -> Totals:
                 if not batch.num_examples:  # a step of other processes
                     return Totals()
                 # What is shown twice has the same dropout.
@@ -224,17 +225,15 @@ class CurvatureEstimator:
         decay = self.decay if decay is None else decay
         _check_decay(decay)
         step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
-
-        def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
-            return show(consume, Draws(self.vectors.seed or 0, step, before)).of_stream()
-
+        # If it is shown again, it is with the same vectors.
+        show_again = partial(show, Draws(self.vectors.seed or 0, step, before))
         if (world := self.risk.processes.world) > 1 and self._sums.begins:
             batch, totals = self._first(show_again)
         else:
             batch = self._sums.fresh()
             totals = batch.see(show_again, self.risk.processes if world == 1 else None)
         batch.require_finite()
-        self._sums.add(batch, totals, decay)
+        self._sums.add(batch, totals.of_stream(), decay)
         self._drawn = step, before + totals.examples
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
@@ -273,7 +272,7 @@ class CurvatureEstimator:
 
     def add_nothing(self) -> None:
         """Take a step to which this process has nothing to add, while others have."""
-        self._add(lambda consume, draws: Totals())
+        self._add(lambda draws, consume: Totals())
 
     def _together(self, work: Callable[[], T]) -> T:
         """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.

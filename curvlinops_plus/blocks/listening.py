@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
-Show = Callable[[Consumer, Draws], Totals]
+Show = Callable[[Draws, Consumer], Totals]
 
 
 @dataclass(frozen=True)
@@ -121,20 +122,16 @@ class Hearing:
         if recorder.doubt is not None:
             return False
 
-        def show(consume: Consumer, draws: Draws) -> Totals:
-            try:
-                return passes.send_back(batch, outputs, draws, consume, keep_graph=True)
-            except RuntimeError as error:
-                if "backward through the graph a second time" not in str(error):
-                    raise
-                raise ValueError(
-                    "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
-                ) from error
-
         kept = [(f, f.grad) for f in outputs[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
             with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
-                self._sums(show, decay)
+                self._sums(partial(passes.send_back, batch, outputs, keep_graph=True), decay)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise ValueError(
+                "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+            ) from error
         finally:
             for f, grad in kept:
                 f.grad = grad
