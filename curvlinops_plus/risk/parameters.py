@@ -35,6 +35,7 @@ class ModelParameters:
 
     Attributes:
         params: Key to parameter: the model's own tensors, or the values given instead.
+        own_params: Key to the model's own tensor, also where `params` holds another value.
         space: The space of vectors like the parameters.
         device: Where the parameters are.
         dtype: What matrices over them are computed in.
@@ -44,14 +45,14 @@ class ModelParameters:
         self, model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, processes: Alone
     ) -> None:
         self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
-        self._own = named_params(model, params, owned)
+        self.own_params = named_params(model, params, owned)
         #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole shapes. Passes over
         #: the data evaluate the model at these, without communication: processes may have other numbers of batches.
         self._spread = _spread_parameters(model, owned, processes)
-        self.params = self.whole(_values_of(params, self._own))
-        self._elsewhere = any(self.params[key] is not p for key, p in self._own.items())
+        self.params = self.whole(_values_of(params, self.own_params))
+        self._elsewhere = any(self.params[key] is not p for key, p in self.own_params.items())
         # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(modules, self._own)
+        self._places = parameter_places(modules, self.own_params)
         parts = {name: part for name, (part, _) in self._spread.items()}
         self._spread_places = parameter_places(modules, parts) if parts else ()
         holders = {module for module, _ in self._places}
@@ -65,17 +66,12 @@ class ModelParameters:
         self.space, self.device = Space.of(self.params), common_device(self.params)
         self.dtype = common_dtype(self.params)
 
-    @property
-    def own_params(self) -> dict[str, Tensor]:
-        """Key to the model's own tensor, also where `params` holds another value."""
-        return dict(self._own)
-
     def restricted(self, keys: Iterable[str]) -> Self:
         """The same as a function of some of its parameters, in their order here."""
         chosen, other = set(keys), copy(self)
         other.params = {key: p for key, p in self.params.items() if key in chosen}
         other.space = Space.of(other.params)
-        other._own = {key: p for key, p in self._own.items() if key in chosen}
+        other.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
         other._places = [(module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places]
         return other
 
@@ -124,7 +120,7 @@ class ModelParameters:
             raise ValueError(f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns.")
         with torch.no_grad():
             for key, value in self.space.unflatten(x[:, 0]).items():
-                self._own[key].copy_(value)
+                self.own_params[key].copy_(value)
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
@@ -186,7 +182,7 @@ class ModelParameters:
         other = [name for parent, name, child in self._paths if parent._modules.get(name) is not child]
         for module, names in self._places:
             if not isinstance(module._parameters, Replaced):
-                other += [key for name, key in names if module._parameters.get(name) is not self._own[key]]
+                other += [key for name, key in names if module._parameters.get(name) is not self.own_params[key]]
         if other:
             raise ValueError(
                 f"The model has other tensors in place of its parameters or modules {other[:5]} than when this risk "
@@ -196,7 +192,7 @@ class ModelParameters:
 
     def require_own_values(self, what: str) -> None:
         """Refuse other values than the model's own, for what watches or changes the model itself."""
-        if other := [key for key, p in self.whole(self._own).items() if self.params[key] is not p]:
+        if other := [key for key, p in self.whole(self.own_params).items() if self.params[key] is not p]:
             raise ValueError(
                 f"{what} is about the model's own parameters, and `params` holds other values of {other[:3]}. Make a "
                 "risk without these; `update` of an estimator runs the model at these."

@@ -316,7 +316,7 @@ class EmpiricalRisk(ModelParameters):
                     out = call(**X) if batch.unpack else call(X)
         found = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
-            refuse_outside_reads("model", found[0], self._own)
+            refuse_outside_reads("model", found[0], self.own_params)
             self.checked.in_modules = True
         return found
 
