@@ -201,9 +201,7 @@ class ModelParameters:
 
 # --------------------------------------------------------------------------------------------- what the user gives
 def named_params(
-    model: nn.Module,
-    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
-    owned: Mapping[str, Tensor] | None = None,
+    model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, owned: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Give each requested parameter a key and find the model's own tensor behind it.
 

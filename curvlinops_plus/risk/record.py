@@ -267,9 +267,9 @@ class Recorder:
                 )
                 self.dtypes.add(t.dtype)
                 self.numbers += t.numel()
-        for index, one, own_rule in found if self._recording else ():
+        for one in found if self._recording else ():
             own = outputs if len(found) == 1 else [replace(output) for output in outputs]
-            call = self._call(index, one, own_rule, given, own, axis, fold, rows, expanded)
+            call = self._call(one, given, own, axis, fold, rows, expanded)
             call.single = spec is None
             for place, k in enumerate(at if self.backward else ()):
                 leaves[k].register_hook(partial(self._arrive, len(self.calls), place))
@@ -277,27 +277,18 @@ class Recorder:
         return None if not changed else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _call(
-        self,
-        index: int,
-        use: ModuleUse,
-        rule: Any,
-        given: tuple[tuple[Any, ...], Mapping[str, Any]],
-        outputs: list[Output],
-        axis: int,
-        fold: int | None,
-        rows: int,
-        expanded: bool,
+        self, found: Found, given: Any, outputs: list[Output], axis: int, fold: int | None, rows: int, expanded: bool
     ) -> Call:
         """A call with its inputs, the examples first.
 
         Raises:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around may tell them apart.
         """
-        N, of_function = self.num_examples, use.function is not None
+        (index, use, rule), N = found, self.num_examples
 
         def first(t: Tensor, on: int) -> tuple[Tensor, int]:
             t = t if fold is None else t.unflatten(0, (-1, fold))
-            moved = on != 0 and t.ndim > on and (of_function or t.shape[on] in (1, N))
+            moved = on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
             t = t.movedim(on, 0) if moved else t
             return (t.expand(N, *t.shape[1:]) if expanded and t.ndim and len(t) == 1 else t), on if moved else 0
 
@@ -339,12 +330,7 @@ class Recorder:
         return _refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
 
     # --------------------------------------------------------------------------------------------- sending vectors back
-    def begin(
-        self,
-        consume: Consumer,
-        mask: Tensor | None = None,
-        weight: Tensor | None = None,
-    ) -> None:
+    def begin(self, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Vectors will be sent through what was recorded.
 
         Args:

@@ -96,12 +96,7 @@ class RecordedPasses:
         return self.send_back(batch, outputs, draws, consume)
 
     def send_back(
-        self,
-        batch: Batch,
-        outputs: tuple[Any, Any, Any],
-        draws: Draws,
-        consume: Consumer,
-        keep_graph: bool = False,
+        self, batch: Batch, outputs: tuple[Any, Any, Any], draws: Draws, consume: Consumer, keep_graph: bool = False
     ) -> Totals:
         """Send vectors back from what the model returned in the recorded forward pass.
 
