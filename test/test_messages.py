@@ -105,7 +105,6 @@ CLASSES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     (KFACS, {"data": [(X, Y), (NAN, Y)], "check_deterministic": False}, NumericsError, "layer '0': the statistic"),
     (CLASSIC, {"of": TWO}, ValueError, r"The model returned a tuple; .*output=lambda o: o\[0\]"),
     (CLASSIC, {"of": TWO, "output": lambda out: out}, ValueError, "`output` selected a tuple; expected the tensor"),
-    (SAMPLING, {"mc_samples": 0}, ValueError, "at least one sample"),
 ]  # fmt: skip
 
 
@@ -192,7 +191,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     # batches, outputs and losses
     (lambda: batch(X), ValueError, "Batch 0 is a Tensor; expected a pair"),
     (lambda: batch({"x": X}), ValueError, r"a mapping with keys \['x'\]; expected a pair \(X, y\) or a mapping with"),
-    (lambda: batch((torch.tensor(1.0), Y)), ValueError, "Can't tell how many examples batch 0 has"),
     (lambda: curvature(P.risk(data=iter(P.data))).verify(), ValueError, r"`verify\(\)` needs a few examples of its"),
     (lambda: GGN(risk(Written(lambda m, x: same_name(m.l(x)), l=lin()))).to_dense(), ValueError,
      r"returned a dict with fields \['score', 'other'\].*output=lambda o: o"),

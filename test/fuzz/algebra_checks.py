@@ -21,9 +21,8 @@ from curvlinops_plus import (
     RelativeDamping,
 )
 
-from .block_checks import RANDOM
-from .checks import VECTORS, Subject, check
-from .compare import holds, require
+from .checks import VECTORS, Subject, check, holds, require
+from .matrix_checks import RANDOM
 from .pieces import Options
 
 KINDS = {"KFAC": KFAC, "EKFAC": EKFAC, "full": FullBlock, "diagonal": DiagonalBlock, "TNT": TNT}

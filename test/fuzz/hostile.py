@@ -22,7 +22,7 @@ from curvlinops_plus import (
     curvature,
 )
 
-from .compare import Failure, equal
+from .checks import Failure, equal
 from .hostile_networks import HOSTILE, NO_ANSWER
 from .run import is_refusal
 

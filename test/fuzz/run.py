@@ -14,10 +14,9 @@ import torch
 from curvlinops_plus import CurvatureWarning, NoClosedForm, NumericsError, UnsupportedError
 
 from ..helpers import unchanged
-from . import algebra_checks, block_checks, exact_checks  # noqa: F401 (they register their checks)
+from . import algebra_checks, matrix_checks  # noqa: F401 (they register their checks)
 from .case import Description, draw, make
-from .checks import CHECKS, Subject, draw_checks
-from .compare import Failure, Skipped
+from .checks import CHECKS, Failure, Skipped, Subject, draw_checks
 from .limits import small_buffers
 
 
