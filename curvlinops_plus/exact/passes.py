@@ -70,7 +70,8 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
 class Replaced(TorchFunctionMode):
     """While active, replaces two operations of which PyTorch has wrong derivatives by others of the same values.
 
-    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables.
+    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the `padding_idx` of tables, and
+    their gradients by `scale_grad_by_freq` are no derivatives.
 
     Attributes:
         any: Whether it has replaced an operation.
@@ -98,13 +99,15 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **options: Any
+    index: Tensor, weight: Tensor, padding_idx: int | None, scale_grad_by_freq: bool, **options: Any
 ) -> Tensor | None:
-    """A table whose row `padding_idx` is constant; None if there is none."""
-    if padding_idx is None:
+    """A table whose row `padding_idx` is constant, and whose gradients are derivatives; None if they are anyway."""
+    if padding_idx is None and not scale_grad_by_freq:
         return None
-    out = embedding(index, weight, None, *others, **options)
-    return torch.where((index == padding_idx % len(weight))[..., None], out.detach(), out)
+    out = embedding(index, weight, None, **options)
+    return (
+        out if padding_idx is None else torch.where((index == padding_idx % len(weight))[..., None], out.detach(), out)
+    )
 
 
 class Passes:
