@@ -19,8 +19,8 @@ from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.numerics import eigh, frobenius, powers, psd_clip, slogdet_of
-from curvlinops_plus.linalg.operator import Flat, LinearOperator, Sum
-from curvlinops_plus.linalg.solvers import CGInverseLinearOperator, cg
+from curvlinops_plus.linalg.operator import Flat, Foreign, LinearOperator, Sum
+from curvlinops_plus.linalg.solvers import CGInverseLinearOperator
 from curvlinops_plus.linalg.space import Structure
 
 
@@ -280,32 +280,10 @@ class KroneckerSum(Sum):
                 "take that of its nearest Kronecker product, A.nearest_kronecker().inverse(damping)."
             )
         nearest = self.nearest_kronecker().inverse(damping, retry_double_precision=retry)
-        return DampedSumInverse(self.to(torch.float64).shift(float(damping)), self.dtype, nearest)
-
-
-class DampedSumInverse(CGInverseLinearOperator):
-    """The inverse of a damped sum of Kronecker products, by conjugate gradients in float64.
-
-    In float32 they stagnate at dampings that are small beside the matrix.
-
-    Args:
-        A: The damped sum, in float64.
-        dtype: Of the vectors.
-        preconditioner: The inverse of a damped Kronecker product.
-    """
-
-    def __init__(self, A: LinearOperator, dtype: torch.dtype, preconditioner: LinearOperator) -> None:
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-        super().__init__(A, tolerance=tolerance, preconditioner=preconditioner)
-        self.dtype = dtype
-
-    def _product(self, X: Tensor) -> Tensor:
-        x, self.info = cg(self.A, X.double(), **self.options)
-        return x.to(X.dtype)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> DampedSumInverse:
-        preconditioner = self.options["preconditioner"].to(device, dtype)
-        return DampedSumInverse(self.A.to(device), dtype or self.dtype, preconditioner)
+        # In float32 conjugate gradients stagnate at dampings that are small beside the matrix.
+        damped, tolerance = self.to(torch.float64).shift(float(damping)), 1e-12 if self.dtype == torch.float64 else 1e-6
+        inverse = CGInverseLinearOperator(damped, tolerance=tolerance, preconditioner=nearest)
+        return Foreign(inverse, self, inverse.structure)
 
 
 def _terms(A: LinearOperator) -> list[Kronecker]:
