@@ -110,7 +110,7 @@ class Dense:
         δ = δ * self.shorten(δ, "update", K, λ)
         self.rejected = False
         adapts = self.policy is not None and (k + 1) % self.policy.interval == 0
-        moved = δ - lr * self.decay("decoupled") * θ
+        moved = δ - w[0] * lr * self.decay("decoupled") * θ
         before = self.objective(X, y)
         nn.utils.vector_to_parameters(θ + moved, self.model.parameters())
         if adapts or o["reject"]:
@@ -183,6 +183,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adaptive": ADAPTIVE,
     "adaptive, blocks": {**ADAPTIVE, "quadratic_model": "blocks"},
     "adaptive, damping": {**ADAPTIVE, "damping": LevenbergMarquardt(1.0, interval=1)},
+    "adaptive, decaying": {**ADAPTIVE, "damping": LevenbergMarquardt(1.0, interval=1), "weight_decay": 0.2},
     "adaptive lr": {"lr": "adaptive", "momentum": 0.5},
     "rejecting": {"reject": 3.0, "lr": 2.0, "damping": 1e-3},
     "rejecting, LM": {"reject": 3.0, "lr": 2.0, "damping": LevenbergMarquardt(1e-3, interval=2)},
