@@ -46,14 +46,19 @@ class ModelParameters:
     ) -> None:
         self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
         self.own_params = named_params(model, params, owned)
+        parts = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
         #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole shapes. Passes over
         #: the data evaluate the model at these, without communication: processes may have other numbers of batches.
-        self._spread = _spread_parameters(model, owned, processes)
-        self.params = self.whole(_values_of(params, self.own_params))
+        self._spread = _spread_parameters(model, parts, processes) if parts else {}
+        values = dict(self.own_params)
+        for key, t in params.items() if isinstance(params, Mapping) else ():
+            p = values[key]
+            if t is not p and (t.data_ptr() != p.data_ptr() or t.shape != p.shape or not p.numel()):
+                values[key] = t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
+        self.params = self.whole(values)
         self._elsewhere = any(self.params[key] is not p for key, p in self.own_params.items())
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(modules, self.own_params)
-        parts = {name: part for name, (part, _) in self._spread.items()}
         self._spread_places = parameter_places(modules, parts) if parts else ()
         holders = {module for module, _ in self._places}
         if compiled := [m for m in holders if isinstance(m, torch.jit.ScriptModule)]:
@@ -63,8 +68,12 @@ class ModelParameters:
             )
         children = [(m, name, child) for m in modules for name, child in m._modules.items() if child is not None]
         self._paths = [path for path in children if not holders.isdisjoint(path[2].modules())]
-        self.space, self.device = Space.of(self.params), common_device(self.params)
-        self.dtype = common_dtype(self.params)
+        self.space, self.dtype = Space.of(self.params), common_dtype(self.params)
+        self.device, *others = {p.device for p in self.params.values()}
+        if others:
+            raise ValueError(
+                f"The parameters live on several devices, {self.device}, {others}; they need to be on one."
+            )
 
     def restricted(self, keys: Iterable[str]) -> Self:
         """The same as a function of some of its parameters, in their order here."""
@@ -259,23 +268,6 @@ def named_params(
     return own
 
 
-def _values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What stands for parameters: the model's own tensors, or other values given under their names."""
-    values = dict(own)
-    for key, p in own.items() if isinstance(params, Mapping) else ():
-        if (t := params[key]) is not p and (t.data_ptr() != p.data_ptr() or t.shape != p.shape or not p.numel()):
-            values[key] = t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
-    return values
-
-
-def common_device(params: Mapping[str, Tensor]) -> torch.device:
-    """Where all of the parameters are; refuses several devices."""
-    device, *others = {p.device for p in params.values()}
-    if others:
-        raise ValueError(f"The parameters live on several devices, {device}, {others}; one operator needs them on one.")
-    return device
-
-
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
     wide = torch.float32
@@ -352,9 +344,9 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _spread_parameters(
-    model: nn.Module, owned: Mapping[str, Any], processes: Alone
+    model: nn.Module, parts: Mapping[str, Any], processes: Alone
 ) -> dict[str, tuple[Any, nn.Parameter]]:
-    """Name to part and whole of each parameter that is spread over processes. Collective, if there are any.
+    """Name to part and whole of each parameter that is spread over processes. Collective.
 
     Raises:
         UnsupportedError: If parameters are spread in another way than by `fully_shard`, or over processes that don't
@@ -362,8 +354,7 @@ def _spread_parameters(
 
     Cost: memory for all parameters that are spread; the blocks of their layers take more.
     """
-    parts = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
-    roots = [name for name, module in model.named_modules() if _is_sharded(module)] if parts else []
+    roots = [name for name, module in model.named_modules() if _is_sharded(module)]
     for name, p in parts.items():
         inside = any(root == "" or name.startswith(f"{root}.") for root in roots)
         if not inside or sum(not place.is_replicate() for place in p.placements) > 1:
