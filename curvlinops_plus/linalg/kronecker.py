@@ -151,10 +151,6 @@ class Kronecker(Flat):
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, p, self), rtol=0.0)
 
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        values, Q = self._eigh()
-        return Q._matmat(values.sqrt()[:, None] * Q._rmatmat(X))
-
 
 class Eigendecomposed(Flat):
     """`Q diag(values) Qᵀ` for an orthogonal `Q`.
@@ -230,9 +226,6 @@ class Eigendecomposed(Flat):
     def _power(self, p: float, damping: Scalar) -> Eigendecomposed:
         values = self._counted() if is_zero(damping) else self.eigenvalues()
         return Eigendecomposed(self.basis, powers(values + damping, p, self), self.structure, rtol=0.0)
-
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.basis._matmat(self.eigenvalues().sqrt()[:, None] * self.basis._rmatmat(X))
 
     def _counted(self) -> Tensor:
         """The values, with 0 where they count as zero."""

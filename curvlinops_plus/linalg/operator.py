@@ -483,7 +483,10 @@ class LinearOperator(ABC):
 
     def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
         """`L X` with `L Lᵀ = A`, the symmetric `L` where it is known: no rounding of `A` changes it much."""
-        raise self._no_closed_form("sample")
+        try:
+            return self._power(0.5, 0.0)._matmat(X)
+        except NoClosedForm:
+            raise self._no_closed_form("sample") from None
 
     def _no_closed_form(self, member: str) -> NoClosedForm:
         formed = f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
@@ -706,9 +709,6 @@ class Scaled(LinearOperator):
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         return self._unscaled("power").power(p, self.delta + damping)
-
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.power(0.5)._matmat(X)
 
 
 class Deferred(LinearOperator):
