@@ -203,10 +203,11 @@ def test_without_decay_batches_add_up_to_the_data_set(kind: str) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_correlations_of_images_are_summed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fewer numbers than the factor, apart from that of batches which are too small for them; states keep both."""
+    """Of all sizes, as fewer numbers than the factor; batches that are too small are added to it. States keep both."""
     monkeypatch.setattr(convolution_gram, "_MIN_PRODUCTS", 0)
-    model = nn.Sequential(nn.Conv2d(8, 3, 3, padding=1, bias=bias), nn.Flatten(1), nn.Linear(432, 2)).float()
-    data = [(torch.randn(n, 8, 12, 12).float(), torch.randn(n, 2).float()) for n in (6, 2, 5, 3)]
+    layers = nn.Conv2d(8, 3, 3, padding=1, bias=bias), nn.AdaptiveAvgPool2d(2), nn.Flatten(1), nn.Linear(12, 2)
+    model, sizes = nn.Sequential(*layers).float(), [(6, 8, 12, 12), (2, 8, 12, 12), (5, 8, 16, 11), (3, 8, 12, 12)]
+    data = [(torch.randn(size).float(), torch.randn(size[0], 2).float()) for size in sizes]
 
     def whole() -> Tensor:
         return curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC).to_dense()
