@@ -14,17 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Dirichlet, MultivariateNormal, Normal
 from torch.func import functional_call, jacrev
 
-from curvlinops_plus import (
-    EKFAC,
-    GGN,
-    KFAC,
-    DiagonalBlock,
-    Empirical,
-    EmpiricalRisk,
-    FullBlock,
-    Laplace,
-    curvature,
-)
+from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, Empirical, EmpiricalRisk, FullBlock, Laplace, curvature
 from test.fuzz.limits import small_buffers
 
 N, C = 12, 3

@@ -9,16 +9,7 @@ import torch
 from helpers import F64, normal
 from torch import Tensor, nn
 
-from curvlinops_plus import (
-    EKFAC,
-    GGN,
-    KFAC,
-    EmpiricalRisk,
-    Hessian,
-    KFACLinearOperator,
-    QuadraticPenalty,
-    curvature,
-)
+from curvlinops_plus import EKFAC, GGN, KFAC, EmpiricalRisk, Hessian, KFACLinearOperator, QuadraticPenalty, curvature
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -142,11 +142,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (without_data, ValueError, "has no examples"),
     (lambda: Laplace(kfac(), 0.0), ValueError, "expected one positive finite number"),
     (lambda: Laplace(kfac(), {"0": 1.0}), ValueError, "expected the blocks"),
-    (
-        lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)),
-        UnsupportedError,
-        'Block "0" is a Kronecker of several',
-    ),
+    (lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)), UnsupportedError, 'Block "0" is a Kronecker of several'),
     (lambda: Laplace(kfac(), noise=0.1), ValueError, "CrossEntropyLoss.* has none"),
     (lambda: Laplace(kfac(loss=MSE), noise=math.nan), ValueError, "noise is nan"),
     (lambda: Laplace(curvature(risk_of(loss=MSE, y=M(X).detach()), KFAC)), ValueError, "noise is 0.0"),
@@ -167,11 +163,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each of 2 models, got 1"),
     (lambda: merge([M], [kfac(network())]), ValueError, r"is of another network than models\[0\]"),
     (lambda: merge([M], [Dense(normal(27, 27))]), ValueError, r"curvatures\[0\]: expected a symmetric matrix"),
-    (
-        lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]),
-        ValueError,
-        "no parameters of these names",
-    ),
+    (lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]), ValueError, "no parameters of these names"),
     (lambda: merge([M], [GGN(risk_of())]), NoClosedForm, "trace"),  # what the default damping is relative to
     (merge_with_other_buffers, ValueError, r"differ in \['1.running_mean'\], of which there is no curvature"),
     (merge_heads, ValueError, r"The networks differ in \['0.weight', '0.bias'"),
