@@ -216,15 +216,9 @@ class Attention(nn.Module):
         return self.head(h).movedim(-1, 1)
 
 
-class ByPosition(nn.Module):
+def by_position(net: nn.Module) -> Written:
     """A net applied to every position, classes on axis 1 of the output."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).movedim(-1, 1)
+    return Written(lambda m, x: m.net(x).movedim(-1, 1), net=net)
 
 
 def bare() -> Written:
@@ -264,7 +258,7 @@ class Language(nn.Module):
         self.tokens, self.positions = nn.Embedding(6, 3), nn.Embedding(5, 3)
         self.norm, self.body, self.head = nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(3, 4)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> LanguageOutput:
+    def forward(self, input_ids: Tensor) -> LanguageOutput:
         h = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
         past = torch.ones(h.shape[1], h.shape[1], dtype=h.dtype, device=h.device).tril()
         h = self.norm(h)
@@ -324,46 +318,15 @@ def incompatible() -> Written:
     return model
 
 
-class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` with one input for everything, and a head."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attn, self.head = nn.MultiheadAttention(2, 2, **options), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
-        x = x if self.attn.batch_first else x.transpose(0, 1)
-        h, _ = self.attn(x, x, x)
-        h = h if self.attn.batch_first else h.transpose(0, 1)
-        return self.head(x.transpose(0, 1) + h if not self.attn.batch_first else x + h).movedim(-1, 1)
+def headed(layer: nn.Module, read: Callable[[Any, Any], Tensor]) -> Written:
+    """A layer, and a head at every position of what is read of it."""
+    return Written(lambda m, x: m.head(read(m.layer, x)).movedim(-1, 1), layer=layer, head=nn.Linear(2, 3))
 
 
-class CrossAttention(nn.Module):
-    """Attention between inputs of their own lengths and sizes."""
-
-    def __init__(self, d: int = 2, **options: Any) -> None:
-        super().__init__()
-        self.attn, self.same = nn.MultiheadAttention(d, 1, batch_first=True, **options), not options
-        self.head = nn.Linear(d, 3)
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        k = inputs["k"]
-        h = self.attn(inputs["q"], k, k if self.same else inputs["v"], need_weights=False)[0]
-        return self.head(h.sum(1))
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer of which the sequence and the last state are read."""
-
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.rnn, self.head = kind(2, 2, **options), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
-        out, state = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))
-        out = out if self.rnn.batch_first else out.transpose(0, 1)
-        last = state[-1] if isinstance(state, tuple) else state
-        return self.head(out + last[-1][:, None]).movedim(-1, 1)
+def _states(rnn: Any, x: Tensor) -> Tensor:  # [N, T, 2]
+    """The sequence and the last state of a recurrent layer."""
+    out, (_, state) = rnn(x if rnn.batch_first else x.transpose(0, 1))
+    return (out if rnn.batch_first else out.transpose(0, 1)) + state[-1][:, None]
 
 
 def cells() -> Written:
@@ -388,17 +351,14 @@ def adapted() -> Written:
     return Written(forward, base=nn.Linear(4, 4), head=nn.Linear(4, 3), **small)
 
 
-class Checkpointed(nn.Module):
+def checkpointed() -> Written:
     """A block that runs again in the backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(inplace=True), nn.Linear(3, 2))
-        self.head, self.again = nn.Linear(2, 3), True
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(checkpoint(m.block, x, use_reentrant=False) if m.again else m.block(x)).movedim(-1, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(self.block, x, use_reentrant=False) if self.again else self.block(x)
-        return self.head(h).movedim(-1, 1)
+    block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    return Written(forward, block=block, head=nn.Linear(2, 3), again=True)
 
 
 class Evaluated(nn.Module):
@@ -416,18 +376,7 @@ class Evaluated(nn.Module):
         return self.net(x)
 
 
-class Transformer(nn.Module):
-    """Encoder and decoder, and a head at every position."""
-
-    def __init__(self, kind: Any, first: bool = True, **options: Any) -> None:
-        super().__init__()
-        self.layer = kind(2, 2, dim_feedforward=2, dropout=0.0, batch_first=first, **options)
-        self.head, self.first = nn.Linear(2, 3), first
-
-    def forward(self, x: Any) -> Tensor:  # [N, T, 2], or "q" and "memory" of such
-        parts = [x] if isinstance(x, Tensor) else [x["q"], x["memory"]]
-        out = self.layer(*(part if self.first else part.transpose(0, 1) for part in parts))
-        return self.head(out if self.first else out.transpose(0, 1)).movedim(-1, 1)
+_SMALL: dict[str, Any] = {"d_model": 2, "nhead": 2, "dim_feedforward": 2, "dropout": 0.0, "batch_first": True}
 
 
 def _frozen(model: nn.Module, *names: str) -> nn.Module:
@@ -469,9 +418,9 @@ NETS: dict[str, Callable[[], Net]] = {
         _batches(2, 6)),
     "conv3d": lambda: Net(nn.Sequential(nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True),
         nn.Flatten(), nn.LazyLinear(3)), _batches(1, 2, 2, 3)),
-    "sequence": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))),
+    "sequence": lambda: Net(by_position(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))),
         _batches(2, 3)),
-    "grid": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))),
+    "grid": lambda: Net(by_position(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))),
         _batches(2, 2, 3)),
     "attention": lambda: Net(Attention(), _batches(3, 3)),
     "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)),
@@ -488,21 +437,24 @@ NETS: dict[str, Callable[[], Net]] = {
     "tied in one role": lambda: Net(same_role(), _batches(2, 3)),
     "tied autoencoder": lambda: Net(autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
     "tied with two biases": lambda: Net(incompatible(), _batches(3), fallback=("one",)),
-    "right-hand weight": lambda: Net(ByPosition(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
-    "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),
-    "cross-attention of three sizes": lambda: Net(CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2),
-        k=_batches(3, 3), v=_batches(3, 1))),
-    "encoder layer": lambda: Net(Evaluated(Transformer(nn.TransformerEncoderLayer)), _batches(2, 2, sizes=(2, 1)),
-        fallback=("net.0.layer.norm1", "net.0.layer.norm2")),
-    "decoder layer": lambda: Net(Transformer(nn.TransformerDecoderLayer), **_mappings("q", q=_batches(2, 2,
-        sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))), fallback=("layer.norm1", "layer.norm2",
-        "layer.norm3")),
-    "lstm": lambda: Net(Recurrent(nn.LSTM, batch_first=True), _batches(2, 2), fallback=("rnn",)),
-    "lstm with time first": lambda: Net(Recurrent(nn.LSTM), _batches(3, 2, sizes=(2, 1)), fallback=("rnn",)),
+    "right-hand weight": lambda: Net(by_position(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
+    "self-attention": lambda: Net(headed(nn.MultiheadAttention(2, 2, batch_first=True), lambda layer, x: x + layer(x, x,
+        x)[0]), _batches(3, 2)),
+    "cross-attention of three sizes": lambda: Net(Written(lambda m, X: m.head(m.attn(X["q"], X["k"], X["v"],
+        need_weights=False)[0].sum(1)), attn=nn.MultiheadAttention(2, 1, batch_first=True, kdim=3, vdim=1),
+        head=nn.Linear(2, 3)), **_mappings("q", q=_batches(2, 2), k=_batches(3, 3), v=_batches(3, 1))),
+    "encoder layer": lambda: Net(Evaluated(headed(nn.TransformerEncoderLayer(**_SMALL), lambda layer, x: layer(x))),
+        _batches(2, 2, sizes=(2, 1)), fallback=("net.0.layer.norm1", "net.0.layer.norm2")),
+    "decoder layer": lambda: Net(headed(nn.TransformerDecoderLayer(**_SMALL), lambda layer, X: layer(X["q"],
+        X["memory"])), **_mappings("q", q=_batches(2, 2, sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))),
+        fallback=("layer.norm1", "layer.norm2", "layer.norm3")),
+    "lstm": lambda: Net(headed(nn.LSTM(2, 2, batch_first=True), _states), _batches(2, 2), fallback=("layer",)),
+    "lstm with time first": lambda: Net(headed(nn.LSTM(2, 2), _states), _batches(3, 2, sizes=(2, 1)),
+        fallback=("layer",)),
     "lstm cells": lambda: Net(cells(), _batches(3, 2), fallback=("cell",)),
     "adapters": lambda: Net(_frozen(adapted(), "base", "head"), _batches(4), params=lambda model:
         [*model.down.parameters(), *model.up.parameters()]),
-    "checkpointed": lambda: Net(Checkpointed(), _batches(2, 3), fallback=("block.1",), plain=lambda model:
+    "checkpointed": lambda: Net(checkpointed(), _batches(2, 3), fallback=("block.1",), plain=lambda model:
         setattr(model, "again", False)),
     "compiled": lambda: Net(nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)),
         backend="eager")), _batches(4)),
@@ -513,7 +465,7 @@ NETS: dict[str, Callable[[], Net]] = {
     "half frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True)), "0"), _batches(4), params=lambda model: [p for p
         in model.parameters() if p.requires_grad]),
     "weights only": lambda: Net(_mlp(), _batches(4), params=lambda model: [model[2].weight, model[0].weight]),
-    "biases only": lambda: Net(ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias,
+    "biases only": lambda: Net(by_position(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias,
         model.net[0].bias]),
     "shuffled": lambda: Net(_mlp(), _batches(4), params=lambda model: list(model.parameters())[::-1]),
     "named subset": lambda: Net(_cnn(), _batches(2, 3, 4), params=_named),
@@ -521,7 +473,7 @@ NETS: dict[str, Callable[[], Net]] = {
         nn.Linear(8, 3)), [torch.randint(5, (n, 2)) for n in (3, 1, 2)], fallback=("1", "2")),
     "group norm": lambda: Net(nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
         _batches(2, 3), fallback=("1",)),
-    "root mean square norm": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3),
+    "root mean square norm": lambda: Net(by_position(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3),
         nn.Linear(4, 3))), _batches(2, 3), fallback=("net.1",)),
     "instance norm": lambda: Net(nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(),
         nn.Linear(6, 3)), _batches(2, 3), fallback=("0",)),

@@ -134,6 +134,16 @@ def test_evidence_is_that_of_the_sum_over_the_data(loss: str) -> None:
     close(Laplace(K, 2.0, noise).log_marginal_likelihood(), expected)
 
 
+def test_samples_are_parameters_around_the_mode() -> None:
+    risk = risk_of()
+    K = curvature(risk, KFAC)
+    for num in (None, 3):
+        drawn = Laplace(K, 1e12).sample(seeded(), num)
+        for key, p in risk.params.items():
+            close(drawn[key], p if num is None else p.detach()[..., None].expand(*p.shape, 3), rtol=1e-3)
+    assert Laplace(K, 1e12, subnetwork=[3, 0]).sample(seeded(), 5).shape == (2, 5)
+
+
 def test_a_precision_for_each_parameter() -> None:
     for make in (lambda r: GGN(r), lambda r: curvature(r, DiagonalBlock), lambda r: curvature(r, FullBlock)):
         risk = risk_of()
