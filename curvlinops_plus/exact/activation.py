@@ -67,7 +67,14 @@ class ActivationHessian(RiskOperator):
     def __init__(
         self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool | None = None
     ) -> None:
-        self._activation = _checked(risk.model, activation)
+        name, side, index = activation if isinstance(activation, (tuple, list)) and len(activation) == 3 else [None] * 3
+        names = [name for name, _ in risk.model.named_modules()]
+        if name not in names or side not in ("input", "output") or whole(index) is None:
+            raise ValueError(
+                f'activation={activation!r} must be (module name, "input" or "output", position), as ("1", "output", '
+                f"0), with one of the modules {names}."
+            )
+        self._activation = activation
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
@@ -138,15 +145,3 @@ class ActivationHessian(RiskOperator):
             yield caught
         finally:
             handle.remove()
-
-
-def _checked(model: nn.Module, activation: tuple[str, str, int]) -> tuple[str, str, int]:
-    """The three parts of `activation`, if there is such a module."""
-    name, side, index = activation if isinstance(activation, (tuple, list)) and len(activation) == 3 else [None] * 3
-    names = [name for name, _ in model.named_modules()]
-    if name not in names or side not in ("input", "output") or whole(index) is None:
-        raise ValueError(
-            f'activation={activation!r} must be (module name, "input" or "output", position), as ("1", "output", 0), '
-            f"with one of the modules {names}."
-        )
-    return activation
