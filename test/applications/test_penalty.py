@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, normal
+from helpers import normal
 from torch import Tensor, nn
 
 from curvlinops_plus import EKFAC, GGN, KFAC, EmpiricalRisk, Hessian, KFACLinearOperator, QuadraticPenalty, curvature
@@ -63,23 +63,6 @@ def test_value_and_derivatives(name: str) -> None:
         with pytest.raises(ValueError, match=r"have changed since .* was computed; compute it anew"):
             QuadraticPenalty(K)
         torch.testing.assert_close(QuadraticPenalty(K, before, 3.0)(), value)
-
-
-def test_penalties_of_several_tasks_add_up() -> None:
-    model, expected = network(), torch.zeros((), dtype=F64)
-    penalties, matrices, steps = [], [], []
-    for task in range(3):
-        K = curvature(risk_of(model, seed=10 * task), KFAC)
-        penalties.append(QuadraticPenalty(K, strength=task + 1.0))
-        matrices.append(K.to_dense())
-        steps.append(moved(model, seed=task))
-    for task, M in enumerate(matrices):
-        away = torch.stack(steps[task:]).sum(0)
-        expected = expected + 0.5 * (task + 1) * away @ M @ away
-    total = torch.stack([penalty() for penalty in penalties]).sum()
-    torch.testing.assert_close(total.detach(), expected)
-    (nn.MSELoss()(model(normal(2, 3)), normal(2, 2)) + total).backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_given_point_in_every_form_of_which_a_copy_is_kept() -> None:
