@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import close, unchanged
 from helpers import F64, normal, refuses_cdist
-from middles import MIDDLES, Net, Once, clipped
+from middles import Net, Once, clipped, reversed_by_hook, stopped, without_tangents
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn.functional import one_hot
@@ -186,7 +186,7 @@ class PlainSteps(Steps):
 
 def in_small_batches(net: nn.Module, h: Tensor) -> Tensor:
     """Another branch without a rule for tangents."""
-    return MIDDLES["no rule for tangents"][0](net, h) if len(h) < 3 else h * h
+    return without_tangents(net, h) if len(h) < 3 else h * h
 
 
 def images(*layers: nn.Module) -> nn.Module:
@@ -226,8 +226,8 @@ def with_gate(net: nn.Module, h: Tensor) -> Tensor:
 
 #: Each model, and how its twin is made.
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
-    "a gate without gradients": middle(MIDDLES["no gradient through a gate"][0], with_gate),
-    "no rule for tangents": middle(MIDDLES["no rule for tangents"][0], lambda net, h: h * h),
+    "a gate without gradients": middle(stopped, with_gate),
+    "no rule for tangents": middle(without_tangents, lambda net, h: h * h),
     "wrong tangents": middle(lambda net, h: Deviates.apply(h), lambda net, h: h),
     "nothing arrives": middle(lambda net, h: h.detach(), lambda net, h: h.detach()),
     "a later branch without tangents": middle(in_small_batches, lambda net, h: h * h),
@@ -303,7 +303,7 @@ def of_activations(model: Any, data: list[Any]) -> Iterator[Tensor]:
 def test_gradients_that_a_hook_reverses() -> None:
     """The matrices of what goes back; the Hessian is not that of a function."""
     torch.manual_seed(0)
-    model = Net(MIDDLES["gradient reversal by a hook"][0]).double()
+    model = Net(reversed_by_hook).double()
     twin = named(Net(lambda net, h: 2 * h.tanh().detach() - h.tanh()), model)
     data = [(normal(n, 3, seed=n), torch.arange(n) % 2) for n in (5, 3)]
     risk, expected = EmpiricalRisk(model, nn.CrossEntropyLoss(), data), matrices(twin, data)
