@@ -16,6 +16,7 @@ from curvlinops_plus import (
     DiagonalBlock,
     EFLinearOperator,
     EKFACLinearOperator,
+    EmpiricalRisk,
     FisherMCLinearOperator,
     FullBlock,
     GGNLinearOperator,
@@ -150,3 +151,16 @@ def test_unchanged_can_fail(what: str, change: Any) -> None:
     p = fresh("mlp")
     with torch.random.fork_rng(devices=[]), pytest.raises(AssertionError, match=what), unchanged(p.model):
         change(p.model)
+
+
+def test_what_a_forward_pass_sets_in_a_module_is_gone() -> None:
+    """As its activations, which would keep the graph; also where the module is run again for each example."""
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x
+            return super().forward(x)
+
+    model = nn.Sequential(Noting(3, 3), nn.Linear(3, 2))
+    curvature(EmpiricalRisk(model, nn.MSELoss(), [(torch.rand(4, 3), torch.rand(4, 2))]))
+    assert not hasattr(model[0], "seen")
