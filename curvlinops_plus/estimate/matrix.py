@@ -124,10 +124,8 @@ def multiplying(A: Any, kind: Kind = "square") -> Iterator[Matrix]:
     M = Matrix(A, kind)
     with torch.autocast(M.device.type, enabled=False):
         if kind == "symmetric" and (difference := M.asymmetry()) > M.eps**0.5:
-            raise ValueError(
-                f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|. Take "
-                "`A.T @ A` or `(A + A.T) / 2`, or look for randomness such as dropout."
-            )
+            words = f"A is not symmetric: for random u and v, uᵀAv and vᵀAu differ by {difference:.1e} |Av|"
+            raise ValueError(f"{words}. Take `(A + A.T) / 2`, or look for randomness such as dropout.")
         yield M
 
 
