@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from test.mutants import __main__ as mutants
+
 PACKAGE = Path(__file__).parents[1] / "curvlinops_plus"
 
 ROOMS = [
@@ -92,3 +94,9 @@ def test_files_named_in_contributing_exist() -> None:
     named = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert len(named) > 20
     assert [name for name in named if not any((at / name).exists() for at in (PACKAGE, PACKAGE.parent))] == []
+
+
+def test_mutants_have_a_place() -> None:
+    """Each mistake that the tests have to detect can be made in exactly one place."""
+    for mutant in (mutant for room in mutants.ROOMS for mutant in mutants.read(room)):
+        mutant.apply((PACKAGE / mutant.file).read_text(encoding="utf-8"))  # says so otherwise
