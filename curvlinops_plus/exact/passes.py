@@ -252,8 +252,7 @@ class Passes:
 
         Cost: one forward pass with tangents, without a graph, for a piece of vectors.
         """
-        now = RandomState.now(self.risk.device)
-        state = now if state is None else state
+        state = RandomState.now(self.risk.device) if state is None else state
         if len(rows) > self.columns:
             pieces = [self.forward(batch, piece, state) for piece in rows.split(self.columns)]
             return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
@@ -282,8 +281,6 @@ class Passes:
                 return list(torch.func.vmap(one, randomness="same")(*V))
         except RuntimeError:  # what can't be vectorised, or differentiates in its forward pass; all else fails again
             return [torch.cat(ts) for ts in zip(*map(alone, rows), strict=True)]
-        finally:
-            now.restore()
 
     def _twice(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
         """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""

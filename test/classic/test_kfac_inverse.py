@@ -180,3 +180,4 @@ def test_an_inverse_is_computed_at_first_use() -> None:
         _ = inverse @ v
     inverse.load_state_dict(damped.state_dict())
     close(inverse @ v, damped @ v)
+    close(KFACInverseLinearOperator(K, 0.1, use_exact_damping=True) @ v, K.inverse(0.1) @ v)

@@ -208,3 +208,14 @@ def test_other_precisions(dtype: torch.dtype, rtol: float) -> None:
     J = JacobianLinearOperator(p.model, p.params, p.data)
     assert J.dtype == (J @ v.float()).dtype == torch.float32
     close((J @ v.float()).double(), dense(problem("mlp")) @ v, rtol=rtol)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_dropout_of_several_batches(columns: int) -> None:
+    """Both products see the same random numbers, which go on from batch to batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(3, 3, seed=k), normal(3, 2)) for k in range(3)], check=False)
+    J = Jacobian(risk, check_deterministic=False)
+    V, U, seed = normal(J.shape[1], columns), normal(J.shape[0], columns, seed=1), torch.manual_seed
+    close((U * (seed(1) and J @ V)).sum(), (V * (seed(1) and J.T @ U)).sum())

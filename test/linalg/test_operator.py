@@ -44,6 +44,7 @@ def test_adding_multiples_of_the_identity_shifts() -> None:
         close(shifted.to_dense(), M + delta * eye_like(M))
         close(shifted.logdet, torch.logdet(M + delta * eye_like(M)))
     assert ((A + eye) + eye).A is A
+    close(((A + eye) + eye).to_dense(), M + 2 * eye_like(M))
     close((eye - A).to_dense(), eye_like(M) - M)
     close((eye + 2 * eye).logdet, 4 * torch.tensor(3.0, dtype=F64).log())
 
