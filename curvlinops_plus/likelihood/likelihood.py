@@ -482,7 +482,8 @@ def _why_unknown(loss: Any) -> str:
     return (
         f"no likelihood is registered for the loss {name}.{why} GGN, Hessian and Empirical() take any function. Known "
         f"losses: {', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it "
-        f"is the negative log-likelihood of:\n\n    @register_likelihood({name if isinstance(loss, nn.Module) else 'MyLoss'})\n"
+        f"is the negative log-likelihood of:\n\n"
+        f"    @register_likelihood({name if isinstance(loss, nn.Module) else 'MyLoss'})\n"
         "    def _(loss):\n        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
         "or decorate a subclass of Likelihood, which needs one method, nll."
     )
