@@ -101,7 +101,9 @@ class ConvRule(GroupedRule):
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Correlations of images, where these are faster than patches."""
+        """Correlations of images, where these are faster than patches; none of a subclass with another `input_gram`."""
+        if type(self).input_gram is not ConvRule.input_gram:
+            return None
         (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
         packed = packed_gram(geometry, x, ones) if groups == 1 else None
         return None if packed is None else (packed, float(len(x) * geometry.positions(x)))

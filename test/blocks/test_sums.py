@@ -10,6 +10,7 @@ import torch
 from cases import close, problem, same
 from helpers import Written
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from curvlinops_plus import (
     EKFAC,
@@ -24,7 +25,7 @@ from curvlinops_plus import (
     ScaledIdentity,
     curvature,
 )
-from curvlinops_plus.layer import convolution_gram
+from curvlinops_plus.layer import ConvRule, convolution_gram, register_rule
 
 KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, ScaledIdentity]
 
@@ -230,3 +231,24 @@ def test_correlations_of_images_are_summed(bias: bool, monkeypatch: pytest.Monke
     expected = other.operator.to_dense()
     for one, two in ((got, whole()), (running.operator.to_dense(), expected), (resumed.operator.to_dense(), expected)):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+class Doubled(ConvRule):
+    """Of a convolution of `2 x`, as a rule of one's own says it."""
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:
+        return super().inputs(module, 2 * x)
+
+    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
+        return super().input_gram(module, 2 * x)
+
+
+def test_correlations_are_not_those_of_a_rule_with_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution_gram, "_MIN_PRODUCTS", 0)
+    kind = type("DoubledConv", (nn.Conv2d,), {"forward": lambda self, x: nn.Conv2d.forward(self, 2 * x)})
+    register_rule(kind)(Doubled)
+    model, X = nn.Sequential(kind(8, 3, 3, padding=1), nn.Flatten()).float(), torch.randn(6, 8, 12, 12).float()
+    data = [(X, torch.randn(6, 432).float())]
+    a = F.unfold(2 * X, 3, padding=1).transpose(1, 2).flatten(0, 1)
+    A = curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC, vectors="mc").blocks["0"].A.to_dense()
+    torch.testing.assert_close(A[:-1, :-1], a.T @ a / len(a), rtol=1e-4, atol=1e-4)
