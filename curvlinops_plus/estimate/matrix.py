@@ -178,7 +178,8 @@ def mean_of_draws(
 
     The error of a single sample is NaN. Blocks are added as by Chan, Golub, LeVeque 1983.
     """
-    count, mean, squares = 0, torch.zeros(()), torch.zeros(())  # squares of the deviations from the mean
+    mean = squares = torch.zeros((), dtype=torch.float32)  # squares of the deviations from the mean
+    count = 0
     for V in M.draws(num, distribution, generator, copies):
         samples = sample(V)
         k, new = samples.shape[-1], samples.mean(-1)

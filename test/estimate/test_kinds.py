@@ -125,6 +125,16 @@ def test_the_user_s_modes_and_tensors(call: str) -> None:
             CALLS[call](broken)
 
 
+@every_call
+def test_the_default_dtype_is_not_taken(call: str) -> None:
+    torch.set_default_dtype(F64)
+    try:
+        found = CALLS[call](MATRIX.float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for t in found} == {torch.float32}
+
+
 def test_other_matrices() -> None:
     """Integers of NumPy are read in double precision; rectangles of every kind."""
     found = hutchinson_trace(scipy.sparse.csr_array(np.diag([1, 2, 3])), 2)
