@@ -424,9 +424,9 @@ class BlockwiseLinearOperator(Deferred):
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before they are computed."""
-        blocks = {} if self._operator is None else self._operator.blocks
-        parts = {f"block {n}": {n: pack(blocks[n])} if blocks else {} for n in self.kept_blocks}
-        return {"state": about(self)} | parts
+        computed = {} if self._operator is None else self._operator.blocks
+        parts = {f"block {n}": {n: pack(computed[n])} if computed else {} for n in self.kept_blocks}
+        return {"state": about(self) | ({} if self._operator is None else {"blocks": {}})} | parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the blocks of a state. The data are not read, the model is not changed.

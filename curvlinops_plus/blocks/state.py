@@ -352,5 +352,7 @@ class Checkpoint:
         """
         parts = {name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()}
         state = parts.pop("state")
-        blocks = {name: block for part in parts.values() for name, block in part.items()}
-        self.thing.load_state_dict(state | ({"blocks": blocks} if blocks else {}))
+        if "blocks" in state:
+            for part in parts.values():
+                state["blocks"] |= part
+        self.thing.load_state_dict(state)

@@ -96,8 +96,9 @@ def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
     close(read.to_dense(), whole.to_dense(), "loaded")
     inverse = BlockDiagonal.from_state_dict(several.inverse(0.1).state_dict())
     close(inverse.to_dense(), whole.inverse(0.1).to_dense(), "inverse, loaded")
-    # Memory: what this process has is its part and at most the largest block.
-    largest = max(bytes_of({name: block}) for name, block in whole.blocks.items())
+    # Memory: what this process has is its part and at most the blocks of the largest accumulator.
+    together = [[group.name for group in a.groups] for entry in whole.plan for a in entry.accumulators().values()]
+    largest = max(bytes_of({name: whole.blocks[name] for name in names}) for names in together)
     assert bytes_of(several.blocks) <= bytes_of(whole.blocks) / processes.world + largest
     kept = [name for names in processes.gather(list(several.blocks)) for name in names]
     assert sorted(kept) == sorted(whole.blocks)
