@@ -235,3 +235,30 @@ def by_shape(K: Any, block: str) -> dict[str, Tensor]:
             tree[key] = torch.arange(start, start + q.numel(), dtype=torch.float64).view(*q.shape, 1)
             start += q.numel()
     return tree
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "KFAC reduce"])
+def test_an_example_of_padding_alone_adds_nothing(approximation: str) -> None:
+    model, together, _ = padded("linear")
+    X, y = together[0]
+    X = X | {"keep": X["keep"] & torch.tensor([[True], [False]])}
+    y = torch.where(X["keep"], y, -100)
+    alone = [({key: value[:1] for key, value in X.items()}, y[:1])]
+    kind = APPROXIMATIONS[approximation]
+    found, expected = (quietly(risk(model, data, True), kind).blocks["layer"] for data in ([(X, y)], alone))
+    close(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "KFAC reduce"])
+def test_positions_may_stand_in_the_rows_of_a_layer(approximation: str) -> None:
+    """A convolution of `[N · T, 1, D]` is that of `[N, 1, T, D]`."""
+    model, together, _ = padded("linear")
+    flat, image = nn.Conv1d(1, 1, 3, padding=1).double(), nn.Conv2d(1, 1, (1, 3), padding=(0, 1)).double()
+    image.weight, image.bias = nn.Parameter(flat.weight.detach()[:, :, None]), flat.bias
+    nets = [
+        Tokens(Then(flat, lambda h: h.flatten(0, 1)[:, None], lambda h: h[:, 0].unflatten(0, (-1, T)))),
+        Tokens(Then(image, lambda h: h[:, None], lambda h: h[:, 0])),
+    ]
+    for net in nets:
+        net.first, net.last = model.first, model.last
+    close(*(quietly(risk(net, together, False), APPROXIMATIONS[approximation]).to_dense() for net in nets))
