@@ -52,11 +52,13 @@ def test_covariance_by_definition(make: Callable[[], Problem], weighted: bool) -
 
 
 @problems
-def test_scores_and_their_adjoint(make: Callable[[], Problem]) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scores_and_their_adjoint(make: Callable[[], Problem], weighted: bool) -> None:
     problem = make()
-    O, _ = dense(problem)
+    weights = normal(len(problem.samples), seed=7).square() if weighted else None
+    O, _ = dense(problem, weights)
     for stored in (False, True):
-        scores = Scores(ensemble(problem), stored)
+        scores = Scores(ensemble(problem, weights=weights), stored)
         assert close(scores.to_dense(), O)
         assert close(scores.T.to_dense(), O.T)
         assert close(scores.kernel(), O @ O.T)

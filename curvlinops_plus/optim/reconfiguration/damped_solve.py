@@ -242,12 +242,11 @@ class DampedSystem:
         return (self.scores.T @ x if self.mode == "kernel" else x) / self.D + start, report
 
     def inverse(self, g: Tensor) -> tuple[Tensor, SolveReport]:  # [P] -> [P]
-        """`(S + M)⁻¹ g`."""
-        g = g / self.D
+        """`(S + λI)⁻¹ g`, of a system without a diagonal shift."""
         x, report = self._solve(self.scores @ g if self.mode == "kernel" else g)
         if self.mode == "kernel":  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
             x = (g - self.scores.T @ x) / self.shift
-        return x / self.D, report
+        return x, report
 
     def square(self, direction: Tensor) -> Tensor:
         """`⟨δ, (S + M) δ⟩`."""
