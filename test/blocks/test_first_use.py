@@ -32,9 +32,9 @@ def network() -> nn.Sequential:
 DATA = [(torch.randn(5, 3, dtype=torch.float64, generator=seeded()), torch.zeros(5, 2, dtype=torch.float64))]
 
 
-def lazy(model: nn.Module, cls: Any = KFACLinearOperator, params: Any = None) -> Any:
+def lazy(model: nn.Module, cls: Any = KFACLinearOperator, params: Any = None, data: Any = DATA) -> Any:
     params = list(model.parameters()) if params is None else params
-    return cls(model, nn.MSELoss(), params, DATA, check_deterministic=False)
+    return cls(model, nn.MSELoss(), params, data, check_deterministic=False)
 
 
 def write_data(model: Any) -> None:
@@ -92,11 +92,16 @@ def test_parameters_that_change_before_the_first_use_are_named(cls: Any, change:
 
 def test_eigenvalues_follow_at_the_parameters_of_the_factors() -> None:
     """And sums that an exception left half full are dropped, never added to."""
-    model = network()
-    K = lazy(model, EKFACLinearOperator)
+    model, second = network(), 2 * DATA[0][0]
+    K = lazy(model, EKFACLinearOperator, data=[*DATA, (second, DATA[0][1])])
     expected = K.to_dense()
     K.compute_kronecker_factors()
-    handle = model[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("the user's own")))
+
+    def fails(module: nn.Module, args: Any) -> None:
+        if args[0].equal(second):
+            raise RuntimeError("the user's own")
+
+    handle = model[0].register_forward_pre_hook(fails)
     with pytest.raises(RuntimeError, match="the user's own"):
         K.compute_eigenvalue_correction()
     handle.remove()
