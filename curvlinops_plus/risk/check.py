@@ -1,16 +1,16 @@
-"""The self-check: the gradient of an example is what plain autograd gives for the example alone.
+"""The self-check: on one graph of a few examples, the layers' rules give the gradients that autograd gives.
 
-Three examples of a batch are run one by one, through the plain model. Their outputs have to be their part of the
-batch's outputs, and their gradients what the layers' rules make of the recorded batch.
+Three examples of a batch are run and recorded by themselves. A random vector goes back from all of their outputs, once
+to the layers, whose rules make gradients of single examples, and once to the parameters. Both sides are linear in the
+vector and stand on the same graph, so they agree to rounding for every vector if they do for a random one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
 from typing import Any
 from warnings import warn
 
@@ -18,17 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.preserve import TOLERANCE, eager, kept_modules, relative_difference, training_modules
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# How many examples are run alone in a batch of a new kind, and else one. Of 1 852 runs of networks made to mislead, one
-# leaves 12 unnoticed, two leave 4.
-_FEW = 3
+# How many examples are run by themselves. If three disagree, two are tried: an axis of another meaning may have size 3.
+_FEW = (3, 2)
+# Batches that are looked at although nothing about them is new: 1, 4, 16, 64, ...
+_REGULARLY = {4**k for k in range(32)}
+#: Largest relative difference of two gradients on one graph that passes as rounding, by bytes of a number. Models in
+#: float64 may have norms that compute in float32 whatever they get.
+_ROUNDING = {2: 5e-2, 4: 1e-5, 8: 1e-6}
+# The same where products of float32 numbers may be computed from their first ten bits (TF32), or seven (bfloat16).
+_SHORT_PRODUCTS = {"cuda": 5e-3, "cpu": 5e-2}
 
 _CAUSES = (
     "Does something else read the parameter, does another axis than the first of the layer's output carry the examples "
@@ -37,56 +44,74 @@ _CAUSES = (
 )
 
 
-def look_at(
+def check_batch(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
-) -> Look | None:
-    """Begin to compare a recorded batch with three of its examples: the first, those of a new kind, and the 4ᵏth ones.
+) -> None:
+    """Compare a recorded batch with a few of its examples: the first batch, those of a new kind, and the 4ᵏth ones.
 
     A batch is of a new kind if other layers are called, if layers return one row for all examples where they didn't
-    before, or get examples in other inputs.
+    before, or get examples in other inputs. Which vectors are sent back makes no difference.
 
     Args:
         outputs: Of the recorded pass, with their graph.
         repeatable: Whether two evaluations of the model have to agree; not so in training loops.
 
     Raises:
+        OutsideReads: If a layer's rule disagrees with autograd, or takes for rows of examples what is none.
         UnsupportedError: If examples depend on each other, as by batch norm in training mode.
         RuntimeError: If two evaluations of the model disagree.
 
     Warns:
-        CurvatureWarning: In training loops, of batch norm in training mode, where nothing is compared.
+        CurvatureWarning: In training loops, once, if the model can't be run again, or if batch norm keeps no running
+            statistics; nothing is compared then.
+
+    Cost: a forward pass of three examples and two backward passes, one of them with gradients of the parameters; of the
+    whole batch where three examples can't be run by themselves (graphs, bags of tokens).
     """
-    checked, check = risk.checked, risk.options.check
+    checked = risk.checked
     checked.batches += 1
-    kind = frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
-    new = kind not in checked.seen
-    power_of_four = checked.batches & (checked.batches - 1) == 0 and checked.batches.bit_length() % 2
-    if not check or not (new or check == "every" or power_of_four):
-        return None
-    if not any(m.training and isinstance(m, _BatchNorm) for m in risk.model.modules()):
-        return Look(risk, recorder, batch, outputs, repeatable, kind)
-    norms = [name for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)]
-    said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other."
-    if repeatable:
-        raise UnsupportedError(f"{said} Call model.eval() first, or say EmpiricalRisk(..., check=False).")
-    if "batch norm" not in checked.said:
-        checked.said.add("batch norm")
-        why = "Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not compared"
-        warn(f"{said} {why} with those of single examples.", CurvatureWarning, stacklevel=2)
-    return None
+    kind = recorder.reads, frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
+    due = kind not in checked.seen or risk.options.check == "every" or checked.batches in _REGULARLY
+    if not risk.options.check or not due:
+        return
+    norms = {name: m for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)}
+    if norms and repeatable:
+        raise UnsupportedError(
+            f"{[*norms]} are batch norm in training mode: the examples of a batch depend on each other. Call "
+            "model.eval() first, or say EmpiricalRisk(..., check=False)."
+        )
+    if untracked := [name for name, norm in norms.items() if norm.running_mean is None]:
+        _warn_once(
+            risk,
+            f"{untracked} are batch norm without running statistics: the examples of a batch depend on each other, and "
+            "their gradients can't be compared with autograd's.",
+        )
+        return
+    if _Check(risk, recorder, batch, outputs, repeatable, list(norms.values())).passes():
+        checked.seen.add(kind)
+
+
+def _warn_once(risk: EmpiricalRisk, message: str) -> None:
+    if message not in risk.checked.said:
+        risk.checked.said.add(message)
+        warn(message, CurvatureWarning, stacklevel=level_of_user())
+
+
+class _CannotRun(Exception):
+    """A model does not run on a part of a batch."""
 
 
 @dataclass(eq=False)
-class Look:
-    """A recorded batch, and three of its examples by themselves; arguments as for `look_at`.
+class _Check:
+    """One comparison; arguments as for `check_batch`.
 
-    Of the first vector that is backpropagated through the batch, the gradients of the three by the layers' rules are
-    added up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum
-    comes from a plain backward pass through the three, run one by one. If the model can't run one by itself (graphs,
-    bags of tokens), the whole batch is run again instead; in training loops, also if one has other outputs than in the
-    batch, the graph of the recorded pass stands in.
+    A row that is taken for another example's changes no sum over examples. So each example has a factor: on one side
+    rows of the layers are multiplied by it, on the other what is sent back. Factors are powers of two, which commute
+    with rounding.
 
-    Cost: a forward and a backward pass of three examples, with gradients of the parameters.
+    Args:
+        norms: Batch norms in training mode, which use their running statistics meanwhile: layers, reads and axes stay
+            the same.
     """
 
     risk: EmpiricalRisk
@@ -94,204 +119,286 @@ class Look:
     batch: Batch
     outputs: Sequence[Tensor]
     repeatable: bool
-    kind: Any
+    norms: Sequence[nn.Module] = ()
+    factors: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.N, generator = self.batch.num_examples, torch.Generator().manual_seed(0)
-        # Not the first ones: what is mixed may be neighbours, or not.
-        few = 1 if self.kind in self.risk.checked.seen else _FEW
-        self.chosen: list[int] = sorted(torch.randperm(self.N, generator=generator)[:few].tolist())
-        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator).to(self.outputs[0])
-        self.at = torch.tensor(self.chosen, device=self.risk.device)
-        self.zero: set[str] | None = None  # layers of which no gradient has arrived so far
+    def passes(self) -> bool:
+        """Whether every layer got a gradient, and it was right.
 
-    # ------------------------------------------------------------------------------------------ what autograd gives
-    def expect(self, read: Sequence[int], vectors: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """What plain autograd makes of the first of some vectors, from these outputs on; returns the same vectors."""
-        self.ours: dict[str, Tensor] = {}
-        self.theirs: dict[str, Tensor | None] = {}
-        sent = dict(zip(read, first := next(vectors), strict=True))
-        self.vectors = [sent[k].to(f) if k in sent else torch.zeros_like(f) for k, f in enumerate(self.outputs)]
-        params, self.recorder.see = self.risk.params, self.see
+        Raises:
+            See `check_batch`.
+        """
+        N = self.batch.num_examples
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()
+        numbers = [n for n in _FEW if n < N] or [N]
+        disagreement: OutsideReads | None = None
         with self._undisturbed():
-            if False not in [p.requires_grad and not p._backward_hooks for p in params.values()]:
-                self.theirs = self._gradients(None, params)
-            else:  # frozen ones have no gradients, and hooks are the user's; modules may ask for the type of parameters
-                free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
-                self.theirs = self.risk.at(free, lambda model: self._gradients(model, free))
-        return chain([first], vectors)
+            for number in numbers:
+                # Not the first ones: what is mixed may be neighbours, or not.
+                chosen = sorted(order[:number])
+                few = take_examples(self.batch, chosen)
+                if few is None:
+                    break
+                try:
+                    return self._compare(few, chosen)
+                except _CannotRun:  # the whole batch, which is run instead, raises what else is wrong
+                    break
+                except OutsideReads as error:
+                    disagreement = disagreement or error
+            if disagreement is not None:
+                raise disagreement
+            try:
+                return self._compare(self.batch, list(range(N)))
+            except (UnsupportedError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if self.repeatable:
+                    raise
+                _warn_once(
+                    self.risk,
+                    "The gradients that layers' rules give are not compared with autograd's: the model can't be run "
+                    f"again on a batch of the training loop, {type(error).__name__}: {error}.",
+                )
+                return True
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Context for passes of the plain model."""
-        kept = kept_random_state(), kept_modules([*self.risk.model.modules()])
-        with self.recorder.disabled, torch.set_grad_enabled(self.recorder.backward), eager, kept[0], kept[1]:
+        """Context for a pass that leaves the model and the batch's own recording as they are."""
+        modules = kept_modules([*self.risk.model.modules()])
+        gradients = torch.set_grad_enabled(self.recorder.backward)
+        with self.recorder.disabled, gradients, eager, kept_random_state(), modules:
+            for norm in self.norms:
+                norm.training = False
             yield
 
-    def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """The sum of the three by the plain model; None is zero, and what can't be told is missing."""
-        heads, sent = self._alone(model), [self._scaled(self._picked(v)) for v in self.vectors]
-        if heads is None:
-            whole = [torch.zeros_like(v).unflatten(0, (self.N, -1)) for v in self.vectors]
-            for v, own in zip(whole, sent, strict=True):
-                v[self.at] = own.unflatten(0, (len(self.chosen), -1))
-            sent = [v.flatten(0, 1) for v in whole]
-            heads = self.risk.run(self.batch, model)[0] if self.repeatable else self.outputs
-            if away := self._difference(heads, self.outputs):
-                raise _random(self.risk, away)
-            if not self.repeatable:
-                params = {key: p for key, p in self.risk.params.items() if p.requires_grad}
-        live = [(f, v) for f, v in zip(heads, sent, strict=True) if f.requires_grad]
-        if not live or not params:
-            return dict.fromkeys(params)
-        fs, vs = zip(*live, strict=True)
-        return dict(zip(params, gradients_of(fs, [*params.values()], vs, heads is self.outputs), strict=True))
+    def _compare(self, few: Batch, chosen: Sequence[int]) -> bool:
+        """Run and record these examples, and compare what was recorded."""
+        params = self.risk.params
+        if not self.recorder.backward or all(p.requires_grad and not p._backward_hooks for p in params.values()):
+            return self._compare_at(None, params, few, chosen)
+        # Frozen ones have no gradients, and hooks are the user's.
+        free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
+        return self.risk.at(free, lambda model: self._compare_at(model, free, few, chosen))
 
-    def _alone(self, model: nn.Module | None) -> Sequence[Tensor] | None:
-        """What the losses read of the three, [three · positions, ...], each by itself.
-
-        None if the model can't run one, or returns something of another form; in training loops also if it returns
-        something else than in the batch.
-        """
-        before, alone, theirs = RandomState.now(self.risk.device), list[Any](), [*map(self._picked, self.outputs)]
-        for n in self.chosen:
-            if (one := take_examples(self.batch, [n])) is None:
-                return None
+    def _compare_at(
+        self, model: nn.Module | None, params: dict[str, Tensor], few: Batch, chosen: Sequence[int]
+    ) -> bool:
+        """The same, at these tensors in place of the parameters."""
+        main = self.recorder
+        small = Recorder(main.layers, main.example_axis, main.backward, params=params)
+        before = RandomState.now(self.risk.device) if self.repeatable else None
+        with small:
             try:
-                alone.append(self.risk.run(one, model)[0])
-            except torch.OutOfMemoryError:
+                with small.recording(len(chosen)):
+                    outputs = self.risk.run(few, model)[0]
+            except (UnsupportedError, torch.OutOfMemoryError):
                 raise
-            except Exception:  # the whole batch, which is run instead, raises what else is wrong
-                return None
-            if [f.shape for f in alone[-1]] != [(len(F) // self.N, *F.shape[1:]) for F in self.outputs]:
-                return None
-        heads = [torch.cat(fs) for fs in zip(*alone, strict=True)]
-        if away := self._difference(heads, theirs):
-            if not self.repeatable:
-                return None
-            if refusal := self.recorder.refusal_of_one_row("the model does more with it than broadcast it"):
-                raise refusal
-            with torch.no_grad():
-                again = self.risk.run(self.batch)[0]
-            if different := self._difference(again, self.outputs):
-                raise _random(self.risk, different)
-            raise UnsupportedError(
-                f"The model's outputs for {len(self.chosen)} of {self.N} examples, each by itself, differ from those "
-                f"in the batch by {away:.1e} of the norm: the examples of a batch depend on each other, so they have "
-                "no gradients of their own. (Or code of the model depends on the number of examples, as `len(x)`; or "
-                "a tensor of the input has as many rows as there are examples, and is not one of rows for examples.) "
-                "EmpiricalRisk(..., check=False) goes on without this check."
-            )
-        if self.repeatable:
-            _refuse_draws(self.risk, before)
-        return heads
+            except Exception as error:
+                if few is self.batch:
+                    raise
+                raise _CannotRun from error
+            N = self.batch.num_examples
+            expected = [(len(F) // N * len(chosen), *F.shape[1:]) for F in self.outputs]
+            if few is not self.batch and [f.shape for f in outputs] != expected:
+                raise _CannotRun
+            if before is not None:
+                self._compare_outputs(small, outputs, few, chosen)
+                _refuse_draws(self.risk, before)
+            self._compare_kinds(small)
+            return not main.backward or self._compare_gradients(small, outputs, params)
 
-    def _picked(self, t: Tensor) -> Tensor:  # [N · positions, ...] -> [three · positions, ...]
-        """The rows of the three."""
-        if len(t) == self.N:
-            return t.index_select(0, self.at)
-        return t.unflatten(0, (self.N, -1)).index_select(0, self.at).flatten(0, 1)
+    # ------------------------------------------------------------------------------------------ outputs, and what calls read
+    def _compare_outputs(
+        self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]
+    ) -> None:
+        """Refuse examples whose outputs depend on the rest of the batch, and models that are random."""
+        N = self.batch.num_examples
+        at = torch.tensor(chosen, device=self.risk.device)
+        rows = [F.unflatten(0, (N, -1)).index_select(0, at).flatten(0, 1) for F in self.outputs]
+        away = self._difference(outputs, rows)
+        if not away:
+            return
+        if few is self.batch:
+            raise _random(self.risk, away)
+        if refusal := small.refusal_of_one_row("the model does more with it than broadcast it"):
+            raise refusal
+        with torch.no_grad():
+            again = self.risk.run(self.batch)[0]
+        if different := self._difference(again, self.outputs):
+            raise _random(self.risk, different)
+        raise UnsupportedError(
+            f"The model's outputs for {len(chosen)} of {N} examples, by themselves, differ from those in the batch by "
+            f"{away:.1e} of the norm: the examples of a batch depend on each other, so they have no gradients of their "
+            "own. (Or code of the model depends on the number of examples, as `len(x)`; or a tensor of the input has "
+            "as many rows as there are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) "
+            "continues without this check; results may be wrong."
+        )
 
-    def _scaled(self, t: Tensor, axis: int = 0) -> Tensor:  # [..., three · positions, ...]
-        """Rows of the three, each times the number of its example."""
-        numbers, positions = self.numbers.to(t), t.shape[axis] // len(self.chosen)
-        numbers = numbers if positions == 1 else numbers.repeat_interleave(positions)
-        return t * numbers.view(-1, *[1] * (t.ndim - axis - 1))
-
-    def _difference(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    def _difference(self, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> float:
         """The relative difference of outputs if it is more than rounding, else 0."""
-        if [f.shape for f in one] != [F.shape for F in other]:
+        if [f.shape for f in outputs] != [F.shape for F in others]:
             return 1.0
         with torch.no_grad():
-            away = relative_difference(*[torch.cat([t.flatten() for t in ts]) for ts in (one, other)])
-        dtypes = [*self.recorder.dtypes, *[F.dtype for F in other]]
+            flat = [torch.cat([t.flatten() for t in tensors]) for tensors in (outputs, others)]
+            away = relative_difference(*flat)
+        dtypes = [*self.recorder.dtypes, *[F.dtype for F in others]]
         return away if away > TOLERANCE[min([dtype.itemsize for dtype in dtypes])] else 0.0
 
-    # -------------------------------------------------------------------------------------- what the layers' rules give
-    def see(self, batch: LayerBatch) -> None:
-        """Take the same sum of a layer, by key, from what it gets of the first vector.
+    def _compare_kinds(self, small: Recorder) -> None:
+        """Require that calls have the examples in the same inputs whatever the number of examples.
 
-        Raises:
-            OutsideReads: If the layer's rule fails.
+        A table of T rows looks like a row for each example in a batch of T examples, and in no other.
         """
-        layer = batch.layer
-        if not self.ours.keys().isdisjoint(layer.params):
+        if small.num_examples == self.batch.num_examples:
             return
+        for layer in small.layers:
+            for use in layer.uses:
+                here, there = ({kind for kind in r.kinds if kind[0] == use.name} for r in (small, self.recorder))
+                if there and not here <= there:
+                    raise OutsideReads(
+                        f"{layer.title} ({type(use.owner).__name__}) has the examples on other axes of its inputs in a "
+                        f"batch of {small.num_examples} examples than in one of {self.batch.num_examples}: a table "
+                        "has as many rows as there are examples. Give it an axis of size 1 in front, make it a buffer "
+                        f"of the layer, or leave the parameters {list(layer.params)} out of `params`.",
+                        layer.params,
+                    )
 
-        try:
-            calls = batch.examples(self.at, slice(1)).calls
-            for call in calls:
-                several = isinstance(call.grads, list)  # [1, three · positions, ...]
-                call.grads = [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
-            one = LayerBatch(layer, calls, 1)  # three examples are taken for positions of one: their sum is one product
-            if one.whole:  # as blocks read it; a bias by itself is the last column
-                columns = [group.layout.matrix_shape[-1] for group in layer.groups]
-                for group, J in zip(layer.groups, one.per_example_grads.split(columns, -1), strict=True):
-                    self.ours |= group.layout.views(J.flatten())
-            else:
-                self.ours |= {key: J[0, 0] for key, J in one.param_grads().items()}
-        except (UnsupportedError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise OutsideReads(
-                f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded call, "
-                f"with {type(error).__name__}: {error}. {_CAUSES} Leave the parameters {list(layer.params)} out of "
-                "`params`, or restructure that part of the model.",
-                layer.params,
-            ) from error
+    # --------------------------------------------------------------------------------------------------------- gradients
+    def _compare_gradients(self, small: Recorder, outputs: Sequence[Tensor], params: dict[str, Tensor]) -> bool:
+        """Compare `Σ_n r_n J_nᵀ v_n` by the layers' rules and by autograd, for a random vector at all outputs.
 
-    def compare(self) -> None:
-        """Refuse layers whose gradients by rule and by autograd differ.
-
-        Raises:
-            OutsideReads: If a layer's rule disagrees; names layer and parameter.
+        Returns:
+            Whether all layers have gradients that are more than rounding.
         """
-        self.recorder.see = None  # else it would hold the graph, whose hooks hold the recorder
-        layers = [layer for layer in self.recorder.layers if self.theirs.keys() >= layer.params.keys()]
-        widest = torch.float64 if torch.float64 in [layer.accumulation_dtype for layer in layers] else torch.float32
-        mine, theirs, zero = list[Tensor](), list[Tensor](), set[str]()
-        for key, p in chain.from_iterable(layer.params.items() for layer in layers):
-            for g, into in ((self.ours.get(key), mine), (self.theirs[key], theirs)):
-                g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-                into.append(g if g.dtype == widest and g.shape == p.shape else g.to(widest).reshape(p.shape))
-        away = torch._foreach_sub(mine, theirs) if mine else ()  # pyright: ignore[reportPrivateImportUsage]
-        sent = torch.cat([v.flatten() for v in self.vectors]) if len(self.vectors) > 1 else self.vectors[0]
-        norms = torch._foreach_norm([sent.to(widest), *away, *theirs])  # pyright: ignore[reportPrivateImportUsage]
-        scale, *found = torch.stack(norms).tolist()
-        pairs = zip(found[: len(away)], found[len(away) :], strict=True)
-        sizes = [[math.hypot(*n) for n in zip(*islice(pairs, len(layer.params)))] for layer in layers]
-        largest = max([size for _, size in sizes if math.isfinite(size)], default=0.0)
-        coarsest = min([dtype.itemsize for dtype in self.recorder.dtypes], default=8)
-        for layer, (away, size) in zip(layers, sizes, strict=True):
-            tolerance = TOLERANCE[min(coarsest, *[p.dtype.itemsize for p in layer.params.values()])]
-            # A gradient of which rounding is all that is left is compared with the others, or with the vectors: with
-            # one class, say, that is all. What is not finite is refused with the statistic that it makes.
-            rounding = torch.finfo(layer.accumulation_dtype).eps * scale
-            floor = 0.1 * tolerance * largest + (10 * rounding if math.isfinite(rounding) else 0.0)
-            if math.isfinite(away) and not away <= tolerance * size + floor:
-                own = math.hypot(*[float(self.ours[key].norm()) for key in layer.params if key in self.ours])
-                called = layer in [self.recorder.layers[index] for index in self.recorder.by_layer]
-                raise OutsideReads(
-                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
-                    f"{len(self.chosen)} of {self.N} examples have norm {own:.4g} by the layer's rule and {size:.4g} "
-                    f"by autograd, and differ by {away:.2g}. "
-                    f"{_CAUSES if called else 'The layer was not called, so something else reads the parameters.'} "
-                    "Leave them out of `params`, or restructure that part of the model. EmpiricalRisk(..., "
-                    "check=False) goes on without this check, and with numbers that are wrong.",
-                    layer.params,
-                )
+        live = [f for f in outputs if f.requires_grad]
+        if not live:
+            return False
+        generator = torch.Generator(self.risk.device).manual_seed(2)
+        wide = [torch.promote_types(f.dtype, torch.float32) for f in live]
+        vectors = [
+            torch.randn(f.shape, generator=generator, device=f.device, dtype=dtype)
+            for f, dtype in zip(live, wide, strict=True)
+        ]
+        self.factors = _factors(small.num_examples).to(self.risk.device)
+        ours = self._by_rules(small, live, vectors)
+        theirs = self._by_autograd(small, live, vectors, params)
+        layers = small.layers
+        keys = [key for layer in layers for key in layer.params]
+        doubles = any(layer.accumulation_dtype == torch.float64 for layer in layers)
+        dtype = torch.float64 if doubles else torch.float32
+        a, b = ([sums[key].to(dtype) for key in keys] for sums in (ours, theirs))
+        differences = torch._foreach_sub(a, b)  # pyright: ignore[reportPrivateImportUsage]
+        sent = [v.to(dtype) for v in vectors]
+        norms = torch._foreach_norm([*differences, *b, *sent])  # pyright: ignore[reportPrivateImportUsage]
+        numbers = torch.stack(norms).tolist()  # one wait for all of them
+        away_of = dict(zip(keys, numbers[: len(keys)], strict=True))
+        size_of = dict(zip(keys, numbers[len(keys) : 2 * len(keys)], strict=True))
+        sizes = [math.hypot(*[size_of[key] for key in layer.params]) for layer in layers]
+        largest = max([size for size in sizes if math.isfinite(size)], default=0.0)
+        scale = math.hypot(*numbers[2 * len(keys) :])
+        all_told = True
+        for layer, size in zip(layers, sizes, strict=True):
+            away = math.hypot(*[away_of[key] for key in layer.params])
+            tolerance = _tolerance(layer, small)
+            # A gradient of which rounding is all that is left is compared with the others, or with what was sent. What
+            # is not finite is refused with the statistic that it makes.
+            floor = 0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
+            if math.isfinite(away) and math.isfinite(size) and away > tolerance * size + floor:
+                norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
+                raise self._disagreement(small, layer, norm, size, away)
             self.risk.checked.errors[layer.name] = away / size if size > 0 else away
-            if not size > 0:
-                zero.add(layer.name)
-        self.zero = zero if self.zero is None else self.zero & zero
+            all_told = all_told and not size <= floor
+        return all_told
 
-    def finish(self) -> None:
-        """All vectors were sent: a kind of batch in which each layer got a gradient need not be checked again."""
-        if not self.recorder.backward:
-            with self._undisturbed():
-                self._alone(None)
-        if not self.zero:
-            self.risk.checked.seen.add(self.kind)
+    def _by_rules(self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The sum by the layers' rules: rows of each example times its factor."""
+        sums: dict[str, Tensor] = {}
+
+        def add(batch: LayerBatch) -> None:
+            layer = batch.layer
+            try:
+                sums.update(self._sum_of(batch))
+            except (UnsupportedError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise OutsideReads(
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded "
+                    f"call, with {type(error).__name__}: {error}. {_CAUSES} Leave the parameters "
+                    f"{list(layer.params)} out of `params`, or restructure that part of the model.",
+                    layer.params,
+                ) from error
+
+        small.begin(add)
+        small.send(live, iter([tuple(vectors)]), 1, 1, True)
+        like = {key: p for layer in small.layers for key, p in layer.params.items()}
+        return {key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p) for key, p in like.items()}
+
+    def _sum_of(self, batch: LayerBatch) -> dict[str, Tensor]:
+        layer = batch.layer
+        for call in batch.calls:
+            several = isinstance(call.grads, list)  # [1, few · positions, ...] each
+            call.grads = [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
+        # The examples are taken for positions of one: their sum is one product.
+        whole = LayerBatch(layer, batch.calls, 1)
+        if not whole.whole:
+            return {key: J[0, 0] for key, J in whole.param_grads().items()}
+        # As blocks read it; a bias by itself is the last column.
+        columns = [group.layout.matrix_shape[-1] for group in layer.groups]
+        sums: dict[str, Tensor] = {}
+        for group, J in zip(layer.groups, whole.per_example_grads.split(columns, -1), strict=True):
+            sums |= group.layout.views(J.flatten())
+        return sums
+
+    def _by_autograd(
+        self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor], params: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The sum by a plain backward pass: what is sent back from each example times its factor."""
+        sent, power = small.in_range([self._scaled(v) for v in vectors], live)
+        gradients = gradients_of(live, list(params.values()), sent, False)
+        sums: dict[str, Tensor] = {}
+        for (key, p), g in zip(params.items(), gradients, strict=True):
+            g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            sums[key] = g if power == 1 else g.float() / power
+        return sums
+
+    def _scaled(self, t: Tensor, axis: int = 0) -> Tensor:  # [..., few · positions, ...]
+        """Rows of the examples, each times the factor of its example."""
+        positions = t.shape[axis] // len(self.factors)
+        factors = self.factors.to(t.dtype).repeat_interleave(positions)
+        return t * factors.view(-1, *[1] * (t.ndim - axis - 1))
+
+    def _disagreement(
+        self, small: Recorder, layer: Layer, norm: float, size: float, away: float
+    ) -> OutsideReads:
+        """The error about a layer whose gradients by rule and by autograd differ."""
+        called = layer in [small.layers[index] for index in small.by_layer]
+        causes = _CAUSES if called else "The layer was not called, so something else reads the parameters."
+        turned_off = "EmpiricalRisk(..., check=False)" if self.repeatable else "KFACOptimizer(..., check=False)"
+        return OutsideReads(
+            f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
+            f"{small.num_examples} of {self.batch.num_examples} examples have norm {norm:.4g} by the layer's rule and "
+            f"{size:.4g} by autograd, and differ by {away:.2g}. {causes} Leave them out of `params`, or restructure "
+            f"that part of the model. {turned_off} continues without this check; results may be wrong.",
+            layer.params,
+        )
+
+
+def _factors(number: int) -> Tensor:
+    """A power of two for each example, as different as their number allows."""
+    exponents = torch.arange(number) % 4 - 1
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(1))
+    return torch.ldexp(torch.ones(number), exponents[order])
+
+
+def _tolerance(layer: Layer, recorder: Recorder) -> float:
+    """What passes as rounding for a layer's gradients."""
+    sizes = [dtype.itemsize for dtype in recorder.dtypes] + [p.dtype.itemsize for p in layer.params.values()]
+    coarsest = min(sizes)
+    tolerance, kind = _ROUNDING[coarsest], layer.device.type
+    convolutions = kind == "cuda" and torch.backends.cudnn.allow_tf32
+    if coarsest == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
+        return max(tolerance, _SHORT_PRODUCTS.get(kind, tolerance))
+    return tolerance
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree
@@ -306,7 +413,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     modes = tuple(m.training for m in risk.model.modules())
     if not risk.options.check or modes in risk.checked.modes:
         return
-    few = take_examples(batch, range(min(_FEW, batch.num_examples)))
+    few = take_examples(batch, range(min(_FEW[0], batch.num_examples)))
     with kept_random_state(), kept_modules([*risk.model.modules()]), torch.no_grad():
         before = RandomState.now(risk.device)
         try:

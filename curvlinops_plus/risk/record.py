@@ -65,6 +65,7 @@ class Recorder:
         backward: Whether gradients are wanted, too.
         own_pass: Whether the passes are made for recording. In those of others nothing is changed that shows: where
             recording would raise, or expand one row for all examples to one for each, the rest is left alone.
+        params: What the modules have in place of the layers' parameters while they run, by key; default: these.
 
     Attributes:
         calls: What was recorded in the last forward pass.
@@ -73,7 +74,7 @@ class Recorder:
         dtypes: Those of what the calls returned.
         numbers: How many numbers they returned.
         reached: Indices of the layers that a gradient has reached.
-        see: What sees each `LayerBatch` first.
+        reads: What the layers' uses read.
         disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
 
@@ -82,20 +83,26 @@ class Recorder:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], example_axis: Mapping[str, int], backward: bool, own_pass: bool = True
+        self,
+        layers: Sequence[Layer],
+        example_axis: Mapping[str, int],
+        backward: bool,
+        own_pass: bool = True,
+        params: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.layers, self.backward, self.own_pass, self._axes = layers, backward, own_pass, example_axis
+        self.layers, self.backward, self.own_pass, self.example_axis = layers, backward, own_pass, example_axis
         self.calls: list[Call] = []
         self.by_layer: dict[int, list[Call]] = {}
         self.num_examples, self.disabled, self.doubt = 0, Depth(), None
         self._recording, self._thread, self._handles = False, threading.get_ident(), list[Any]()
-        self.see: Consumer | None = None
         self._waiting: dict[int, int] | None = None  # while a vector is sent: gradients that each layer waits for
-        params = {key: p for layer in layers for key, p in layer.params.items()}
+        if params is None:
+            params = {key: p for layer in layers for key, p in layer.params.items()}
         functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
         self._functions = {(u.function, u.keys.get("weight"), u.keys.get("bias")): (i, u) for i, u in functions}
         read = {key: params[key] for _, use in functions for key in use.keys.values()}
         self._params, self._views = params, ParameterViews(read)
+        self.reads = frozenset((use.name, *use.keys.items()) for layer in layers for use in layer.uses)
         self._mode = FunctionCalls(self._function_call) if functions else nullcontext()
         self._inside: list[set[str]] = []  # what the modules that run answer for: functions in them don't count
 
@@ -139,7 +146,7 @@ class Recorder:
         for call in self.calls:
             for output in call.outputs:
                 output.edge = None
-        self.calls, self.by_layer, self._waiting, self.see = [], {}, None, None
+        self.calls, self.by_layer, self._waiting = [], {}, None
         self.kinds, self.dtypes, self.numbers = set[Any](), set[torch.dtype](), 0
 
     # ------------------------------------------------------------------------------------------------------- hooks
@@ -170,7 +177,7 @@ class Recorder:
             if holder._parameters.get(name) is not p:
                 return None
         try:
-            return self._note([(index, use, use.rule)], (args, kwargs), out, self._axes.get(use.name, 0))
+            return self._note([(index, use, use.rule)], (args, kwargs), out, self.example_axis.get(use.name, 0))
         except Exception as error:
             self._failed(use, error)
 
@@ -184,7 +191,7 @@ class Recorder:
             if found := self._uses_of(product):
                 # Inside attention examples are on axis 1, or on an axis with positions.
                 fold = None if examples is None or product.input.ndim == 3 else examples
-                axis = self._axes.get(found[0][1].name, 0) if examples is None else 1
+                axis = self.example_axis.get(found[0][1].name, 0) if examples is None else 1
                 try:
                     made = self._note(found, ((product.input,), {}), out, axis, fold)
                     return out if made is None else made
@@ -384,7 +391,7 @@ class Recorder:
                     waiting[call.layer] += len(call.outputs)
                 try:
                     if sources:
-                        gradients_of(outputs, sources, self._in_range(vector, outputs), keep or left < 0)
+                        gradients_of(outputs, sources, self._sent(vector, outputs), keep or left < 0)
                 finally:
                     self._waiting = None
                 for index, missing in waiting.items():
@@ -410,13 +417,20 @@ class Recorder:
             above[node] = found
         return [edge for edge in edges if above.get(edge.node) is False]
 
-    def _in_range(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Vectors from outputs on: in float16, times a power of two that leaves room on both sides."""
+    def _sent(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        sent, self._power = self.in_range(vectors, outputs)
+        return sent
+
+    def in_range(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], float]:
+        """Vectors from outputs on, and a power of two that they are multiplied by.
+
+        It is 1 but for float16, where it leaves room on both sides.
+        """
         if torch.float16 not in self.dtypes.union([f.dtype for f in outputs]):
-            return vectors
+            return vectors, 1.0
         largest = max(float(v.detach().abs().amax()) for v in vectors)
-        self._power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
-        return [(v * self._power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)]
+        power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+        return [(v * power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)], power
 
     def _arrive(self, number: int, place: int, g: Tensor) -> None:
         """The hook of one output tensor of a call."""
@@ -434,7 +448,7 @@ class Recorder:
         """
         places = [(call, output) for call in self.calls for output in call.outputs]
         options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-        edges, sent = [output.edge for _, output in places], self._in_range(vectors, outputs)
+        edges, sent = [output.edge for _, output in places], self._sent(vectors, outputs)
         try:
             with self._mode, quiet():
                 arrived = torch.autograd.grad(outputs, edges, sent, **options) if places else ()
@@ -465,8 +479,6 @@ class Recorder:
         self.disabled.depth += 1
         try:
             with plain_mode(layer.device.type):
-                if self.see is not None:
-                    self.see(batch)
                 self._consume(batch)
         finally:
             self.disabled.depth -= 1

@@ -67,6 +67,7 @@ class Checked:
         seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
         batches: How many batches there were.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
+        reads: How functions read parameters, outside of modules with rules; None before they were looked for.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         errors: Layer name to the relative difference that was last seen.
@@ -76,6 +77,7 @@ class Checked:
     seen: set[Any] = field(default_factory=set)
     batches: int = 0
     said: set[str] = field(default_factory=set)
+    reads: FoundReads | None = None
     shift: bool | None = None
     batch_norm: bool = True
     modes: set[tuple[bool, ...]] = field(default_factory=set)
@@ -116,10 +118,11 @@ class EmpiricalRisk(ModelParameters):
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
-        check: Whether three examples of a batch are run one by one and compared with the batch: their outputs, and
-            gradients by layer rules and by plain autograd. True does so in the first batch, in each that calls other
-            layers, and with one example in batches 4, 16, 64, ...; "every" in all. Also whether two evaluations have to
-            agree, and whether a loss that the model computes from `labels` is compared with this one.
+        check: Whether three examples of a batch are run and recorded by themselves. Compared are their outputs with
+            those in the batch, and gradients by layer rules with plain autograd's, for a random vector at all outputs.
+            True does so in the first batch, in each that calls other layers, and in batches 4, 16, 64, ...; "every" in
+            all. Also whether two evaluations have to agree, and whether a loss that the model computes from `labels`
+            is compared with this one.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
             with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
             `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
@@ -207,8 +210,6 @@ class EmpiricalRisk(ModelParameters):
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
         self.checked = Checked()
-        #: How functions read parameters, outside of modules with rules; None before they were looked for.
-        self.reads: FoundReads | None = None
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
@@ -218,8 +219,17 @@ class EmpiricalRisk(ModelParameters):
         """
         check_data(data)
         other = copy(self)
-        other.data, other.checked = data, Checked()
+        other.data, other.checked = data, Checked(reads=self.reads)
         return other
+
+    @property
+    def reads(self) -> FoundReads | None:
+        """How functions read parameters: what was found and what was checked are shared by copies of the risk."""
+        return self.checked.reads
+
+    @reads.setter
+    def reads(self, reads: FoundReads | None) -> None:
+        self.checked.reads = reads
 
     def for_vectors(self, vectors: Vectors) -> EmpiricalRisk:
         """The risk with all that vectors need of its losses: of any loss there are gradients of each example."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.check import look_at
+from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.losses import LossWeights, Terms, Totals, loss_weights
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
@@ -114,22 +114,18 @@ class RecordedPasses:
             terms = risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch, values)
         draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples), risk.device)
         totals = terms.totals
+        check_batch(risk, recorder, batch, fs, self.repeatable)
         recorder.begin(consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight)
-        look = look_at(risk, recorder, batch, fs, self.repeatable)
         totals.called = {*recorder.by_layer}
         if vectors.backward:
             factors = self.weights.factors(totals, vectors.of_loss)
             groups = vector_groups(risk, vectors, fs, terms, class_axes, draws, factors)
             for left, (read, number, sent) in enumerate(groups, 1 - len(groups)):
-                heads, sent = [fs[k] for k in read], sent if look is None else look.expect(read, sent)
+                heads = [fs[k] for k in read]
                 at_once = 1 if number == 1 else _vectors_at_once(recorder, number)
                 recorder.send(heads, sent, number, at_once, keep_graph or left < 0)
-                if look is not None:
-                    look.compare()
         else:
             recorder.show_inputs()
-        if look is not None:
-            look.finish()
         totals.reached = recorder.reached
         return totals
 
