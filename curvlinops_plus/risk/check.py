@@ -83,8 +83,8 @@ def check_batch(
     if untracked := [name for name, norm in norms.items() if norm.running_mean is None]:
         _warn_once(
             risk,
-            f"{untracked} are batch norm without running statistics: the examples of a batch depend on each other, and "
-            "their gradients can't be compared with autograd's.",
+            f"{untracked} are batch norm in training mode without running statistics: the examples of a batch depend "
+            "on each other, and gradients of layers are not compared with autograd's.",
         )
         return
     if _Check(risk, recorder, batch, outputs, repeatable, list(norms.values())).passes():
@@ -222,7 +222,7 @@ class _Check:
             raise _random(self.risk, away)
         if refusal := small.refusal_of_one_row("the model does more with it than broadcast it"):
             raise refusal
-        with torch.no_grad():
+        with torch.no_grad(), small.disabled:
             again = self.risk.run(self.batch)[0]
         if different := self._difference(again, self.outputs):
             raise _random(self.risk, different)
