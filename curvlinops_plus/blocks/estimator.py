@@ -18,7 +18,7 @@ from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.state import about, checked, difference, plain, plan_of, take_state
 from curvlinops_plus.blocks.sweeps import decompose_factors
-from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError, level_of_user
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
@@ -45,6 +45,10 @@ class CurvatureEstimator:
     later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors
     and transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that
     need several sweeps over the same data are refused.
+
+    If the self-check finds in a later batch that the gradients of a layer can't be told, a warning names it, nothing
+    more is added to it, and its block is the identity from the next `refresh` on: `inverse()` leaves its gradient as it
+    is, divided by one plus the damping.
 
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.
@@ -187,7 +191,10 @@ class CurvatureEstimator:
     def _passes(self, own_pass: bool = True) -> RecordedPasses:
         """Passes in which layers are recorded."""
         layers = [entry.layer for entry in self._blank.plan]
-        return RecordedPasses(self.risk, layers, self.vectors, self._weights, own_pass, repeatable=False)
+        ignored = self._sums.withdrawn
+        return RecordedPasses(
+            self.risk, layers, self.vectors, self._weights, own_pass, repeatable=False, ignored=ignored
+        )
 
     def _add_by_own_pass(self, batch: Batch, decay: float | None, error: OutsideReads | None = None) -> None:
         """Add a batch by a pass of our own; an error says what is wrong with the layers."""
@@ -196,10 +203,8 @@ class CurvatureEstimator:
         self.risk.renew()
         while True:
             if error is not None and self.updates:
-                raise UnsupportedError(
-                    f"{error} In earlier batches it was not so: their statistics are of other layers."
-                ) from error
-            if error is not None or (batch.num_examples and self._looks_first):  # which changes the layers
+                self._withdraw(error)
+            elif error is not None or (batch.num_examples and self._looks_first):  # which changes the layers
                 if batch.num_examples:
                     self._blank.learn_reads(batch, error)  # raises it again if it finds no more than was known
                 else:  # other processes have them, and tell what they find
@@ -219,6 +224,19 @@ class CurvatureEstimator:
                 return self._add(show, decay)
             except OutsideReads as found:
                 error = found
+
+    def _withdraw(self, error: OutsideReads) -> None:
+        """Add nothing more to layers of which a batch shows, after others, that their statistics are not right."""
+        layers = [layer for layer in self._sums.layers if not layer.params.keys().isdisjoint(error.keys)]
+        if self._sums.withdrawn.issuperset(layers):
+            raise UnsupportedError(str(error)) from error
+        self._sums.withdrawn.update(layers)
+        warnings.warn(
+            f"{error} In earlier batches it was not so. From now on the gradients of "
+            f"{[layer.name for layer in layers]} are taken as they are, without preconditioner.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
 
     def _add(self, show: Show, decay: float | None = None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
@@ -285,6 +303,7 @@ class CurvatureEstimator:
             if processes.world > 1:
                 self._agree_on_reads()
                 self.enter(set[int]().union(*processes.gather(self.called_in_step)))
+                self._agree_on_withdrawn()
                 told = processes.gather((self.updates, [totals.steps for totals in self._sums.totals.values()]))
                 if len({str(weights) for updates, weights in told if updates}) > 1:
                     raise ProcessError(
@@ -309,6 +328,12 @@ class CurvatureEstimator:
                 )
             self._sums = Sums(self.plan, self._scale)
 
+    def _agree_on_withdrawn(self) -> None:
+        """Withdraw the layers that other processes have withdrawn. Collective."""
+        sums = self._sums
+        mine = {k for k, layer in enumerate(sums.layers) if layer in sums.withdrawn}
+        sums.withdrawn = {sums.layers[k] for k in mine.union(*self.risk.processes.gather(mine))}
+
     # ------------------------------------------------------------------------------------------------------- reading
     @property
     def operator(self) -> BlockwiseLinearOperator:
@@ -326,6 +351,11 @@ class CurvatureEstimator:
         """Names of the layers that no batch has called yet."""
         called = set(self._sums.called)
         return [layer.name for layer in self._sums.layers if layer not in called]
+
+    @property
+    def withdrawn(self) -> list[str]:
+        """Names of the layers whose statistics a later batch has shown to be wrong; their blocks are identities."""
+        return [layer.name for layer in self._sums.layers if layer in self._sums.withdrawn]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.

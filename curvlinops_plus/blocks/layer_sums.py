@@ -20,10 +20,10 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.sweeps import Stage, add_over_processes, costs_of, decompose_together
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg import Diagonal, LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import side_by_side
-from curvlinops_plus.risk import Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,12 +49,14 @@ class Sums:
         step: The totals of the step that batches are added to.
         decay: What layers that it calls are multiplied with.
         entered: The indices of these.
+        withdrawn: Layers to which nothing is added any more; their blocks are identities.
     """
 
     def __init__(self, plan: Sequence[LayerPlan], scale: LossScale) -> None:
         self.layers = [entry.layer for entry in plan]
         self.stages: dict[Layer, list[Stage]] = {entry.layer: [entry.accumulators(scale)] for entry in plan}
         self.device = self.layers[0].device.type
+        self.withdrawn: set[Layer] = set()
         self._forget()
 
     def _forget(self) -> None:
@@ -70,6 +72,7 @@ class Sums:
             for layer, stages in self.stages.items()
         }
         other.totals, other.entered, other.step = dict(self.totals), set(self.entered), _joined(Totals(), self.step)
+        other.withdrawn = set(self.withdrawn)
         return other
 
     def copied(self) -> Self:
@@ -130,7 +133,8 @@ class Sums:
     @property
     def waiting(self) -> set[Layer]:
         """The layers that need one more stage."""
-        return {layer for layer, own in self.stages.items() if any(a.sweeps > 1 for a in own[-1].values())}
+        several = {layer for layer, own in self.stages.items() if any(a.sweeps > 1 for a in own[-1].values())}
+        return several - self.withdrawn
 
     def _following(self, layer: Layer, number: int = 0) -> Stage:
         """The stage of a layer that follows from that of this number, without sums.
@@ -224,6 +228,7 @@ class Sums:
         pairs = zip(mine.totals.items(), theirs.totals.values(), strict=True)
         mine.totals = {layer: _joined(one, two) for (layer, one), two in pairs}
         mine.step = _joined(mine.step, theirs.step)
+        mine.withdrawn |= {mine.layers[other.layers.index(layer)] for layer in other.withdrawn}
         with plain_mode(self.device):
             mine._take(theirs)
         return mine
@@ -231,8 +236,9 @@ class Sums:
     # -------------------------------------------------------------------------------------------------------- reading
     @property
     def called(self) -> list[Layer]:
-        """The layers that a batch has called, in the order of the plan."""
-        return [layer for k, layer in enumerate(self.layers) if k in self.totals[layer].called]
+        """The layers that a batch has called, or that are withdrawn, in the order of the plan."""
+        totals, withdrawn = self.totals, self.withdrawn
+        return [layer for k, layer in enumerate(self.layers) if k in totals[layer].called or layer in withdrawn]
 
     @property
     def begins(self) -> bool:
@@ -243,6 +249,9 @@ class Sums:
         """Block name to operator, of all layers that were called."""
         blocks: dict[str, LinearOperator] = {}
         for layer in self.called:
+            if layer in self.withdrawn:
+                blocks |= {group.name: _identity(layer, group) for group in layer.groups}
+                continue
             for name, accumulator in self._of(layer, -1).items():
                 result = accumulator.finish()
                 if isinstance(result, Accumulator):
@@ -332,7 +341,9 @@ class Sums:
             }
             for layer in self.called
         }
-        return {"layers": layers, "step": _plain(self.step), "decay": self.decay, "entered": sorted(self.entered)}
+        withdrawn = [k for k, layer in enumerate(self.layers) if layer in self.withdrawn]
+        step = {"step": _plain(self.step), "decay": self.decay, "entered": sorted(self.entered)}
+        return {"layers": layers, **step, "withdrawn": withdrawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; these have no sums yet."""
@@ -345,6 +356,7 @@ class Sums:
                 for name, accumulator in self.stages[layer][number].items():
                     accumulator.load_state_dict(stage[name])
         self.step, self.decay, self.entered = _totals(state["step"]), state["decay"], set(state["entered"])
+        self.withdrawn = {self.layers[k] for k in state.get("withdrawn", ())}  # earlier versions withdrew none
 
 
 def _in_basis(stage: Stage, before: Stage | None) -> Stage:
@@ -354,6 +366,12 @@ def _in_basis(stage: Stage, before: Stage | None) -> Stage:
         if before is not None and before[name].sums:
             accumulator.change_basis(before[name])
     return found
+
+
+def _identity(layer: Layer, group: Group) -> LinearOperator:
+    """A block whose inverse leaves gradients as they are, up to the damping."""
+    size = sum(layer.params[key].numel() for key in group.keys)
+    return Diagonal(torch.ones(size, dtype=layer.accumulation_dtype, device=layer.device))
 
 
 def _joined(one: Totals, other: Totals, decay: float = 1.0, steps: float = 0.0) -> Totals:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from warnings import warn
 
@@ -185,7 +186,7 @@ class _Check:
     ) -> bool:
         """The same, at these tensors in place of the parameters."""
         main = self.recorder
-        small = Recorder(main.layers, main.example_axis, main.backward, params=params)
+        small = Recorder(main.layers, main.example_axis, main.backward, params=params, ignored=main.ignored)
         before = RandomState.now(self.risk.device) if self.repeatable else None
         with small:
             try:
@@ -208,9 +209,7 @@ class _Check:
             return not main.backward or self._compare_gradients(small, outputs, params)
 
     # ------------------------------------------------------------------------------------------ outputs, and what calls read
-    def _compare_outputs(
-        self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]
-    ) -> None:
+    def _compare_outputs(self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]) -> None:
         """Refuse examples whose outputs depend on the rest of the batch, and models that are random."""
         N = self.batch.num_examples
         at = torch.tensor(chosen, device=self.risk.device)
@@ -282,7 +281,7 @@ class _Check:
         self.factors = _factors(small.num_examples).to(self.risk.device)
         ours = self._by_rules(small, live, vectors)
         theirs = self._by_autograd(small, live, vectors, params)
-        layers = small.layers
+        layers = [layer for layer in small.layers if layer not in small.ignored]
         keys = [key for layer in layers for key in layer.params]
         doubles = any(layer.accumulation_dtype == torch.float64 for layer in layers)
         dtype = torch.float64 if doubles else torch.float32
@@ -297,6 +296,7 @@ class _Check:
         largest = max([size for size in sizes if math.isfinite(size)], default=0.0)
         scale = math.hypot(*numbers[2 * len(keys) :])
         all_told = True
+        wrong: list[tuple[Layer, float, float]] = []
         for layer, size in zip(layers, sizes, strict=True):
             away = math.hypot(*[away_of[key] for key in layer.params])
             tolerance = _tolerance(layer, small)
@@ -304,10 +304,11 @@ class _Check:
             # is not finite is refused with the statistic that it makes.
             floor = 0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
             if math.isfinite(away) and math.isfinite(size) and away > tolerance * size + floor:
-                norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
-                raise self._disagreement(small, layer, norm, size, away)
+                wrong.append((layer, size, away))
             self.risk.checked.errors[layer.name] = away / size if size > 0 else away
             all_told = all_told and not size <= floor
+        if wrong:
+            raise self._disagreement(small, wrong, ours)
         return all_told
 
     def _by_rules(self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -329,7 +330,7 @@ class _Check:
                 ) from error
 
         small.begin(add)
-        small.send(live, iter([tuple(vectors)]), 1, 1, True)
+        small.send_one(live, vectors)
         like = {key: p for layer in small.layers for key, p in layer.params.items()}
         return {key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p) for key, p in like.items()}
 
@@ -368,21 +369,29 @@ class _Check:
         return t * factors.view(-1, *[1] * (t.ndim - axis - 1))
 
     def _disagreement(
-        self, small: Recorder, layer: Layer, norm: float, size: float, away: float
+        self, small: Recorder, wrong: Sequence[tuple[Layer, float, float]], ours: dict[str, Tensor]
     ) -> OutsideReads:
-        """The error about a layer whose gradients by rule and by autograd differ."""
+        """The error about layers whose gradients by rule and by autograd differ.
+
+        Args:
+            wrong: Each with the norm by autograd, and that of the difference.
+        """
+        (layer, size, away), *others = wrong
+        norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
         called = layer in [small.layers[index] for index in small.by_layer]
         causes = _CAUSES if called else "The layer was not called, so something else reads the parameters."
         turned_off = "EmpiricalRisk(..., check=False)" if self.repeatable else "KFACOptimizer(..., check=False)"
+        also = f" So do those of {[other.name for other, *_ in others]}." if others else ""
         return OutsideReads(
             f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
             f"{small.num_examples} of {self.batch.num_examples} examples have norm {norm:.4g} by the layer's rule and "
-            f"{size:.4g} by autograd, and differ by {away:.2g}. {causes} Leave them out of `params`, or restructure "
+            f"{size:.4g} by autograd, and differ by {away:.2g}.{also} {causes} Leave them out of `params`, or restructure "
             f"that part of the model. {turned_off} continues without this check; results may be wrong.",
-            layer.params,
+            [key for wrong_layer, *_ in wrong for key in wrong_layer.params],
         )
 
 
+@lru_cache(64)
 def _factors(number: int) -> Tensor:
     """A power of two for each example, as different as their number allows."""
     exponents = torch.arange(number) % 4 - 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -66,6 +66,7 @@ class Recorder:
         own_pass: Whether the passes are made for recording. In those of others nothing is changed that shows: where
             recording would raise, or expand one row for all examples to one for each, the rest is left alone.
         params: What the modules have in place of the layers' parameters while they run, by key; default: these.
+        ignored: Layers whose calls are not recorded.
 
     Attributes:
         calls: What was recorded in the last forward pass.
@@ -89,8 +90,11 @@ class Recorder:
         backward: bool,
         own_pass: bool = True,
         params: Mapping[str, Tensor] | None = None,
+        ignored: Collection[Layer] = (),
     ) -> None:
         self.layers, self.backward, self.own_pass, self.example_axis = layers, backward, own_pass, example_axis
+        self.ignored = ignored
+        self._uses = [(i, use) for i, layer in enumerate(layers) if layer not in ignored for use in layer.uses]
         self.calls: list[Call] = []
         self.by_layer: dict[int, list[Call]] = {}
         self.num_examples, self.disabled, self.doubt = 0, Depth(), None
@@ -98,25 +102,24 @@ class Recorder:
         self._waiting: dict[int, int] | None = None  # while a vector is sent: gradients that each layer waits for
         if params is None:
             params = {key: p for layer in layers for key, p in layer.params.items()}
-        functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
+        functions = [(i, use) for i, use in self._uses if use.function is not None]
         self._functions = {(u.function, u.keys.get("weight"), u.keys.get("bias")): (i, u) for i, u in functions}
         read = {key: params[key] for _, use in functions for key in use.keys.values()}
         self._params, self._views = params, ParameterViews(read)
-        self.reads = frozenset((use.name, *use.keys.items()) for layer in layers for use in layer.uses)
+        self.reads = frozenset((use.name, *use.keys.items()) for _, use in self._uses)
         self._mode = FunctionCalls(self._function_call) if functions else nullcontext()
         self._inside: list[set[str]] = []  # what the modules that run answer for: functions in them don't count
 
     def __enter__(self) -> Recorder:
         read = {key for _, use in self._functions.values() for key in use.keys.values()}
-        for index, layer in enumerate(self.layers):
-            for use in layer.uses:
-                if use.function is None:
-                    own = [(module, name, self._params[key]) for module, name, key in use.places(use.module)]
-                    if shared := read & {*use.keys.values()}:
-                        enter = Uncopied(self._enter, own, shared)
-                        self._handles.append(use.module.register_forward_pre_hook(enter))
-                    hook = Uncopied(self._module_call, index, use, own, bool(shared))
-                    self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        for index, use in self._uses:
+            if use.function is None:
+                own = [(module, name, self._params[key]) for module, name, key in use.places(use.module)]
+                if shared := read & {*use.keys.values()}:
+                    enter = Uncopied(self._enter, own, shared)
+                    self._handles.append(use.module.register_forward_pre_hook(enter))
+                hook = Uncopied(self._module_call, index, use, own, bool(shared))
+                self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -446,22 +449,36 @@ class Recorder:
         """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
         times V. Returns False where an operation can't be vectorised.
         """
-        places = [(call, output) for call in self.calls for output in call.outputs]
         options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-        edges, sent = [output.edge for _, output in places], self._sent(vectors, outputs)
+        edges, sent = self._edges(), self._sent(vectors, outputs)
         try:
             with self._mode, quiet():
-                arrived = torch.autograd.grad(outputs, edges, sent, **options) if places else ()
+                arrived = torch.autograd.grad(outputs, edges, sent, **options) if edges else ()
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again
             return False
+        self._show_all(arrived, len(vectors[0]))
+        return True
+
+    def send_one(self, outputs: Sequence[Tensor], vector: Sequence[Tensor]) -> None:
+        """Send one vector back and keep the graph. Gradients of all calls are there at once: for small batches."""
+        edges, sent = self._edges(), self._sent(vector, outputs)
+        with self._mode:
+            arrived = gradients_of(outputs, edges, sent, True) if edges else ()
+        self._show_all(arrived, 1)
+
+    def _edges(self) -> list[Any]:
+        return [output.edge for call in self.calls for output in call.outputs]
+
+    def _show_all(self, arrived: Sequence[Tensor | None], V: int) -> None:
+        """Pass on the batches of all layers, with gradients at `_edges`."""
+        places = ((call, output) for call in self.calls for output in call.outputs)
         for (call, output), g in zip(places, arrived, strict=True):
             output.grad = g
             if g is not None:
                 self.reached.add(call.layer)
         for index in self.by_layer:
-            self._show(index, len(vectors[0]))
+            self._show(index, V)
         self._first = False
-        return True
 
     def _show(self, index: int, V: int = 1) -> None:
         """Pass one layer's batch to the consumer, which may run modules again: those calls are not recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ class RecordedPasses:
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
             modes of PyTorch are set by whoever makes the passes otherwise.
         repeatable: Whether two evaluations of the model have to agree; they don't in training mode.
+        ignored: Layers whose calls are not recorded.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class RecordedPasses:
         weights: LossWeights,
         own_pass: bool = True,
         repeatable: bool = True,
+        ignored: Collection[Layer] = (),
     ) -> None:
         self.risk, self.vectors, self.weights, self.repeatable = risk, vectors, weights, repeatable
-        self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, own_pass)
+        axes = risk.options.example_axis or {}
+        self.recorder = Recorder(layers, axes, vectors.backward, own_pass, ignored=ignored)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

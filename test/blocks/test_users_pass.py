@@ -11,6 +11,7 @@ from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
+    CurvatureWarning,
     KFAC,
     CurvatureEstimator,
     DiagonalBlock,
@@ -101,19 +102,25 @@ def test_tables_for_all_examples(name: str, way: Any, axis: bool) -> None:
 
 
 def test_a_table_that_is_read_in_some_batches_only() -> None:
-    """What is added later can't be taken apart: it is refused by name, behind the user's pass."""
+    """What is added later can't be taken apart: the layer is named, and left without preconditioner."""
     torch.manual_seed(0)
     model = Table(TABLES["broadcast"]).double()
     running = estimator(model)
     for number in range(3):
         by_parts(running, batch(number))
     model.use = TABLES["sum"]
-    with pytest.raises(UnsupportedError, match=r"layer .table.*In earlier batches"):  # the fourth is looked at
+    with pytest.warns(
+        CurvatureWarning, match=r"layer .table.*So do those of \['made'\].*In earlier batches"
+    ):  # the fourth is looked at
         by_parts(running, batch(3))
-    assert running.updates == 3
+    assert running.updates == 4
+    assert running.withdrawn == ["table", "made"]
     assert not model.table._forward_hooks
-    model.use = TABLES["broadcast"]
     by_parts(running, batch(4))
+    K, size = running.operator, model.table.weight.numel()
+    close(K.blocks["table"].to_dense(), torch.eye(size).double())
+    model.use = TABLES["broadcast"]
+    assert [*K.blocks] == [*running.operator.blocks]
 
 
 def test_what_is_dropped_leaves_no_hooks() -> None:
