@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 from warnings import warn
 
 import torch
@@ -84,8 +83,8 @@ def check_batch(
     if untracked := [name for name, norm in norms.items() if norm.running_mean is None]:
         _warn_once(
             risk,
-            f"{untracked} are batch norm in training mode without running statistics: the examples of a batch depend "
-            "on each other, and gradients of layers are not compared with autograd's.",
+            f"{untracked} are batch norm in training mode: the examples of a batch depend on each other. Without "
+            "running statistics the gradients of layers can't be compared with autograd's.",
         )
         return
     if _Check(risk, recorder, batch, outputs, repeatable, list(norms.values())).passes():
@@ -208,7 +207,7 @@ class _Check:
             self._compare_kinds(small)
             return not main.backward or self._compare_gradients(small, outputs, params)
 
-    # ------------------------------------------------------------------------------------------ outputs, and what calls read
+    # -------------------------------------------------------------------------------------- outputs, and axes of inputs
     def _compare_outputs(self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]) -> None:
         """Refuse examples whose outputs depend on the rest of the batch, and models that are random."""
         N = self.batch.num_examples
@@ -262,7 +261,7 @@ class _Check:
                         layer.params,
                     )
 
-    # --------------------------------------------------------------------------------------------------------- gradients
+    # -------------------------------------------------------------------------------------------------------- gradients
     def _compare_gradients(self, small: Recorder, outputs: Sequence[Tensor], params: dict[str, Tensor]) -> bool:
         """Compare `Σ_n r_n J_nᵀ v_n` by the layers' rules and by autograd, for a random vector at all outputs.
 
@@ -272,12 +271,11 @@ class _Check:
         live = [f for f in outputs if f.requires_grad]
         if not live:
             return False
-        generator = torch.Generator(self.risk.device).manual_seed(2)
-        wide = [torch.promote_types(f.dtype, torch.float32) for f in live]
-        vectors = [
-            torch.randn(f.shape, generator=generator, device=f.device, dtype=dtype)
-            for f, dtype in zip(live, wide, strict=True)
-        ]
+        generator = torch.Generator().manual_seed(2)
+        vectors: list[Tensor] = []
+        for f in live:
+            dtype = torch.promote_types(f.dtype, torch.float32)
+            vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
         self.factors = _factors(small.num_examples).to(self.risk.device)
         ours = self._by_rules(small, live, vectors)
         theirs = self._by_autograd(small, live, vectors, params)
@@ -385,8 +383,8 @@ class _Check:
         return OutsideReads(
             f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
             f"{small.num_examples} of {self.batch.num_examples} examples have norm {norm:.4g} by the layer's rule and "
-            f"{size:.4g} by autograd, and differ by {away:.2g}.{also} {causes} Leave them out of `params`, or restructure "
-            f"that part of the model. {turned_off} continues without this check; results may be wrong.",
+            f"{size:.4g} by autograd, and differ by {away:.2g}.{also} {causes} Leave them out of `params`, or "
+            f"restructure that part of the model. {turned_off} continues without this check; results may be wrong.",
             [key for wrong_layer, *_ in wrong for key in wrong_layer.params],
         )
 

@@ -11,9 +11,9 @@ from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
-    CurvatureWarning,
     KFAC,
     CurvatureEstimator,
+    CurvatureWarning,
     DiagonalBlock,
     EmpiricalRisk,
     Exact,

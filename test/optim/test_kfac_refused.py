@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus import EKFAC, CurvatureWarning, UnsupportedError
+from curvlinops_plus import EKFAC, UnsupportedError
 from curvlinops_plus.optim import (
     KFACOptimizer,
     KFACPreconditioner,
