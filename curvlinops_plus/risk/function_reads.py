@@ -1,6 +1,6 @@
 """Functions that read parameters: which they are, and the layers to which their calls belong.
 
-Modules are known by their types; what a `forward` does with parameters is not. One forward pass on three examples shows
+Modules are known by their types; what a `forward` does with parameters is not. One forward pass on a few examples shows
 which functions read them. Products with a weight (`F.linear`, `x @ W.T`, `F.conv2d`, ...) and vectors that are added
 become uses of a layer as calls of a module are. A parameter that anything else reads keeps the rule of the module that
 holds it, if it has none of its own, or gets that of the innermost module around its readers; see `EnclosedRule`.
@@ -33,8 +33,9 @@ from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layer
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# A prime that hardly any other size of a tensor is a multiple of.
-_FEW = 3
+# Numbers of examples, of which one is chosen that divides no size in the model. That it is a prime counts: then it
+# divides no product of such sizes either, as axes have that the model puts together.
+_FEW = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 # ------------------------------------------------------------------------------------------------------ seeing calls
@@ -148,7 +149,7 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     Args:
         separate_weight_and_bias: Give every parameter its own block.
 
-    Cost: once per risk, and only with such modules, a forward pass on three examples.
+    Cost: once per risk, and only with such modules, a forward pass on a few examples.
     """
     with risk.placed():
         uses = find_uses(risk.model, risk.params)
@@ -253,6 +254,21 @@ def find_functions(
     return FoundReads(tuple((function, keys) for (function, *_), keys in products.items()), enclosing, tried)
 
 
+def _few(model: nn.Module, batch: Batch) -> Batch | None:
+    """Some examples of a batch, whose number says of most axes whether they carry examples; None for all.
+
+    The number divides no size of parameters and buffers, and none behind the examples in the input; if the batch is
+    too small for that, it divides as few of them as possible.
+    """
+    tensors = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
+    sizes = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
+    sizes |= {n for t in tensors for n in t.shape if n != batch.num_examples}
+    numbers = [number for number in _FEW if number <= batch.num_examples]
+    if not numbers:
+        return None
+    return take_examples(batch, range(min(numbers, key=lambda number: sum(n % number == 0 for n in sizes))))
+
+
 @dataclass(eq=False)
 class _Frame:
     """A call of a module.
@@ -283,9 +299,10 @@ class _Read:
 
 
 class DryPass:
-    """A forward pass on three examples, and what reads parameters in it.
+    """A forward pass on a few examples, and what reads parameters in it.
 
-    If the input can't be cut, or the model fails on the part, all examples are taken.
+    If the input can't be cut, or the model fails on the part, all examples are taken. What has as many rows as there
+    are examples, or a multiple of them, is taken for rows of examples; so their number is chosen by `_few`.
 
     Args:
         uses: The modules that hold parameters.
@@ -297,7 +314,7 @@ class DryPass:
     def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
         self.risk, self.uses = risk, uses
         self._of_attention = {key for use in uses if use.function is not None for key in use.keys.values()}
-        few = take_examples(batch, range(_FEW)) if batch.num_examples > _FEW else None
+        few = _few(risk.model, batch)
         try:
             self._run(few or batch)
         except Exception:
