@@ -48,7 +48,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
-from curvlinops_plus.risk.function_reads import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.function_reads import describe_reads, extent, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.risk.record import OutsideReads
@@ -224,7 +224,7 @@ class BlockwiseLinearOperator(Deferred):
         """Take over what processes know of functions that read parameters; some may have no examples. Collective."""
         own = describe_reads(self.risk.reads)
         found = [one for one in self.risk.processes.gather(own) if one is not None]
-        most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
+        most = max(found, key=extent, default=None)
         if difference(most, own):
             self.risk.reads = rebuild_reads(self.risk, most)
             self.renew_plan()

@@ -29,6 +29,11 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.random_state import RandomState
 
+
+class RerunError(UnsupportedError):
+    """A module can't be run again with one example; a module around it may be."""
+
+
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
 
@@ -164,20 +169,23 @@ class Call:
                 found = in_chunks(self.one_by_one, g, sizes)
                 if random == RandomState.now(g[0].device):
                     return found
-                raise self.refused("It draws random numbers (dropout in training mode?): call `model.eval()`.")
+                why = "It draws random numbers (dropout in training mode?): call `model.eval()`."
+                raise UnsupportedError(self.refusal(why))  # as do all modules around it
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
-            except (TypeError, RuntimeError) as error:
-                raise self.refused(
-                    f"It raised {type(error).__name__}: {error}. Does it read what its last call left (a cache: "
-                    "use_cache=False), or the number of examples?"
+            except Exception as error:  # of any code of the user's
+                raise RerunError(
+                    self.refusal(
+                        f"It raised {type(error).__name__}: {error}. Does it read what its last call left (a cache: "
+                        "use_cache=False), or the number of examples?"
+                    )
                 ) from error
             finally:
                 random.restore()
 
-    def refused(self, why: str) -> UnsupportedError:
-        """The error of a module that can't be run again."""
-        return UnsupportedError(
+    def refusal(self, why: str) -> str:
+        """What to say of a module that can't be run again."""
+        return (
             f"{type(self.module).__name__} can't be run again with one example of the batch, which gives the example's "
             f"gradients of {list(self.params)}. {why} Write a rule for it (@register_rule), or leave these out of "
             "`params`."
@@ -209,10 +217,12 @@ class Call:
         if [t.numel() for t in found] != [shape.numel() for shape in shapes] or any(
             axis and (t.ndim <= axis or t.shape[axis] != 1) for t, axis in zip(found, axes)
         ):
-            raise self.refused(
-                f"It returned a {type(out).__name__} with floating-point tensors of shapes "
-                f"{[list(t.shape) for t in found]}, and its output gradients have {[list(shape) for shape in shapes]} "
-                f"for one example, which is to be on axis {axes} of them."
+            shown, expected = [list(t.shape) for t in found], [list(shape) for shape in shapes]
+            raise RerunError(
+                self.refusal(
+                    f"It returned a {type(out).__name__} with floating-point tensors of shapes {shown}, and its output "
+                    f"gradients have {expected} for one example, which is to be on axis {axes} of them."
+                )
             )
         return [(t.squeeze(a) if a else t).reshape(shape) for t, a, shape in zip(found, axes, shapes, strict=True)]
 

@@ -1,6 +1,6 @@
 """Functions that read parameters: which they are, and the layers to which their calls belong.
 
-Modules are known by their types; what a `forward` does with parameters is not. One forward pass on three examples shows
+Modules are known by their types; what a `forward` does with parameters is not. One forward pass on a few examples shows
 which functions read them. Products with a weight (`F.linear`, `x @ W.T`, `F.conv2d`, ...) and vectors that are added
 become uses of a layer as calls of a module are. A parameter that anything else reads keeps the rule of the module that
 holds it, if it has none of its own, or gets that of the innermost module around its readers; see `EnclosedRule`.
@@ -33,8 +33,9 @@ from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layer
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# A prime that hardly any other size of a tensor is a multiple of.
-_FEW = 3
+# Numbers of examples, of which one is chosen that divides no size in the model. That it is a prime counts: then it
+# divides no product of such sizes either, as axes have that the model puts together.
+_FEW = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
 # ------------------------------------------------------------------------------------------------------ seeing calls
@@ -148,7 +149,7 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     Args:
         separate_weight_and_bias: Give every parameter its own block.
 
-    Cost: once per risk, and only with such modules, a forward pass on three examples.
+    Cost: once per risk, and only with such modules, a forward pass on a few examples.
     """
     with risk.placed():
         uses = find_uses(risk.model, risk.params)
@@ -169,30 +170,51 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
         error: What recording said of a parameter that is read outside of its layer. It is raised again if what is found
             does not explain it.
     """
-    before, keys = risk.reads, {*getattr(error, "keys", ())}
-    known = {} if before is None else before.enclosing
-    # First how functions read parameters; then the module around a layer of which recorded calls don't tell enough.
-    attempts = ([set[str]()] if before is None else []) + ([keys] if keys - known.keys() else [])
+    before, failed = risk.reads, {*getattr(error, "keys", ())}
+    known = FoundReads() if before is None else before
+    # First how functions read parameters; then the module around a layer of which recorded calls don't tell enough,
+    # each time one module further, up to the model.
+    attempts = ([set[str]()] if before is None else []) + ([failed] if failed else [])
     if attempts:
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
             batch = next(risk.batches("functions"), None) if batch is None else batch
             if batch is None:  # other processes have examples, and tell what they find
                 return
-            for enclosed in attempts:
-                risk.reads = find_functions(risk, batch, {*enclosed, *known})
-                if risk.reads.enclosing.keys() - known.keys() or (before is None and risk.reads.products):
+            for keys in attempts:
+                risk.reads = find_functions(risk, batch, keys, known)
+                if risk.reads.enclosing != known.enclosing or (before is None and risk.reads.products):
                     return
     if error is not None:
-        raise UnsupportedError(str(error)) from error
+        raise UnsupportedError(f"{error}{_tried(risk, known, failed)}") from error
 
 
-def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] = ()) -> FoundReads:
+def _tried(risk: EmpiricalRisk, known: FoundReads, failed: Collection[str]) -> str:
+    """What to say of modules that were run again for single examples, in vain; the last one is the widest."""
+    names = list[str]()
+    for key in risk.params:
+        if key in failed and key in known.enclosing:
+            names += [*known.failed.get(key, ()), known.enclosing[key]]
+    if not names:
+        return ""
+    modules = [f"{name!r}" if name else "the model itself" for name in dict.fromkeys(names)]
+    return (
+        f" Running {', then '.join(modules)} again for each example did not help, and there is no module further out "
+        "in which examples are told apart."
+    )
+
+
+def find_functions(
+    risk: EmpiricalRisk, batch: Batch, failed: Collection[str] = (), known: FoundReads | None = None
+) -> FoundReads:
     """How functions read parameters outside of modules with rules, from one batch.
 
     Args:
-        enclosed: Keys of parameters for which neither the rules of their own modules nor products will do.
+        failed: Keys of parameters whose gradients are wrong by what is known: the next module around gives them.
+        known: What was found before. A parameter that a module encloses gets no smaller one.
     """
+    known = FoundReads() if known is None else known
+    enclosed = {*failed, *known.enclosing}
     uses = find_uses(risk.model, risk.params)
     reads = DryPass(risk, uses, batch).reads
     outside = {key: [read for read in found if not read.answered] for key, found in reads.items()}
@@ -206,7 +228,8 @@ def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] 
         if keys:
             function = function if "weight" in keys else BIAS
             products.setdefault((function, *keys.items()), keys)
-    enclosing, modules = {}, dict(risk.model.named_modules())
+    enclosing, modules = dict[str, str](), dict(risk.model.named_modules())
+    by_product = {key for _, keys in known.products for key in keys.values()}
     for key in [key for key in risk.params if key in taken]:  # sets have another order in other processes
         common = takewhile(
             lambda frames: len({frame.name for frame in frames}) == 1, zip(*[read.frames for read in reads[key]])
@@ -216,9 +239,34 @@ def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] 
         if key not in enclosed and not holders.isdisjoint(names):
             continue  # its own module sees all of it
         around = [name for name in names if any(p is risk.params[key] for p in modules[name].parameters())]
-        if around := [name for name in around if key not in enclosed or name not in holders or name == ""]:
+        before = known.enclosing.get(key)
+        if before in around:
+            around = around[: around.index(before) + (key not in failed)]
+        elif before is None and key in failed and key not in by_product:  # what holds it has been run again
+            around = [name for name in around if name not in holders or name == ""]
+        if around:
             enclosing[key] = around[-1]
-    return FoundReads(tuple((function, keys) for (function, *_), keys in products.items()), enclosing)
+        elif before is not None:
+            enclosing[key] = before
+    tried = dict(known.failed)
+    for key, before in known.enclosing.items():
+        tried[key] = (*tried.get(key, ()), *([before] if enclosing.get(key) != before else []))
+    return FoundReads(tuple((function, keys) for (function, *_), keys in products.items()), enclosing, tried)
+
+
+def _few(model: nn.Module, batch: Batch) -> Batch | None:
+    """Some examples of a batch, whose number says of most axes whether they carry examples; None for all.
+
+    The number divides no size of parameters and buffers, and none behind the examples in the input; if the batch is
+    too small for that, it divides as few of them as possible.
+    """
+    tensors = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
+    sizes = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
+    sizes |= {n for t in tensors for n in t.shape if n != batch.num_examples}
+    numbers = [number for number in _FEW if number <= batch.num_examples]
+    if not numbers:
+        return None
+    return take_examples(batch, range(min(numbers, key=lambda number: sum(n % number == 0 for n in sizes))))
 
 
 @dataclass(eq=False)
@@ -251,9 +299,10 @@ class _Read:
 
 
 class DryPass:
-    """A forward pass on three examples, and what reads parameters in it.
+    """A forward pass on a few examples, and what reads parameters in it.
 
-    If the input can't be cut, or the model fails on the part, all examples are taken.
+    If the input can't be cut, or the model fails on the part, all examples are taken. What has as many rows as there
+    are examples, or a multiple of them, is taken for rows of examples; so their number is chosen by `_few`.
 
     Args:
         uses: The modules that hold parameters.
@@ -265,7 +314,7 @@ class DryPass:
     def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
         self.risk, self.uses = risk, uses
         self._of_attention = {key for use in uses if use.function is not None for key in use.keys.values()}
-        few = take_examples(batch, range(_FEW)) if batch.num_examples > _FEW else None
+        few = _few(risk.model, batch)
         try:
             self._run(few or batch)
         except Exception:
@@ -363,6 +412,12 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
         for function, keys in reads.products
     ]
     return {"products": products, "enclosing": dict(reads.enclosing)}
+
+
+def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
+    """How far somebody has looked who describes reads so: the more parameters are enclosed, in the larger modules."""
+    depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
+    return len(depths), -sum(depths), len(described["products"])
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:

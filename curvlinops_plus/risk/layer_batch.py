@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
+from curvlinops_plus.layer.replay import RerunError
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.risk.layers import Call, Group, Layer, Role, title
+from curvlinops_plus.risk.layers import Call, Group, Layer, OutsideReads, Role, title
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
 _PIECE_BYTES = 2**26
@@ -476,6 +477,8 @@ class LayerBatch:
                 return rule.split(module, outer_products(g, self._inputs[k]), g)
             g = [rule.masked(t, self.mask) for t in g] if isinstance(g, list) else rule.masked(g, self.mask)
             return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+        except RerunError as error:
+            raise OutsideReads(f"{title(call.use.name)}: {error}", call.use.keys.values()) from error
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 

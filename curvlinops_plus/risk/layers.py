@@ -9,7 +9,7 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,12 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
 from curvlinops_plus.risk.parameters import common_dtype
+
+
+class OutsideReads(UnsupportedError):
+    """What a layer's calls show is not all that the model does with a parameter; `look_for_functions` finds the rest.
+
+    Args:
+        message: What to say if that does not help.
+        keys: Keys of parameters whose gradients only a module around their layer can tell apart by examples.
+    """
+
+    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
 
 
 @dataclass(eq=False)
@@ -159,11 +173,13 @@ class FoundReads:
         products: Functions that multiply with parameters, or add them, in addition to modules with rules of their own,
             and instead of modules without; each with the keys of "weight" and "bias".
         enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
-            name of the innermost module in which they all are.
+            name of the innermost module in which they all are, and that gives their gradients when it runs again.
+        failed: Keys of parameters, each with the names of modules that were run again before, and did not.
     """
 
     products: Sequence[tuple[Function, dict[str, str]]] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def _with_found(
@@ -400,7 +416,7 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
         if keys := _tracked(held, key_of, in_parts):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
-    return [use for use in uses if isinstance(use.rule, AffineRule) or not _alias(use, uses)]
+    return [read for use in uses if (read := _without_aliases(use, uses)).keys]
 
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:
@@ -409,11 +425,14 @@ def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: C
     return {local: key_of[at] for local, at in found if at in key_of and at not in without}
 
 
-def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
-    """Whether a container only holds names for parameters that modules inside it read (BERT's `predictions.bias`).
+def _without_aliases(use: ModuleUse, uses: list[ModuleUse]) -> ModuleUse:
+    """A container without parameters that affine modules inside read: it only holds names (BERT's `predictions.bias`).
 
     Should it read them too, recording finds one reader more than calls, and says so.
     """
+    if isinstance(use.rule, AffineRule):
+        return use
     inside = {id(m) for m in use.module.modules()} - {id(use.module)}
     others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
-    return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}
+    read = {key for u in others for key in u.keys.values()}
+    return replace(use, keys={local: key for local, key in use.keys.items() if key not in read})

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,25 +36,12 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import gradients_of, postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, title
+from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, OutsideReads, Output, title
 from curvlinops_plus.risk.preserve import Depth, Uncopied, quiet, runs_for
 
 Consumer = Callable[[LayerBatch], None]
 #: The use that a call is, with the index of its layer and its rule.
 Found = tuple[int, ModuleUse, Any]
-
-
-class OutsideReads(UnsupportedError):
-    """What a layer's calls show is not all that the model does with a parameter; `look_for_functions` finds the rest.
-
-    Args:
-        message: What to say if that does not help.
-        keys: Keys of parameters whose gradients only a module around their layer can tell apart by examples.
-    """
-
-    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.keys = tuple(keys)
 
 
 class Recorder:
@@ -318,7 +305,7 @@ class Recorder:
                 t, moved = leaves[k], _ = first(t, on)
                 in_axes.append(moved if moved or (t.ndim > 0 and len(t) == rows) else None)
             args, kwargs = tree_unflatten(leaves, spec)
-        self.kinds.add((use.name, expanded, in_axes and tuple(in_axes)))
+        self.kinds.add((use.name, expanded, tuple(in_axes or ())))
         versions = [(t, t._version) for t in inputs if not t.is_inference()]
         axes = [output.axis for output in outputs]
         return Call(use, rule, args, kwargs, in_axes, axes, index, expanded, outputs, versions)
