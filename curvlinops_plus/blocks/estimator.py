@@ -19,6 +19,7 @@ from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.state import about, checked, difference, plain, plan_of, take_state
 from curvlinops_plus.blocks.sweeps import decompose_factors
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError, level_of_user
+from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
@@ -201,6 +202,7 @@ class CurvatureEstimator:
         if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
         self.risk.renew()
+        cause = ""
         while True:
             if error is not None and self.updates:
                 self._withdraw(error)
@@ -223,7 +225,12 @@ class CurvatureEstimator:
             try:
                 return self._add(show, decay)
             except OutsideReads as found:
-                error = found
+                error, cause = found, f"{found} Nor does a module around it tell. "
+            except NoExampleGradients as refusal:
+                raise UnsupportedError(
+                    f"{cause}{refusal.fact} In training loops leave parameters that are read around it to another "
+                    "optimizer (`params=`)."
+                ) from refusal
 
     def _withdraw(self, error: OutsideReads) -> None:
         """Add nothing more to layers of which a batch shows, after others, that their statistics are not right."""

@@ -34,6 +34,19 @@ class RerunError(UnsupportedError):
     """A module can't be run again with one example; a module around it may be."""
 
 
+class NoExampleGradients(UnsupportedError):
+    """A module draws random numbers or normalizes with the statistics of the batch, and so do all modules around it.
+
+    Args:
+        fact: What it does.
+        advice: What to do about it, but in training loops, which are meant to be like that.
+    """
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(f"{fact} {advice}")
+        self.fact, self.advice = fact, advice
+
+
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
 
@@ -169,8 +182,8 @@ class Call:
                 found = in_chunks(self.one_by_one, g, sizes)
                 if random == RandomState.now(g[0].device):
                     return found
-                why = "It draws random numbers (dropout in training mode?): call `model.eval()`."
-                raise UnsupportedError(self.refusal(why))  # as do all modules around it
+                why = "It draws random numbers (dropout in training mode?)."
+                raise NoExampleGradients(self.refusal(why), "For the curvature of the model call `model.eval()`.")
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of any code of the user's
@@ -294,11 +307,10 @@ def check_repeatable(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
             where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
-            raise UnsupportedError(
+            raise NoExampleGradients(
                 f"{where} {'in training mode' if child.training else 'with track_running_stats=False'} normalizes with "
-                "the statistics of the batch, so no example has gradients of its own. Call `model.eval()`, on a layer "
-                "that tracks running statistics; in training, leave parameters that are read around it to another "
-                "optimizer (`params=`)."
+                "the statistics of the batch, so no example has gradients of its own.",
+                "Call `model.eval()`, on a layer that tracks running statistics.",
             )
 
 

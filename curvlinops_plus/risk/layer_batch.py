@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.replay import RerunError
+from curvlinops_plus.layer.replay import NoExampleGradients, RerunError
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.linalg.gram_sum import gram
@@ -479,6 +479,8 @@ class LayerBatch:
             return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except RerunError as error:
             raise OutsideReads(f"{title(call.use.name)}: {error}", call.use.keys.values()) from error
+        except NoExampleGradients as error:
+            raise NoExampleGradients(f"{title(call.use.name)}: {error.fact}", error.advice) from error
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 
