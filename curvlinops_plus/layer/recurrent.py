@@ -78,7 +78,8 @@ class RecurrentRule(LayerRule):
         if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
-                "gradients are those of one draw. Call `model.eval()` first."
+                "gradients are those of one draw. Put this layer into evaluation mode, set its dropout to 0, or leave "
+                "its parameters out of `params`."
             )
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
