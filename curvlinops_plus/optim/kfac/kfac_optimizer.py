@@ -310,6 +310,11 @@ class KFACPreconditioner(torch.optim.Optimizer):
             return self._raise_damping(report)
         required = self._hooks.due and (self._strict or not self.curvature.updates)
         if (self._hooks.keeps and not kept) or (required and not heard):
+            if self._hooks.unreadable is not None:
+                raise RuntimeError(
+                    "No batch was recorded since the last step, as a call of the model can't be read: "
+                    f"{self._hooks.unreadable}"
+                ) from self._hooks.unreadable
             names = ", ".join(one.title for one in self.curvature.risk.losses)
             raise RuntimeError(
                 "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "
