@@ -54,7 +54,7 @@ def _disorder(data: Any) -> str:
         if not isinstance(loader.dataset, IterableDataset) and (sampler := _unordered_sampler(loader)) is not None:
             shuffles = " (shuffle=True)" if type(sampler) is RandomSampler else ""
             return f"the {type(loader).__name__} has the order of a {type(sampler).__name__}{shuffles}"
-    if type(data).__iter__ is DataLoader.__iter__ and not isinstance(data.dataset, IterableDataset):
+    if getattr(type(data), "__iter__", None) is DataLoader.__iter__ and not isinstance(data.dataset, IterableDataset):
         return ""  # its sampler is all that matters
     first, second = _first_batch(data), _first_batch(data)  # random states go on between them
     same = len(first) == len(second) and all(map(_equal, first, second))
@@ -72,7 +72,7 @@ def _loaders(data: Any, depth: int = 3) -> list[DataLoader[Any]]:
 def _unordered_sampler(loader: DataLoader[Any]) -> Any:
     """The sampler of a loader if the indices that it gives are neither listed nor 0, 1, 2, …; else None."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if type(sampler).__iter__ is BatchSampler.__iter__:
+    if getattr(type(sampler), "__iter__", None) is BatchSampler.__iter__:
         sampler = sampler.sampler
     if isinstance(sampler, (*_LISTED, SequentialSampler)):
         return None
