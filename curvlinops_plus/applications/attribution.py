@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.applications.order import require_order
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
@@ -29,6 +30,9 @@ Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 @takes_risk
 def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Iterator[dict[str, Tensor]]:
     """Gradients of the un-reduced loss of each example, one batch of the data after the other.
+
+    Examples come in the order in which the data are read, so with a `DataLoader` in order (`shuffle=False`) the n-th
+    one is `dataset[n]`; `drop_last=True` leaves out the last ones. Data that are shuffled are refused.
 
     The loss of example n is `ℓ_n = Σ_r ℓ(f(x_n)_r, y_{n,r})`, the sum over its terms (tokens, pixels, outputs) of what
     `reduction="none"` returns, with class weights, ignored targets and so on: nothing is divided by a number of
@@ -49,7 +53,7 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
     Raises:
         UnsupportedError: If the loss has no likelihood, examples depend on each other, a layer has no gradients of each
             example, or the risk has several processes; with `per_term`, of several losses.
-        ValueError: If there are no data.
+        ValueError: If there are no data, or they are shuffled.
 
     Cost: one forward and one backward pass, with `per_term` R backward passes; memory for the gradients of a batch.
 
@@ -128,13 +132,14 @@ def sent_back(
 
 
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
-    """Refuse what has no gradients of single examples."""
+    """Refuse what has no gradients of single examples, or of examples whose numbers nobody knows."""
     for one in risk.losses:
         _ = one.likelihood  # refuses a loss without one
     if risk.processes.world > 1:
         raise UnsupportedError("Gradients of each example stay in its process: make a risk without `processes=` there.")
     if per_term and len(risk.losses) > 1:
         raise UnsupportedError(f"per_term=True is about the terms of one loss; there are losses {risk.losses.keys}.")
+    require_order(risk)
 
 
 def attribution_scores(
@@ -159,15 +164,17 @@ def attribution_scores(
             approximation, or `CGInverseLinearOperator(GGN(risk).shift(damping))`. The identity gives inner products of
             gradients.
         queries: Risk whose data are the Q queries.
-        train: Risk whose data are the N training examples, of the same model and parameters.
+        train: Risk whose data are the N training examples, of the same model and parameters. Make both of data in
+            order, such as a second `DataLoader` with `shuffle=False`.
         per_term: Scores of each loss term of a training example, such as each token, from the gradient of its own loss:
             they add up to those of the examples.
 
     Returns:
-        `[Q, N]`, or `[Q, N, R]` with `per_term`, in the order of the data.
+        `[Q, N]`, or `[Q, N, R]` with `per_term`: `[q, n]` is of the q-th query and the n-th training example that are
+        read, so column n is `dataset[n]`. `drop_last=True` leaves out the last columns.
 
     Raises:
-        ValueError: If the risks have different models or parameters.
+        ValueError: If the risks have different models or parameters, or data are shuffled.
         RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
@@ -230,9 +237,11 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         per_term: The same of each loss term by itself, such as each token; these don't add up to those of the examples.
 
     Returns:
-        `[N]`, or `[N, R]` with `per_term`, in the order of the data.
+        `[N]`, or `[N, R]` with `per_term`: entry n is of the n-th example that is read, `dataset[n]`; `drop_last=True`
+        leaves out the last ones.
 
     Raises:
+        ValueError: If the data are shuffled.
         RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 

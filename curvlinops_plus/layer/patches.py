@@ -121,7 +121,8 @@ class Geometry:
         steps = list(enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2))
         for dim, (k, stride, dilation, padding) in reversed(steps):
             size, (before, after) = x.shape[dim], padding if zeros else (0, 0)
-            met = _met(before + size + after, k, stride, dilation).to(x)[before : before + size]
+            taps = _taps(before + size + after, k, stride, dilation, x.dtype, x.device)
+            met = taps[before : before + size]
             x = (x.movedim(dim, -1) @ met).movedim(-1, dim)
         return x.flatten(1)
 
@@ -134,7 +135,10 @@ class Geometry:
 
 
 @lru_cache(256)
-def _met(padded: int, k: int, stride: int, dilation: int) -> Tensor:  # -> [padded, k]
-    """How often each tap of a kernel meets each pixel of a line."""
+def _taps(
+    padded: int, k: int, stride: int, dilation: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:  # -> [padded, k]
+    """How often each tap of a kernel meets each pixel of a line; kept where it is used, as a copy there waits."""
     with torch.inference_mode(False):
-        return torch.eye(padded).unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)
+        lines = torch.eye(padded, dtype=dtype, device=device)
+        return lines.unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)

@@ -483,7 +483,8 @@ def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> 
     keys = _keys(kind)
     key = next(filter(RULES.__contains__, keys), None)
     if key is None:
-        return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
+        path = kind.__name__ if kind.__module__.startswith("torch.") else f"{kind.__module__}.{kind.__qualname__}"
+        return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
     rule, registered = RULES[key], keys[key]
     if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in module.__dict__:
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"

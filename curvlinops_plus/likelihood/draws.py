@@ -15,6 +15,7 @@ from torch import Tensor
 
 # Cumulative probabilities in float64 are formed in pieces of about this size.
 _WORK_BYTES = 2**20
+_GPU_WORK_BYTES = 2**28  # where each part costs a few launches
 _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS, _LAST = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache
@@ -105,7 +106,8 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         tensor([1, 1, 2, 2])
     """
     C, num = probabilities.shape[-1], uniforms.shape[-1]
-    rows = max(1, _WORK_BYTES // (max(C, 1) * uniforms.element_size()))
+    work = _WORK_BYTES if uniforms.device.type == "cpu" else _GPU_WORK_BYTES
+    rows = max(1, work // (max(C, 1) * uniforms.element_size()))
     if uniforms.shape[:-1].numel() <= rows:
         return _categories(probabilities, uniforms)
     parts = zip(probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, TypeVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, Scaled, about, outside_autocast
@@ -343,13 +344,13 @@ class BlockDiagonal(LinearOperator):
         return other
 
     def per_block(self, damping: Any) -> dict[str, Any]:
-        """The damping of each block."""
+        """The damping of each block; numbers in place of relative ones, which know of the other blocks."""
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
                 raise ValueError(
                     f"Expected one damping for each of the blocks {list(self.blocks)}, got some for {list(damping)}."
                 )
-            return dict(damping)
+            return self._with_numbers(damping)
         if isinstance(damping, Tensor) and damping.ndim > 0:
             if damping.shape != (len(self.blocks),):
                 raise ValueError(
@@ -357,7 +358,24 @@ class BlockDiagonal(LinearOperator):
                     f"got a damping of shape {list(damping.shape)}."
                 )
             return dict(zip(self.blocks, damping.unbind(), strict=True))
-        return dict.fromkeys(self.blocks, damping)
+        return self._with_numbers(dict.fromkeys(self.blocks, damping))
+
+    def _with_numbers(self, dampings: Mapping[str, Any]) -> dict[str, Any]:
+        """Dampings of all blocks with relative ones as numbers; blocks of trace 0 take the mean of the whole matrix."""
+        relative = {name: rule for name, d in dampings.items() if (rule := relative_part(d)) is not None}
+        if not relative or self.structure != Structure.PSD:
+            return dict(dampings)
+        traces = torch.stack(list(self._tensors(attrgetter("trace")).values()))
+        sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
+        means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
+        numbers = dict(dampings)
+        for name, mean in zip(self.layouts, means.unbind(), strict=True):
+            if (rule := relative.get(name)) is None:
+                continue
+            number = rule.factor * mean
+            split = dampings[name]
+            numbers[name] = number if split is rule else replace(split, damping=number)
+        return numbers
 
 
 class Group(Protocol):
@@ -478,7 +496,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
     # By each by itself -----------------------------------------------------------------------------------------------
 
     def shift(self, delta: Damping) -> BlockDiagonal:
-        """`K + delta I`, block by block."""
+        """`K + delta I`, block by block. Collective if `delta` is relative to the blocks."""
         numbers = delta.values() if isinstance(delta, Mapping) else [delta]
         return self._signed(super().shift(delta), [float(torch.as_tensor(x).min()) for x in numbers if not callable(x)])
 
@@ -493,4 +511,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
     def per_block(self, damping: Any) -> dict[str, Any]:
         if isinstance(damping, Tensor) and damping.ndim > 0:
             damping = dict(zip(self.layouts, damping.unbind(), strict=True))
-        return {name: damping[name] if isinstance(damping, Mapping) else damping for name in self.blocks}
+        if not isinstance(damping, Mapping):
+            damping = dict.fromkeys(self.layouts, damping)
+        numbers = self._with_numbers(damping)
+        return {name: numbers[name] for name in self.blocks}

@@ -32,7 +32,9 @@ Damping = Scalar | Rule | tuple[Any, Any] | Mapping[str, Any]
 class RelativeDamping:
     """A rule: `factor` times the mean eigenvalue of the matrix (of each block by itself, for a block-diagonal matrix).
 
-    Needs the trace of the matrix, nothing else.
+    Needs the trace of the matrix, nothing else. A block without scale of its own, whose trace is 0, as of parameters
+    behind a layer that starts at zero, takes the mean eigenvalue of the whole block-diagonal matrix, if that is
+    positive semi-definite. A matrix of zeros gets no damping, nor does such a block by itself: give a number.
 
     Args:
         factor: 0.1 is what influence functions commonly use; 1e-3 is cautious.
@@ -77,6 +79,13 @@ class HeuristicDamping:
     def __call__(self, operator: Any) -> Any:
         damping = resolve(self.damping, operator)
         return heuristic_damping(operator.A, operator.G, damping, self.min) if hasattr(operator, "G") else damping
+
+
+def relative_part(damping: Any) -> RelativeDamping | None:
+    """The rule if a damping, or what is split between factors, is relative to the matrix."""
+    if isinstance(damping, HeuristicDamping):
+        damping = damping.damping
+    return damping if isinstance(damping, RelativeDamping) else None
 
 
 def scalar(value: Any, operator: Any, what: str) -> Scalar:

@@ -24,7 +24,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, level_of_user
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,6 +91,12 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
     """
     if p < 0 and bool((values == 0).any()):
         largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
+        if largest == 0:
+            raise SingularMatrixError(
+                f"{what} is zero, as where the gradients of all its parameters were zero (behind a layer that starts "
+                "at zero?), and so is a damping relative to it. Give a number, such as damping=1e-3, or leave these "
+                "parameters out."
+            )
         raise SingularMatrixError(
             f"{what} is singular: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is "
             f"{largest:.1e}). Add a damping, for example RelativeDamping(1e-3)."
@@ -118,7 +124,7 @@ def damped_cholesky(
             return L
         if dtype == torch.float32 and retry_double_precision:
             message = f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in float32"
-            warnings.warn(f"{message}; retrying in float64.", CurvatureWarning, stacklevel=2)
+            warnings.warn(f"{message}; retrying in float64.", CurvatureWarning, stacklevel=level_of_user())
     size = _suggestion(M)
     precision = "" if retry_double_precision or M.dtype == torch.float64 else ", or pass retry_double_precision=True"
     raise SingularMatrixError(

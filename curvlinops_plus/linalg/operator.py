@@ -252,8 +252,11 @@ class LinearOperator(ABC):
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         where = None if device is None else torch.device(device)
-        stays = where is None or where == self.device or (where.type == self.device.type and where.index is None)
-        return self if stays and dtype in (None, self.dtype) else self._to(where, dtype)
+        if where is not None and where.type == self.device.type and where.index is None:
+            where = self.device
+        if where is not None:  # as its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu"
+            where = torch.empty(0, device=where).device
+        return self if where in (None, self.device) and dtype in (None, self.dtype) else self._to(where, dtype)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
         raise NotImplementedError(
@@ -521,7 +524,7 @@ class Foreign(LinearOperator):
     def __init__(self, op: Any, like: Any = None, structure: Structure = Structure.GENERAL) -> None:
         m, n = map(int, op.shape)
         like = op if like is None else like
-        super().__init__(Space.flat(n), like.dtype, torch.device(like.device), structure, Space.flat(m))
+        super().__init__(Space.flat(n), like.dtype, torch.empty(0, device=like.device).device, structure, Space.flat(m))
         self.op = op
 
     def _matmat(self, X: Tensor) -> Tensor:

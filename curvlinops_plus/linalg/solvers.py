@@ -18,7 +18,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg.operator import Foreign, LinearOperator, linear_in, outside_autocast
 from curvlinops_plus.linalg.space import Structure
 
@@ -130,7 +130,7 @@ class System:
                 f"{name} missed {tolerance} for {missed} of {len(converged)} columns; the largest relative residual "
                 f"after {iterations} iterations is {worst:.1e}: {reason}.",
                 CurvatureWarning,
-                stacklevel=3,
+                stacklevel=level_of_user(),
             )
         x = self.A.in_space.write((self.X * self.scale).to(self.A.dtype), self.container)
         return x, SolveInfo(iterations, relative, converged, reason)

@@ -11,7 +11,7 @@ recording notices that something else than its layer reads a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
 from curvlinops_plus.layer.rule import GENERIC
-from curvlinops_plus.risk.batches import Batch, take_examples
+from curvlinops_plus.risk.batches import Batch, known_length, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -153,7 +153,7 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     """
     with risk.placed():
         uses = find_uses(risk.model, risk.params)
-        readable = not isinstance(risk.data, Iterator) and not (isinstance(risk.data, Sized) and not len(risk.data))
+        readable = not isinstance(risk.data, Iterator) and known_length(risk.data) != 0
         if risk.reads is None and GENERIC in [use.rule for use in uses] and readable:
             try:
                 look_for_functions(risk)

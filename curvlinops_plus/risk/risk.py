@@ -420,6 +420,11 @@ class EmpiricalRisk(ModelParameters):
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
+    if not isinstance(options.check, bool) and options.check != "every":
+        raise ValueError(
+            f'check={options.check!r}; expected True (the first batches, and some later), "every" (all batches), or '
+            "False."
+        )
     counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
     for name, what in counts.items():
         number = getattr(options, name)

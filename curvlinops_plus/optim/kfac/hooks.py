@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import frexp, isfinite
@@ -13,6 +13,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import Hearing, PassStart
@@ -32,16 +33,16 @@ class _Call:
         heard: The recording, of a batch without targets.
         due: Whether it is one for the statistics.
         start: What it began with, if the step evaluates it once more.
-        output: What the model returned.
-        versions: Of the tensors in it, by identity.
+        outputs: What the losses read of what the model returned.
+        versions: Of these tensors when the model returned them.
         targets: Of the losses that were called, by their index.
     """
 
     heard: Hearing
     due: bool
     start: PassStart | None
-    output: Any = None
-    versions: dict[int, int] = field(default_factory=dict)
+    outputs: Sequence[Tensor] = ()
+    versions: Sequence[int] = ()
     targets: dict[int, Any] = field(default_factory=dict)
 
 
@@ -49,7 +50,8 @@ class Hooks:
     """Records the batches of a step.
 
     A call of the model in training mode with gradients is recorded if its step updates the statistics or evaluates
-    its batches once more. Calls that no loss is applied to are dropped, and so are outputs that were written to.
+    its batches once more. Calls that no loss is applied to are dropped, and so are outputs that were written to. A call
+    whose input or output can't be read, such as one for features, belongs to no loss.
 
     Args:
         model: What is called, which may be a wrapper.
@@ -62,6 +64,7 @@ class Hooks:
         keeps: Whether this step evaluates its batches once more.
         kept: These, with what their forward passes began with.
         error: Of a batch that could not be added.
+        unreadable: Why the last call that can't be read can't, None if this step had none.
         paused: Whether calls are none of this training.
     """
 
@@ -70,6 +73,8 @@ class Hooks:
         self.steps = self.batches = self._before = 0
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
+        self.unreadable: Exception | None = None
+        self._unreadable = WeakIdKeyDictionary()  # tensors that such calls have returned, to the reason
         self.keeps = self.paused = False
         self._open: _Call | None = None  # the call that the model is in
         self._waiting: list[_Call] = []
@@ -91,6 +96,8 @@ class Hooks:
             call.heard.close()
         self._waiting, self.batches, self.error, self._before = [], 0, None, self._estimator.examples
         self.kept.clear()
+        self._unreadable.clear()
+        self.unreadable = None
 
     def load(self, steps: int, batches: int, examples: int) -> None:
         """Go on after these steps, with this many batches and examples since the last one."""
@@ -129,9 +136,14 @@ class Hooks:
         except ValueError:  # with other tensors it is another model
             return
         single = len(args) == 1 and not kwargs
-        X = args[0] if single else _named(inspect.signature(module.forward), args, kwargs)
+        try:
+            X = args[0] if single else _named(inspect.signature(module.forward), args, kwargs)
+            batch = estimator.risk.read_input(X, not single)
+        except Exception as error:  # also of the user's `batch_size_fn`
+            self.unreadable = error.with_traceback(None)
+            return
         start = PassStart.now(module) if self.keeps else None
-        self._open = _Call(estimator.hear(estimator.risk.read_input(X, not single), due), due, start)
+        self._open = _Call(estimator.hear(batch, due), due, start)
         self._open.heard.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -141,22 +153,36 @@ class Hooks:
         if output is None:  # the call has failed
             return call.heard.close()
         call.heard.end(output)
-        call.output, call.versions = output, {id(t): t._version for t in tensors_of(output)}
+        risk = self._estimator.risk
+        try:
+            call.outputs = risk.losses.select(output, risk.options.output)[0]
+        except Exception as error:  # also of the user's `output`
+            call.heard.close()
+            self.unreadable = error.with_traceback(None)  # frames would keep the graph
+            for t in tensors_of(output):
+                self._unreadable[t] = self.unreadable
+            return
+        call.versions = [f._version for f in call.outputs]
         self._waiting.append(call)
         if len(self._waiting) > _WAITING:
             self._waiting.pop(0).heard.close()
 
     def _loss(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        if not self._waiting or self._deaf:
+        if not (self._waiting or self._unreadable) or self._deaf:
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
-        risk = self._estimator.risk
+        if len(given) < 2:
+            return
+        f, risk = given[0], self._estimator.risk
         for call in self._waiting:
-            f = risk.losses.select(call.output, risk.options.output)[0][index]
-            if len(given) > 1 and f is given[0] and call.versions.get(id(f), f._version) == f._version:
+            if call.outputs[index] is f and call.versions[index] == f._version:
                 break
         else:
-            return
+            error = self._unreadable.get(f) if isinstance(f, Tensor) else None
+            if error is None:
+                return
+            self._unreadable.clear()  # an error that is raised keeps frames, and these the graph
+            raise error
         if self.steps == 0 and isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(self._factors.setdefault(index, []).append)
         call.targets.setdefault(index, given[1])

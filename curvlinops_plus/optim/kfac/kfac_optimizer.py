@@ -30,6 +30,7 @@ from curvlinops_plus.optim.kfac.policies import (
     one_of,
 )
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
+from curvlinops_plus.optim.tied import TiedOptimizer
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 Inverse = Literal["exact", "factored"]
 
 
-class KFACPreconditioner(torch.optim.Optimizer):
+class KFACPreconditioner(TiedOptimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
 
     `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
@@ -101,6 +102,15 @@ class KFACPreconditioner(torch.optim.Optimizer):
     _levenberg: LevenbergMarquardt | None = None
     _reject: float | None = None
 
+    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Look at the model before Python counts arguments: other optimizers take parameters, and no loss."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"The model is a {type(model).__name__}; expected the nn.Module itself, before the loss: "
+                f"{cls.__name__}(model, loss, ...). Some of its parameters alone are params=."
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: nn.Module,
@@ -120,8 +130,6 @@ class KFACPreconditioner(torch.optim.Optimizer):
         strict: bool = True,
         **risk_options: Any,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"The model is a {type(model).__name__}; expected the nn.Module itself, before the loss.")
         one_of("inverse", inverse, "exact", "factored")
         number("-power", -power, strict=True)
         if inverse == "factored" and power != -1:
@@ -310,6 +318,11 @@ class KFACPreconditioner(torch.optim.Optimizer):
             return self._raise_damping(report)
         required = self._hooks.due and (self._strict or not self.curvature.updates)
         if (self._hooks.keeps and not kept) or (required and not heard):
+            if self._hooks.unreadable is not None:
+                raise RuntimeError(
+                    "No batch was recorded since the last step, as a call of the model can't be read: "
+                    f"{self._hooks.unreadable}"
+                ) from self._hooks.unreadable
             names = ", ".join(one.title for one in self.curvature.risk.losses)
             raise RuntimeError(
                 "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "

@@ -30,6 +30,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     full_precision_no_grad,
     name_samples,
 )
+from curvlinops_plus.optim.tied import TiedOptimizer
 
 
 class Reconfiguration(NamedTuple):
@@ -239,7 +240,7 @@ def fisher_inverse(
     return FisherInverse(LogAmplitude(log_psi, params, amplitude), chunk_size, options)
 
 
-class StochasticReconfiguration(torch.optim.Optimizer):
+class StochasticReconfiguration(TiedOptimizer):
     """Steps `θ ← θ - lr δ` along the directions `δ` of `stochastic_reconfiguration`.
 
     `step(samples, local_costs)` takes a batch of samples of the current |ψ|² (or of anything, with weights) and a cost
