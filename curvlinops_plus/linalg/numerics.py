@@ -91,15 +91,16 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
     """
     if p < 0 and bool((values == 0).any()):
         largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
+        advice = "Add a damping, for example RelativeDamping(1e-3)."
         if largest == 0:
-            raise SingularMatrixError(
-                f"{what} is zero, as where the gradients of all its parameters were zero (behind a layer that starts "
-                "at zero?), and so is a damping relative to it. Give a number, such as damping=1e-3, or leave these "
-                "parameters out."
+            advice = (
+                "Add a damping that is a number, such as damping=1e-3, as RelativeDamping of a matrix of zeros is 0. "
+                "If it is a block of a curvature, all gradients of its parameters were 0, as behind a layer that "
+                "starts at zero: or leave them out."
             )
         raise SingularMatrixError(
             f"{what} is singular: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is "
-            f"{largest:.1e}). Add a damping, for example RelativeDamping(1e-3)."
+            f"{largest:.1e}). {advice}"
         )
     return values**p
 
