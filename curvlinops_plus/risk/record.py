@@ -36,7 +36,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import gradients_of, postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, OutsideReads, Output, title
+from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, OutsideReads, title
 from curvlinops_plus.risk.preserve import Depth, Uncopied, quiet, runs_for
 
 Consumer = Callable[[LayerBatch], None]
