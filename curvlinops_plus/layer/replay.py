@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.kept import drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.random_state import RandomState
 
@@ -219,6 +220,7 @@ class Call:
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), examples, strict=True):
             leaves[i] = t.unsqueeze(axis)
+        drop_new_tensors(parts_kept(self.module.modules()))
         # The module may write into what it is given: inputs and buffers are copies.
         args, kwargs = tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec)
         state = {name: params[first] for name, first in self.aliases.items()}
@@ -318,19 +320,6 @@ def as_parameters(tensors: Iterable[Tensor]) -> None:
     """Let tensors that stand for parameters pass for them: `Module.get_parameter` returns nothing else."""
     for t in tensors:
         t._is_param = True  # type: ignore[attr-defined]  # PyTorch's own mark, of subclasses of tensors
-
-
-@contextmanager
-def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What modules store in themselves while they run, as activations and counters, is as before at the end."""
-    before = [(module.__dict__, {**module.__dict__}) for module in modules]
-    try:
-        yield
-    finally:
-        for own, attributes in before:
-            for name in {*own}.difference(attributes):
-                del own[name]
-            own.update(attributes)
 
 
 @contextmanager

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.backends import mha
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
-from curvlinops_plus.layer.replay import as_parameters, kept_attributes
+from curvlinops_plus.layer.kept import drop_new_tensors, keepers_of_graphs, kept_attributes, parts_kept
+from curvlinops_plus.layer.replay import as_parameters
 from curvlinops_plus.random_state import RandomState
 
 P = ParamSpec("P")
@@ -214,10 +216,12 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
     model.
 
+    Tensors that modules keep from one pass, as caches do, are dropped before the next one.
+
     One thread at a time is in here; others wait.
 
     Raises:
-        UnsupportedError: If an embedding has a `max_norm`.
+        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose graph is gone.
     """
     modules = [*model.modules()]
     kinds = [p.device.type for module in modules for p in module._parameters.values() if p is not None]
@@ -230,11 +234,25 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
                 stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(kept_modules(modules))
+        if not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+            parts = parts_kept(modules)
+            begin = own_calls(lambda module, args: drop_new_tensors(parts))
+            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
         for module in modules:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 refuse_renormalization(module)
                 vars(module).update(_PLAIN)
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
+            raise UnsupportedError(
+                f"The model reads a tensor with the graph of an earlier call, which is gone. {keepers} kept one, as a "
+                "cache of eval mode does. Empty it (often model.train() and then model.eval() does), and call the "
+                "model under torch.no_grad() only when all curvature is computed."
+            ) from error
 
 
 # ------------------------------------------------------------------------------------------------- equal but rounding
