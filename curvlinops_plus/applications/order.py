@@ -7,15 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import tensors_of
@@ -23,7 +15,6 @@ from curvlinops_plus.risk.preserve import preserve_state
 
 #: Orders that are listed beforehand: the caller knows them.
 _LISTED = (Sequence, Tensor, np.ndarray)
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def require_order(risk: EmpiricalRisk) -> None:
@@ -76,7 +67,7 @@ def _unordered_sampler(loader: DataLoader[Any]) -> Any:
         sampler = sampler.sampler
     if isinstance(sampler, (*_LISTED, SequentialSampler)):
         return None
-    if isinstance(sampler, (*_RANDOM, Iterator)):
+    if isinstance(sampler, (RandomSampler, Iterator)):
         return sampler
     indices = (index for item in sampler for index in (item if isinstance(item, (list, tuple)) else [item]))
     in_order = all(isinstance(index, (int, np.integer)) and index == n for n, index in enumerate(indices))

@@ -368,11 +368,10 @@ class BlockDiagonal(LinearOperator):
         traces = torch.stack(list(self._tensors(attrgetter("trace")).values()))
         sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
         means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
+        mean_of = dict(zip(self.layouts, means.unbind(), strict=True))
         numbers = dict(dampings)
-        for name, mean in zip(self.layouts, means.unbind(), strict=True):
-            if (rule := relative.get(name)) is None:
-                continue
-            number = rule.factor * mean
+        for name, rule in relative.items():
+            number = rule.factor * mean_of[name]
             split = dampings[name]
             numbers[name] = number if split is rule else replace(split, damping=number)
         return numbers

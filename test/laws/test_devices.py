@@ -41,6 +41,7 @@ from curvlinops_plus import (
     curvature,
     hutchinson_trace,
 )
+from curvlinops_plus.layer.patches import _taps as taps_of_convolutions
 
 pytestmark = pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
 
@@ -218,6 +219,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherDevice:
         Tensor.__getitem__,
     )
     mode = OtherDevice()
+    taps_of_convolutions.cache_clear()  # kept there by the device of another test
 
     def at(t: Tensor, index: Any) -> Tensor:  # a list of places becomes a tensor unseen
         return item(t, torch.tensor(index, device=t.device) if t.is_meta and isinstance(index, list) else index)
