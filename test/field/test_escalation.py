@@ -208,7 +208,10 @@ def test_modules_around_are_run_again(name: str) -> None:
     close(curvature(risk_of(name), EKFAC).trace, G.trace(), what="trace")
     M = curvature(risk_of(name), FullBlock)
     M.verify()
-    whole, places = M.to_dense(), dict(zip(risk.params, torch.arange(len(G)).split([p.numel() for p in risk.params.values()])))
+    whole, places = (
+        M.to_dense(),
+        dict(zip(risk.params, torch.arange(len(G)).split([p.numel() for p in risk.params.values()]))),
+    )
     for entry in M.plan:
         for group in entry.layer.groups:
             at = torch.cat([places[key] for key in group.keys])
@@ -221,7 +224,9 @@ def test_without_the_self_check(name: str) -> None:
     if "derivatives" in name or name == "far inside":
         return
     risk = risk_of(name)
-    risk.options = EmpiricalRisk(risk.model, nn.MSELoss(), [], check=False, batch_size_fn=risk.options.batch_size_fn).options
+    risk.options = EmpiricalRisk(
+        risk.model, nn.MSELoss(), [], check=False, batch_size_fn=risk.options.batch_size_fn
+    ).options
     J = jacobian(risk)
     close(curvature(risk, DiagonalBlock).diagonal(), 2 * J.square().sum(0) / len(J))
 
@@ -345,7 +350,9 @@ class Holder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x) * self.scale
-        return torch.tanh(h) * (self.weight if hasattr(self, "weight") else self.bias).square().sum() if self.reads else h
+        return (
+            torch.tanh(h) * (self.weight if hasattr(self, "weight") else self.bias).square().sum() if self.reads else h
+        )
 
 
 @pytest.mark.parametrize("reads", [False, True])
