@@ -213,11 +213,11 @@ class CurvatureEstimator:
                     self.risk.reads = None
                     self._blank.renew_plan()
                 self._sums = Sums(self.plan, self._scale)
-            passes = self._passes()
 
-            def show(draws: Draws, consume: Consumer, passes: RecordedPasses = passes) -> Totals:
+            def show(draws: Draws, consume: Consumer) -> Totals:
                 if not batch.num_examples:  # a step of other processes
                     return Totals()
+                passes = self._passes()  # of the layers that processes have agreed on
                 # What is shown twice has the same dropout.
                 with preserve_state(self.risk.model, self.risk.data), passes.hooked():
                     return passes.observe(batch, draws, consume)
@@ -276,7 +276,7 @@ class CurvatureEstimator:
             except OutsideReads as error:
                 outside = error
             if noticed := [each for each in processes.gather(outside) if each is not None]:
-                return outside or noticed[0]
+                return noticed[0]  # the same in all, which do the same about it, or refuse it
             batch.see(show, processes, totals)
             return batch, totals
 

@@ -1,15 +1,15 @@
 """What modules keep in themselves from one call to the next: it is put back after passes of our own, and before each.
 
 A module may keep what it computed, as a cache of eval mode does what it made of a parameter. The next pass would read a
-tensor that depends on nothing any more: a gradient of zero. So tensors that came since are dropped before each pass and
-each rerun, and all is as before at the end. Modules keep in attributes, in containers there, in attributes of plain
+tensor that depends on nothing any more: a gradient of zero. So where tensors came in, all is put back before each pass
+and each rerun, and at the end. Modules keep in attributes, in containers there, in attributes of plain
 objects, and in caches of their methods (`functools.lru_cache`); what those objects hold in others is not looked at.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
@@ -26,98 +26,100 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _PLAIN |= {Tensor, nn.Parameter, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type}
 _METHOD_CACHE: Any = type(lru_cache(len))
-_MISSING = object()
 
 
 class _Kept:
-    """A list, set or deque, and what was in it.
+    """A list, set or deque, and what was in it."""
 
-    Args:
-        whole: Whether anything that changes is put back at the end, or only tensors.
-    """
+    def __init__(self, container: Any) -> None:
+        self.container, self.before = container, [*container]
 
-    def __init__(self, container: Any, whole: bool) -> None:
-        self.container, self.whole, self.before = container, whole, [*container]
-
-    def put_back(self, whole: bool) -> None:
-        """Put back what was in it, all or only where tensors came into it."""
+    def gained(self) -> bool:
+        """Whether tensors came into it."""
         now, before = self.container, self.before
         if len(now) == len(before) and all(map(is_, now, before)):
-            return
+            return False
         old = {*map(id, before)}
-        if whole or any(_holds_tensors(value) for value in now if id(value) not in old):
-            now.clear()
-            (now.update if isinstance(now, set) else now.extend)(before)
+        return any(_holds_tensors(value) for value in now if id(value) not in old)
+
+    def put_back(self) -> None:
+        """Put back what was in it."""
+        self.container.clear()
+        (self.container.update if isinstance(self.container, set) else self.container.extend)(self.before)
 
 
 class _KeptNames:
-    """The same of a dictionary, or of attributes, which other threads may read meanwhile; `skipped` is no tensor."""
+    """The same of a dictionary, or of attributes, which other threads may read meanwhile."""
 
-    def __init__(self, container: dict[Any, Any], whole: bool, skipped: frozenset[str] = frozenset()) -> None:
-        self.container, self.whole, self.before, self.skipped = container, whole, {**container}, skipped
-        self.own = [(name, value) for name, value in container.items() if name not in skipped]
+    def __init__(self, container: dict[Any, Any], skipped: frozenset[str] = frozenset()) -> None:
+        self.container, self.size, self.skipped = container, len(container), skipped
+        self.before = {name: value for name, value in container.items() if name not in skipped}
 
-    def put_back(self, whole: bool) -> None:
+    def gained(self) -> bool:
         now, before = self.container, self.before
-        if whole:
-            for name in now.keys() - before.keys():
-                del now[name]
-            now.update(before)
-            return
-        if len(now) == len(before) and all([now.get(name) is value for name, value in self.own]):  # noqa: C419
-            return
-        for name in {*now, *before} - self.skipped:
-            value, old = now.get(name, _MISSING), before.get(name, _MISSING)
-            if value is old or not (value is _MISSING or _holds_tensors(value)):
-                continue
-            if old is _MISSING:
-                del now[name]
-            else:
-                now[name] = old
+        if len(now) == self.size and all([now.get(name) is value for name, value in before.items()]):  # noqa: C419
+            return False
+        new = [value for name, value in now.items() if name not in self.skipped and value is not before.get(name)]
+        return any(map(_holds_tensors, new))
+
+    def put_back(self) -> None:
+        for name in self.container.keys() - self.before.keys() - self.skipped:
+            del self.container[name]
+        self.container.update(self.before)
 
 
 class _KeptMethod:
-    """The cache of a method, which all modules of the type have in common."""
-
-    whole = True
+    """The cache of a method, which all modules of the type have in common; it can't be told what came into it."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.misses = cache, cache.cache_info().misses
 
-    def put_back(self, whole: bool) -> None:
-        """Empty it if something came into it: it can't be told what."""
-        if self.cache.cache_info().misses != self.misses:
+    def gained(self) -> bool:
+        return self.cache.cache_info().misses != self.misses
+
+    def put_back(self) -> None:
+        if self.gained():
             self.cache.cache_clear()
             self.misses = 0
 
 
 # What is kept in contexts that are open, by module; the outermost first.
-_open: list[dict[nn.Module, list[_Kept | _KeptNames | _KeptMethod]]] = []
+_open: list[dict[nn.Module, list[Any]]] = []
 
 
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What modules store in themselves while they run, as activations, counters and caches, is as before at the end."""
+    """Attributes of modules are as before at the end, as activations and counters; and all, where they kept tensors."""
     kept = {module: _kept_by(module) for module in modules}
+    before = [(vars(module), {**vars(module)}) for module in kept]
     _open.append(kept)
     try:
         yield
     finally:
         _open.remove(kept)
-        for parts in kept.values():
-            for part in parts:
-                part.put_back(part.whole)
+        drop_new_tensors(kept.values())
+        for own, attributes in before:
+            for name in own.keys() - attributes.keys():
+                del own[name]
+            own.update(attributes)
 
 
 def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the outermost `kept_attributes` that is open for some modules keeps, for `drop_new_tensors`."""
-    return [part for m in modules for part in next((kept[m] for kept in _open if m in kept), ())]
+    """Of some modules what the outermost `kept_attributes` that is open keeps, for `drop_new_tensors`."""
+    return [next((kept[module] for kept in _open if module in kept), ()) for module in modules]
 
 
-def drop_new_tensors(parts: Iterable[Any]) -> None:
-    """Drop tensors that modules keep since `kept_attributes` began, before they run once more."""
-    for part in parts:
-        part.put_back(False)
+def drop_new_tensors(modules: Iterable[Sequence[Any]]) -> None:
+    """Put modules back that keep tensors since `kept_attributes` began, before they run once more.
+
+    Numbers that go with a tensor, such as a flag that says that it is there, are put back, too; others stay.
+    """
+    for parts in modules:
+        for part in parts:
+            if part.gained():
+                for each in parts:
+                    each.put_back()
+                break
 
 
 def keepers_of_graphs(model: nn.Module) -> list[str]:
@@ -125,7 +127,7 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
     found = list[str]()
     for name, module in model.named_modules():
         attributes, *parts = [part for part in _kept_by(module) if not isinstance(part, _KeptMethod)]
-        values = [[value for _, value in attributes.own], *[_values(part.container) for part in parts]]
+        values = [attributes.before, *[_values(part.container) for part in parts]]
         if any(isinstance(t, Tensor) and t.grad_fn is not None for t in tree_leaves(values)):
             found.append(f"{name!r} ({type(module).__name__})")
     return found
@@ -133,9 +135,9 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
 
 def _kept_by(module: nn.Module) -> list[Any]:
     """All that a module keeps something in, its attributes first."""
-    attributes = _KeptNames(vars(module), True, _OF_TORCH)
+    attributes = _KeptNames(vars(module), _OF_TORCH)
     found = [attributes, *map(_KeptMethod, _method_caches(type(module)))]
-    for _, value in attributes.own:
+    for value in attributes.before.values():
         if type(value) not in _PLAIN:
             _collect(value, found, {id(module)}, True)
     return found
@@ -152,12 +154,12 @@ def _collect(value: Any, found: list[Any], seen: set[int], of_module: bool) -> N
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        found.append(_KeptNames(value, of_module))
+        found.append(_KeptNames(value))
     elif isinstance(value, (list, set, deque)):
-        found.append(_Kept(value, of_module))
+        found.append(_Kept(value))
     elif of_module and not isinstance(value, (tuple, Tensor, type)) and hasattr(value, "__dict__"):
         value, of_module = vars(value), False
-        found.append(_KeptNames(value, False, _OF_TORCH))
+        found.append(_KeptNames(value, _OF_TORCH))
     elif not isinstance(value, tuple):
         return
     inside = _values(value)

@@ -250,8 +250,8 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
             keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
             raise UnsupportedError(
                 f"The model reads a tensor with the graph of an earlier call, which is gone. {keepers} kept one, as a "
-                "cache of eval mode does. Empty it (often model.train() and then model.eval() does), and call the "
-                "model under torch.no_grad() only when all curvature is computed."
+                "cache of eval mode does. Empty it before curvature is computed: often model.train() and then "
+                "model.eval() does."
             ) from error
 
 

@@ -94,11 +94,27 @@ class Positions(nn.Module):
         return self.head((torch.tanh(self.body(x) + self.places(torch.arange(2))) * self.g).flatten(1))
 
 
+class Slopes(nn.Module):
+    """A network whose derivative is taken in the forward pass, inside of another one: the model is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            u = self.net(x)
+            return (u + torch.autograd.grad(u.sin().sum(), x, create_graph=True)[0]).sum(1)
+
+
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_reads_that_another_process_finds(processes: Processes, approximation: str) -> None:
+@pytest.mark.parametrize("make", [Positions, Slopes])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_reads_that_another_process_finds(processes: Processes, approximation: str, make: type[nn.Module]) -> None:
     """Functions read parameters, and other processes have no examples to see it from in the first step."""
     torch.manual_seed(0)
-    model, loss = Positions().double(), nn.CrossEntropyLoss()
+    model, loss = make().double(), nn.CrossEntropyLoss()
     one, several = (
         CurvatureEstimator(EmpiricalRisk(model, loss, (), **options), APPROXIMATIONS[approximation], decay=0.9)
         for options in ({}, {"processes": processes})
