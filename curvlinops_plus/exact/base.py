@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -104,11 +105,23 @@ class RiskOperator(LinearOperator):
             total, self._totals = risk.together(own, same=partial(sums_of, vectors))
         if self._exponent:
             total *= risk.scale(self._totals) ** self._exponent
-        if X is not None and power is not None:
+        if power is not None:
             total *= power
-            if not bool(total.isfinite().all()) and bool(X.isfinite().all()):
-                raise NumericsError("A product leaves the range of float16, up to 65504; take model.float().")
+        if not math.isfinite(total.sum()) and not bool(total.isfinite().all()):
+            self._refuse_not_finite(X)
         return total
+
+    def _refuse_not_finite(self, X: Tensor | None) -> None:
+        if X is not None and not bool(X.isfinite().all()):
+            return  # which is the caller's
+        if self._passes.narrow:
+            raise NumericsError("A product leaves the range of float16, up to 65504; take model.float().")
+        bad = [key for key, p in self.risk.params.items() if not bool(p.isfinite().all())]
+        cause = f"The parameters {bad[:5]} are not." if bad else "Is there a root, a norm or a logarithm at zero?"
+        raise NumericsError(
+            f"A product with {type(self).__name__} has NaN or infinite entries: derivatives of the model or the loss "
+            f"are not finite on these data. {cause}"
+        )
 
     @untraced
     def _check_loss(self) -> None:

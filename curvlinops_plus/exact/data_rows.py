@@ -123,13 +123,13 @@ class DataRows(RiskOperator):
 
     def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [P, K] -> [m, K]
         totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
-        for batch, block, at in self._blocks(weights, totals):
+        for batch, block, at in self._blocks(weights, totals, X.shape[1]):
             result[at] = self._forward(batch, block, X.T).T
         return result, totals
 
     def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, K] -> [P, K]
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
-        for batch, block, at in self._blocks(weights, totals):
+        for batch, block, at in self._blocks(weights, totals, 1, forward=False):
             self._back(batch, block, X[at].T, result)
         return result.T, totals
 
@@ -137,8 +137,9 @@ class DataRows(RiskOperator):
         """Each batch by backward passes for its rows, or by tangents of all parameters if these are fewer."""
         totals, n = Totals(), self.risk.space.dim
         result = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
-        for batch, block, at in self._blocks(weights, totals):
+        for batch, block, at in self._blocks(weights, totals, 1, forward=False):
             if len(at) > n:
+                self._passes.check(batch, n)
                 result[at] = self._forward(batch, block, torch.eye(n, dtype=self.dtype, device=self.device)).T
             else:
                 own = torch.zeros(len(at), n, dtype=self.dtype, device=self.device)
@@ -146,13 +147,20 @@ class DataRows(RiskOperator):
                 result[at] = own
         return result, totals
 
-    def _blocks(self, weights: LossWeights, totals: Totals) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor]]:
-        """Each batch with its block of `L`, and the numbers of its rows."""
+    def _blocks(
+        self, weights: LossWeights, totals: Totals, columns: int, forward: bool = True
+    ) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor]]:
+        """Each batch with its block of `L`, and the numbers of its rows.
+
+        Args:
+            columns: As for `Passes.check`.
+            forward: Likewise.
+        """
         sizes, draws = self._row_space.sizes, Draws(self._seed)
         ends = torch.tensor(sizes).cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, sizes)]
         for batch in self._batches(draws=draws):
-            self._passes.check(batch)
+            self._passes.check(batch, columns, forward=forward)
             block = self._block(*self._outputs(batch), draws, weights, totals)
             stops = [start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)]
             at = [torch.arange(start, stop, device=self.device) for start, stop in zip(starts, stops, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.passes import Outputs, Passes, vjp
+from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable, vjp
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
@@ -97,6 +97,7 @@ class GGN(RiskOperator):
         totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
         total, energy = torch.zeros_like(rows), rows.new_zeros(len(rows))
         for batch in self._batches(draws=draws if self.vectors.random else None):
+            self._passes.check(batch, len(rows), graph=True)
             matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
             energy += self._passes.ggn(batch, rows, matrix, total)
         self._passes.require_adjoint(rows, total, energy)
@@ -114,7 +115,7 @@ class GGN(RiskOperator):
         totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
         form = rows.new_zeros(len(rows), len(rows))
         for batch in self._batches(draws=draws if self.vectors.random else None):
-            self._passes.check(batch)
+            self._passes.check(batch, len(rows))
             form += self._passes.ggn(batch, rows, partial(LossRoots, self.risk, self.vectors, weights, draws, totals))
         return form, totals
 
@@ -127,7 +128,7 @@ class GGN(RiskOperator):
         eye = torch.eye(self.in_space.dim, dtype=self.dtype, device=self.device)
         total = torch.zeros_like(eye)
         for batch in self._batches(draws=draws if self.vectors.random else None):
-            passes.check(batch)
+            passes.check(batch, len(eye))
             matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
             state = RandomState.now(self.device)
             with passes.run(batch) as (F, terms, free, _):
@@ -166,6 +167,8 @@ class ValueHessian:
         self.F, self.gradient = F, None
         if loss.requires_grad and F.requires_grad:
             (self.gradient,) = gradients_of([loss], [F], [torch.ones_like(loss)], True, create_graph=True)
+            if self.gradient is not None:
+                require_differentiable([self.gradient], [loss])
 
     def outer_product(self, V: Tensor) -> Tensor:
         """`H v` of vectors [K, *F.shape]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.passes import Outputs, Passes
+from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
@@ -58,6 +58,7 @@ class Hessian(RiskOperator):
         self.in_space = self.out_space = risk.space
         self._blocks = _blocks(block_sizes, [p.numel() for p in risk.params.values()])
         self._looked_at = risk.losses.known  # whether the loss was seen to read no parameters by itself
+        self._seen_twice = False  # whether all was seen to be differentiable twice
         if check_deterministic:
             self._check_loss()
 
@@ -78,6 +79,9 @@ class Hessian(RiskOperator):
                     refuse_outside_reads("loss", [loss], self.risk.params)
                     self._looked_at = True
                 gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
+                if not self._seen_twice:
+                    require_differentiable([g for g in gradient if g is not None], [loss])
+                    self._seen_twice = True
                 V = passes.split(rows)
                 for block, columns in self._blocks:
                     last = block == self._blocks[-1][0]

@@ -3,7 +3,8 @@
 `J v` is forward-mode differentiation: each operation carries a tangent along, and the graph of the same forward pass
 serves the backward pass after it. Where an operation has no forward mode, or forward mode is wrong (it ignores
 `torch.no_grad`), `J v` is the derivative of `wᵀ J` with respect to `w`, by two backward passes. Which one is right is
-told by the products themselves: `⟨M J v, J v⟩ = ⟨v, Jᵀ M J v⟩`.
+told by plain backward passes: `⟨u, J v⟩ = ⟨Jᵀ u, v⟩` for random `u` and `v`, once for each way of computing `J v`. The
+products themselves tell less, since `⟨M J̃ v, J̃ v⟩ = ⟨v, Jᵀ M J̃ v⟩` also holds where `J̃` loses a part of `J`, or all.
 
 Hessians never go forward: PyTorch's forward derivatives of normalisation layers are constants for the backward pass.
 """
@@ -39,8 +40,12 @@ Linear: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 _CHUNK_BYTES, _COLUMNS = 2**28, 64
 # On a CPU columns are backpropagated together only while results have fewer numbers: larger ones gain nothing by it.
 _CPU_NUMBERS = 2**17
-# By bytes of the coarsest numbers, how far the two sides of the identity may be apart.
+# By bytes of the coarsest numbers, how far the two sides of an identity may be apart: of products, and of one pair of
+# vectors, in which every parameter that loses its tangent counts as much as any other.
 _TOLERANCE = {2: 5e-2, 4: 5e-3, 8: 1e-6}
+_OF_ONE_PAIR = {2: 0.25, 4: 5e-3, 8: 1e-6}
+# By how much, at most, a random vector is larger for parameters with small gradients than for those with the largest.
+_WEIGHT = {2: 2.0**4, 4: 2.0**10, 8: 2.0**20}
 _MISSING = re.compile(r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented")
 
 
@@ -139,7 +144,7 @@ class Passes:
         self.narrow = any(p.dtype == torch.float16 for p in self.params)
         self.twice = twice
         self.reached: bool | None = None
-        self._right: bool | None = None  # the value of `twice` that `check` found to be right
+        self._right = set[str]()  # the ways of computing `J v` that `check` found to be right
         self._replaced = Replaced()
         self._itemsize: int | None = None  # of the coarsest numbers in the model
 
@@ -286,7 +291,8 @@ class Passes:
         """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
         JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
         reached = [f for f in F if f.requires_grad]
-        w = [torch.zeros_like(f, requires_grad=True) for f in reached]
+        # Not at zero, where functions that take the logarithm of a gradient are singular.
+        w = [v.requires_grad_() for v in _random(reached)]
         back = gradients_of(reached, free, w, True, create_graph=True) if reached else ()
         used = [(g, v) for g, v in zip(back, self.split(rows)) if g is not None and g.requires_grad]
         size = self._sent_together(F, len(rows))
@@ -304,22 +310,83 @@ class Passes:
         return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, self.params, strict=True)]
 
     # --------------------------------------------------------------------------------------------------- the adjoint
-    def check(self, batch: Batch) -> None:
-        """Compare `⟨J v, J v⟩` with `⟨v, Jᵀ J v⟩` once, for operators whose products don't tell."""
-        if self._right is self.twice:
+    def check(self, batch: Batch, columns: int, graph: bool = False, forward: bool = True) -> None:
+        """Compare `⟨u, J v⟩` with `⟨Jᵀ u, v⟩` for random `u` and `v`, once for each way in which `J v` is computed.
+
+        Args:
+            columns: Of the product that comes next: one, or several at once.
+            graph: Whether a single tangent is carried while the graph of the backward pass is made, as by `ggn`.
+            forward: Whether it computes `J v`. If not, and nothing can, there is nothing to compare with.
+
+        Raises:
+            RuntimeError: If they differ in forward mode; two backward passes may be right.
+            UnsupportedError: If they differ all the same, or the model can't be differentiated twice.
+
+        Cost: two forward passes, a backward pass and a product with one or two vectors, once.
+        """
+        if columns > 1 and columns % self.columns == 1:  # the last one is computed by itself
+            self.check(batch, 1)
+        way = "several" if columns > 1 else "with graph" if graph else "alone"
+        way = "twice" if self.twice else way
+        if way in self._right:
             return
-        generator, state = torch.Generator().manual_seed(0), RandomState.now(self.risk.device)
-        v = torch.randn(1, self.risk.space.dim, generator=generator).to(self.risk.device, self.risk.dtype)
-        total = torch.zeros_like(v)
+        state = RandomState.now(self.risk.device)
         try:
-            energy = self.ggn(batch, v, lambda F, extra: lambda V: V, total)
-            self.require_adjoint(v, total, energy)
+            with self.run(batch) as (F, _, free, _):
+                if not any(f.requires_grad for f in F):
+                    return
+                u = _random(F)
+                gradient = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
+                self.back(F, free, [t[None] for t in u], gradient)
+                rows = self._weighted(gradient, 1 + (way == "several"))
+                if self.twice:
+                    self._require_twice(F, free)
+                    JV: Sequence[Tensor] = self._twice(F, free, rows)
+            if not self.twice:
+                state.restore()
+                JV = self._with_graph(batch, rows) if way == "with graph" else self.forward(batch, rows)
+            self._require_pair(u, JV, gradient, rows)
         except RuntimeError as error:
-            if not self.twice or not _MISSING.search(str(error)):
-                raise  # else there is no `J v` to compare with, and `Jᵀ u` goes back once
+            # `Jᵀ u` goes back once, which the model may be able to do.
+            if forward or not self.twice or not (isinstance(error, _NotTwice) or _MISSING.search(str(error))):
+                raise
         finally:
             state.restore()
-        self._right = self.twice if self.reached else self._right
+        self._right.add(way)
+
+    def _with_graph(self, batch: Batch, rows: Tensor) -> list[Tensor]:
+        with self.run(batch, rows[0]) as (_, _, _, JV):
+            assert JV is not None
+            return JV
+
+    def _weighted(self, gradient: Tensor, K: int) -> Tensor:
+        """Random vectors [K, n] in which every parameter contributes as much to the product with a gradient [1, n]."""
+        generator = torch.Generator().manual_seed(1)
+        sizes = [p.numel() for p in self.params]
+        norms = torch.stack([part.norm() for part in gradient[0].split(sizes)])
+        weights = (norms.max() / norms).nan_to_num(1.0).clamp(1.0, _WEIGHT[self._itemsize or 8])
+        rows = torch.randn(K, gradient.shape[1], generator=generator, dtype=gradient.dtype).to(gradient.device)
+        return rows * weights.repeat_interleave(torch.tensor(sizes, device=gradient.device))
+
+    def _require_pair(self, u: Sequence[Tensor], JV: Sequence[Tensor], gradient: Tensor, rows: Tensor) -> None:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        u, JV = [t.flatten().to(wide) for t in u], [t.flatten(1).to(wide) for t in JV]
+        one = torch.stack([V @ t for t, V in zip(u, JV, strict=True)]).sum(0)
+        two = rows.to(wide) @ gradient[0].to(wide)
+        sizes = [p.numel() for p in self.params]
+        # Of each parameter's part of `⟨Jᵀ u, v⟩` the standard deviation, if `v` is random.
+        parts = [(g.norm() * v.square().mean().sqrt()) for g, v in zip(gradient[0].split(sizes), rows[0].split(sizes))]
+        scale = torch.stack(parts).norm().to(wide)
+        products = torch.stack([t.norm() * V.norm(dim=1) for t, V in zip(u, JV, strict=True)]).sum(0)
+        rounding = 10 * torch.finfo(wide).eps * products
+        if bool(((one - two).abs() > _OF_ONE_PAIR[self._itemsize or 8] * scale + rounding).any()):
+            raise self._not_adjoint("⟨u, J v⟩ and ⟨Jᵀ u, v⟩")
+
+    def _require_twice(self, F: Outputs, free: Sequence[Tensor]) -> None:
+        """Refuse functions whose backward pass can't be differentiated, which autograd would take for constants."""
+        reached = [f for f in F if f.requires_grad]
+        gradients = gradients_of(reached, free, _random(reached), True, create_graph=True)
+        require_differentiable([g for g in gradients if g is not None], F)
 
     def require_adjoint(self, rows: Tensor, products: Tensor, energy: Tensor) -> None:
         """Require `⟨M J v, J v⟩ = ⟨v, Jᵀ M J v⟩` for vectors and products [K, n]; what is not finite passes.
@@ -332,11 +399,51 @@ class Passes:
         room = rows.norm(dim=1) * products.norm(dim=1) / rows.shape[1] ** 0.5
         small = torch.finfo(one.dtype).tiny  # below, numbers have few digits
         if bool(((one - two).abs() > _TOLERANCE[self._itemsize or 8] * (one.abs() + room) + small).any()):
-            raise (UnsupportedError if self.twice else RuntimeError)(
-                "The model's backward pass is not the derivative of its forward pass: ⟨M J v, J v⟩ and ⟨v, Jᵀ M J v⟩ "
-                "differ. Does a hook, or a backward pass written by hand, clamp, normalise or perturb gradients? Leave "
-                "that out while the curvature is computed."
-            )
+            raise self._not_adjoint("⟨M J v, J v⟩ and ⟨v, Jᵀ M J v⟩")
+
+    def _not_adjoint(self, sides: str) -> Exception:
+        return (UnsupportedError if self.twice else RuntimeError)(
+            f"The model's backward pass is not the derivative of its forward pass: {sides} differ. Does a hook, or a "
+            "backward pass written by hand, clamp, normalise or perturb gradients, or a custom operator lack "
+            "derivatives? Leave that out while the curvature is computed."
+        )
+
+
+class _NotTwice(UnsupportedError):
+    """A model that can't be differentiated twice."""
+
+
+def require_differentiable(gradients: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Refuse gradients that autograd takes for constants where it can't differentiate them.
+
+    A function under `once_differentiable` leaves a node that raises in `backward()`, and is skipped by
+    `torch.autograd.grad`.
+
+    Args:
+        gradients: With a graph.
+        outputs: What they are gradients of, whose graph tells names.
+
+    Raises:
+        UnsupportedError: Naming the functions.
+
+    Cost: a walk through the graph of the gradients.
+    """
+    if not any(node.name() == "torch::autograd::Error" for node in postorder(nodes_of(gradients))):
+        return
+    functions = [getattr(node, "_forward_cls", None) for node in postorder(nodes_of(outputs))]
+    once = [f.__qualname__ for f in functions if f is not None and hasattr(f.backward, "__wrapped__")]
+    names = f": {', '.join(dict.fromkeys(once))}" if once else ""
+    raise _NotTwice(
+        "The model or the loss uses a function that can be differentiated once, and has no second derivative "
+        f"(`once_differentiable`){names}. Write its backward pass with operations of PyTorch, or use an operator that "
+        "goes back once, as KFACLinearOperator."
+    )
+
+
+def _random(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Random tensors of the same shapes, always the same; small enough for float16."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, generator=generator).mul_(2.0**-4).to(t) for t in tensors]
 
 
 def vjp(
