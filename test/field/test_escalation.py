@@ -6,6 +6,7 @@ The right values come from plain autograd, for each number of the output by itse
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 
 
 def net(*sizes: int) -> nn.Sequential:
-    pairs = zip(sizes, sizes[1:])
+    pairs = pairwise(sizes)
     return nn.Sequential(*[layer for i, o in pairs for layer in (nn.Linear(i, o), nn.Tanh())][:-1])
 
 
@@ -204,7 +205,8 @@ def test_modules_around_are_run_again(name: str) -> None:
     J = jacobian(risk)
     G = 2 * J.T @ J / len(J)
     close(curvature(risk, DiagonalBlock).diagonal(), G.diagonal(), what="diagonal")
-    assert risk.reads is not None and {*risk.reads.enclosing.values()} == MODELS[name][2]
+    assert risk.reads is not None
+    assert {*risk.reads.enclosing.values()} == MODELS[name][2]
     close(curvature(risk_of(name), EKFAC).trace, G.trace(), what="trace")
     M = curvature(risk_of(name), FullBlock)
     M.verify()
@@ -241,7 +243,9 @@ def test_states_say_which_module_is_run_again(name: str) -> None:
         state, again.model, again.data, batch_size_fn=risk.options.batch_size_fn
     )
     close(loaded.to_dense(), expected, 0 + 1e-15)
-    assert loaded.risk.reads is not None and loaded.risk.reads.enclosing == risk.reads.enclosing  # type: ignore[union-attr]
+    assert loaded.risk.reads is not None
+    assert risk.reads is not None
+    assert loaded.risk.reads.enclosing == risk.reads.enclosing
     close(loaded.compute().to_dense(), expected)
 
 
@@ -293,10 +297,11 @@ def test_what_no_module_around_can_be_run_with_is_refused_with_what_was_tried(de
         inner = nn.Sequential(nn.Linear(2, 2), inner)
     risk = EmpiricalRisk(inner.double(), nn.MSELoss(), [(X, X) for X in ROWS])
     key = next(key for key in risk.params if "scale" in key)
-    tried = "Running 'the model itself'" if deep == 1 else "Running '1', then the model itself"
-    words = rf"layer ''.*raised KeyError: 'not so few'.*leave these out of `params`\. {tried} again for each example did not"
+    tried = "the model itself" if deep == 1 else "'1', then the model itself"
+    reason = r"layer ''.*raised KeyError: 'not so few'.*leave these out of `params`"
+    words = rf"{reason}\. Running {tried} again for each example did not help"
     for _ in range(2):  # the second time is like the first
-        with pytest.raises(UnsupportedError, match=words.replace("'the model itself'", "the model itself")) as error:
+        with pytest.raises(UnsupportedError, match=words) as error:
             curvature(risk, DiagonalBlock).compute()
         assert key in str(error.value)
 
@@ -368,4 +373,5 @@ def test_a_layer_with_a_second_name_in_its_parent(local: str, reads: bool) -> No
     close(K.trace, 2 * J.square().sum() / len(J))
     affine = {key for entry in K.plan if entry.layer.affine for key in entry.layer.params}
     other = "bias" if local == "weight" else "weight"
-    assert f"0.inner.{other}" in affine and (f"0.{local}" in affine) == (not reads)
+    assert f"0.inner.{other}" in affine
+    assert (f"0.{local}" in affine) == (not reads)
