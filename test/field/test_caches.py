@@ -148,6 +148,8 @@ def test_every_pass_computes_it_anew(way: str) -> None:
     risk = EmpiricalRisk(network(way), LOSS, DATA)
     close(curvature(risk, DiagonalBlock, vectors=Empirical()).diagonal(), rows.square().sum(0) / 8, what="diagonal")
     close(curvature(risk, EKFAC).trace, G.trace(), what="trace")
+    assert risk.reads is not None
+    assert not risk.reads.enclosing, "the module by itself tells its gradients"
     close(GGN(risk).to_dense(), G, what="GGN")
     close(Hessian(risk).to_dense(), H, what="Hessian")
     close(flat(risk.gradient().values()), gradient, what="gradient")
@@ -214,7 +216,7 @@ def test_what_the_user_s_call_kept_with_a_graph_is_refused(way: str, spent: bool
     if spent:
         out.sum().backward()
     elsewhere = r"reads the parameters \['1\.table'\].*cache of eval"
-    gone = r"graph of an earlier call, which is gone\. ('1' \(Bias\)|A module or a cache of a method) kept.*model\.train\(\)"
+    gone = r"earlier call, which is gone\. ('1' \(Bias\)|A module or a cache of a method) kept.*model\.train\(\)"
     words = f"{elsewhere}|{gone}"
     with pytest.raises(UnsupportedError, match=words):
         use(EmpiricalRisk(model, LOSS, DATA))
