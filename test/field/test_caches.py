@@ -229,6 +229,7 @@ def test_other_things_stay() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.calls["forward"] += 1
             self.seen.append(len(x))
+            self.last = len(x)
             return super().forward(x) * self.scales[0] * self.names["a"]
 
     model = Counts(4, 3).double()
@@ -237,5 +238,6 @@ def test_other_things_stay() -> None:
     curvature(EmpiricalRisk(model, LOSS, DATA), EKFAC).compute()
     GGN(EmpiricalRisk(model, LOSS, DATA)).to_dense()
     assert model.calls["forward"] - 3 == len(model.seen) - 1 > 0
+    assert not hasattr(model, "last")
     assert model.scales[0] is scale
     assert model.names["a"] is offset

@@ -14,6 +14,7 @@ import torch
 from cases import close
 from helpers import normal
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from curvlinops_plus import (
     EKFAC,
@@ -26,6 +27,8 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from curvlinops_plus.risk.function_reads import describe_reads, extent
+from curvlinops_plus.risk.layers import FoundReads
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 
@@ -49,6 +52,24 @@ class Energy(nn.Module):
             (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
             (ddu,) = torch.autograd.grad(du.square().sum(), x, create_graph=True)
         return u + du + ddu
+
+
+class Transformed(nn.Module):
+    """A network under a transform of `torch.func`, or in forward mode."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.net = kind, net(2, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "vmap":
+            return torch.vmap(self.net)(x)
+        if self.kind == "jvp":
+            return torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
+        if self.kind == "grad":
+            return torch.func.vmap(torch.func.grad(lambda t: self.net(t).square().sum()))(x)
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(self.net(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
 class Windows(nn.Module):
@@ -167,6 +188,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any], set[str]]] = {
     "derivatives inside": (lambda: nn.Sequential(nn.Linear(2, 3), Energy(net(3, 4, 3)), nn.Linear(3, 2)), ROWS, {"1"}),
     "derivatives of derivatives": (lambda: Energy(nn.Sequential(Energy(net(2, 3, 2)), nn.Linear(2, 2))), ROWS, {""}),
     "far inside": (lambda: Energy(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Tanh()))), ROWS, {""}),
+    "vmap": (lambda: Transformed("vmap"), ROWS, {""}),
+    "jvp": (lambda: Transformed("jvp"), ROWS, {""}),
+    "grad": (lambda: Transformed("grad"), ROWS, {""}),
+    "forward mode": (lambda: Transformed("forward"), ROWS, {""}),
     "windows": (Shifted, SEQUENCES, {""}),
     "windows inside": (lambda: nn.Sequential(Shifted(), nn.Tanh(), nn.Linear(2, 2)), SEQUENCES, {"0"}),
     "edges": (Graph, GRAPHS, {""}),
@@ -223,7 +248,7 @@ def test_modules_around_are_run_again(name: str) -> None:
 @every
 def test_without_the_self_check(name: str) -> None:
     """Reruns that fail are noticed without it, those that disagree are not; then nothing else changes."""
-    if "derivatives" in name or name == "far inside":
+    if "derivatives" in name or name in ("far inside", "forward mode"):
         return
     risk = risk_of(name)
     risk.options = EmpiricalRisk(
@@ -274,6 +299,14 @@ def test_training(name: str) -> None:
         optimizer.step()
         values.append(float(value.detach()))
     assert values[-1] < values[0]
+
+
+def test_processes_take_over_the_larger_module() -> None:
+    def described(*names: str) -> Any:
+        return describe_reads(FoundReads((), {f"key {k}": name for k, name in enumerate(names)}))
+
+    ordered = [described(), described("a.b.c"), described("a"), described(""), described("a", "b.c"), described("", "")]
+    assert sorted(reversed(ordered), key=extent) == ordered
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
