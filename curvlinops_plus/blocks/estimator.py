@@ -120,6 +120,7 @@ class CurvatureEstimator:
     def reset(self) -> None:
         """Start again, with the first random numbers."""
         self._sums = Sums(self.plan, self._scale)
+        self._begins_anew = False  # whether all processes do, with other layers, of which some may not know yet
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
@@ -252,7 +253,7 @@ class CurvatureEstimator:
         step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
         # If it is shown again, it is with the same vectors.
         show_again = partial(show, Draws(self.vectors.seed or 0, step, before))
-        if (world := self.risk.processes.world) > 1 and self._sums.begins:
+        if (world := self.risk.processes.world) > 1 and (self._sums.begins or self._begins_anew):
             batch, totals = self._first(show_again)
         else:
             batch = self._sums.fresh()
@@ -281,6 +282,7 @@ class CurvatureEstimator:
             return batch, totals
 
         found = self.risk.together(first, over_data=False, same=self._blank.described)
+        self._begins_anew = isinstance(found, OutsideReads)
         if isinstance(found, OutsideReads):  # no failure: all look for functions, and begin anew
             raise found
         return found

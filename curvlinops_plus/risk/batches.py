@@ -297,9 +297,9 @@ def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping
         names = [key for key in params if key in read]
         raise UnsupportedError(
             f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
-            "attributes of modules, such as a list that keeps them, a tensor kept from an earlier call (a cache of eval "
-            "mode), or a penalty in the loss. Derivatives are taken "
-            "where parameters are replaced in the modules, so that part would be left out. Let forward read the "
-            "attribute (self.weight), keep several in an nn.ParameterList, and add the curvature of a penalty to the "
-            "operator, as in `H + weight_decay * IdentityLinearOperator(...)`."
+            "attributes of modules, such as a list that keeps them, a tensor kept from an earlier call (a cache of "
+            "eval mode), or a penalty in the loss. Derivatives are taken where parameters are replaced in the modules, "
+            "so that part would be left out. Let forward read the attribute (self.weight), keep several in an "
+            "nn.ParameterList, and add the curvature of a penalty to the operator, as in `H + weight_decay * "
+            "IdentityLinearOperator(...)`."
         )

@@ -218,7 +218,7 @@ def find_functions(
     uses = find_uses(risk.model, risk.params)
     reads = DryPass(risk, uses, batch).reads
     outside = {key: [read for read in found if not read.answered] for key, found in reads.items()}
-    taken = {key for key in reads if key in enclosed or not all(read.product for read in outside[key])}
+    taken = enclosed | {key for key in reads if not all(read.product for read in outside[key])}
     calls = [read.product for found in outside.values() for read in found if read.product is not None]
     # Without its weight, the bias of a convolution is on another axis than a vector that is added.
     taken |= {b for function, w, b in calls if b is not None and w in taken and function.name not in ("linear", "bias")}
@@ -232,7 +232,8 @@ def find_functions(
     by_product = {key for _, keys in known.products for key in keys.values()}
     for key in [key for key in risk.params if key in taken]:  # sets have another order in other processes
         common = takewhile(
-            lambda frames: len({frame.name for frame in frames}) == 1, zip(*[read.frames for read in reads[key]])
+            lambda frames: len({frame.name for frame in frames}) == 1,
+            zip(*[read.frames for read in reads.get(key, ())]),
         )
         names = [frames[0].name for frames in common if all(frame.rows for frame in frames)]
         holders = {use.name for use in uses if use.without_rule and key in use.keys.values()}
@@ -246,6 +247,8 @@ def find_functions(
             around = [name for name in around if name not in holders or name == ""]
         if around:
             enclosing[key] = around[-1]
+        elif key in failed and key not in reads:  # read where nothing is seen, as under `vmap`
+            enclosing[key] = ""
         elif before is not None:
             enclosing[key] = before
     tried = dict(known.failed)
