@@ -166,7 +166,8 @@ class ValueHessian:
     def __init__(self, loss: Any, F: Tensor) -> None:
         self.F, self.gradient = F, None
         if loss.requires_grad and F.requires_grad:
-            (self.gradient,) = gradients_of([loss], [F], [torch.ones_like(loss)], True, create_graph=True)
+            sent = torch.ones_like(loss).requires_grad_()
+            (self.gradient,) = gradients_of([loss], [F], [sent], True, create_graph=True)
             if self.gradient is not None:
                 require_differentiable([self.gradient], [loss])
 

@@ -78,7 +78,8 @@ class Hessian(RiskOperator):
                 if not self._looked_at:
                     refuse_outside_reads("loss", [loss], self.risk.params)
                     self._looked_at = True
-                gradient = gradients_of([loss], free, [torch.ones_like(loss)], True, create_graph=True)
+                sent = torch.ones_like(loss).requires_grad_(not self._seen_twice)
+                gradient = gradients_of([loss], free, [sent], True, create_graph=True)
                 if not self._seen_twice:
                     require_differentiable([g for g in gradient if g is not None], [loss])
                     self._seen_twice = True

@@ -78,8 +78,8 @@ class RecurrentRule(LayerRule):
         if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
             raise UnsupportedError(
                 f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
-                "gradients are those of one draw. For the curvature of the model call `model.eval()`; in a training loop "
-                "set this dropout to 0, or leave the layer's parameters to another optimizer (`params=`)."
+                "gradients are those of one draw. For the curvature of the model call `model.eval()`; in a training "
+                "loop set this dropout to 0, or leave the layer's parameters to another optimizer (`params=`)."
             )
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:

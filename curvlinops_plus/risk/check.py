@@ -23,7 +23,14 @@ from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.preserve import TOLERANCE, eager, kept_modules, relative_difference, training_modules
+from curvlinops_plus.risk.preserve import (
+    TOLERANCE,
+    eager,
+    kept_modules,
+    relative_difference,
+    training_modules,
+    with_short_products,
+)
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -34,8 +41,6 @@ _REGULARLY = {4**k for k in range(32)}
 #: Largest relative difference of two gradients on one graph that passes as rounding, by bytes of a number. Models in
 #: float64 may have norms that compute in float32 whatever they get.
 _ROUNDING = {2: 5e-2, 4: 1e-5, 8: 1e-6}
-# The same where products of float32 numbers may be computed from their first ten bits (TF32), or seven (bfloat16).
-_SHORT_PRODUCTS = {"cuda": 5e-3, "cpu": 5e-2}
 
 _CAUSES = (
     "Does something else read the parameter, does another axis than the first of the layer's output carry the examples "
@@ -401,11 +406,7 @@ def _tolerance(layer: Layer, recorder: Recorder) -> float:
     """What passes as rounding for a layer's gradients."""
     sizes = [dtype.itemsize for dtype in recorder.dtypes] + [p.dtype.itemsize for p in layer.params.values()]
     coarsest = min(sizes)
-    tolerance, kind = _ROUNDING[coarsest], layer.device.type
-    convolutions = kind == "cuda" and torch.backends.cudnn.allow_tf32
-    if coarsest == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
-        return max(tolerance, _SHORT_PRODUCTS.get(kind, tolerance))
-    return tolerance
+    return with_short_products(_ROUNDING[coarsest], coarsest, layer.device)
 
 
 # ------------------------------------------------------------------------------------------- two evaluations that agree

@@ -259,6 +259,16 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
+# What passes where products of float32 numbers may be computed from their first ten bits (TF32), or seven (bfloat16).
+_SHORT_PRODUCTS = {"cuda": 5e-3, "cpu": 5e-2}
+
+
+def with_short_products(tolerance: float, itemsize: int, device: torch.device) -> float:
+    """A tolerance for numbers of so many bytes, or a larger one where the global switches shorten products."""
+    convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    if itemsize == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
+        return max(tolerance, _SHORT_PRODUCTS.get(device.type, tolerance))
+    return tolerance
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
