@@ -90,8 +90,9 @@ _open: list[dict[nn.Module, list[Any]]] = []
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Attributes of modules are as before at the end, as activations and counters; and all, where they kept tensors."""
-    kept = {module: _kept_by(module) for module in modules}
-    before = [(vars(module), {**vars(module)}) for module in kept]
+    modules = [*modules]
+    kept = {module: _kept_by(module) for module in modules if not _is_of_torch(type(module))}
+    before = [(vars(module), {**vars(module)}) for module in modules]
     _open.append(kept)
     try:
         yield
@@ -106,7 +107,8 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
     """Of some modules what the outermost `kept_attributes` that is open keeps, for `drop_new_tensors`."""
-    return [next((kept[module] for kept in _open if module in kept), ()) for module in modules]
+    kept = (next((kept[module] for kept in _open if module in kept), ()) for module in modules)
+    return [parts for parts in kept if parts]
 
 
 def drop_new_tensors(modules: Iterable[Sequence[Any]]) -> None:
@@ -141,6 +143,12 @@ def _kept_by(module: nn.Module) -> list[Any]:
         if type(value) not in _PLAIN:
             _collect(value, found, {id(module)}, True)
     return found
+
+
+@lru_cache(1024)
+def _is_of_torch(kind: type[nn.Module]) -> bool:
+    """Whether it is one of PyTorch's own modules, which keep no tensors from one call to the next."""
+    return kind.__module__.startswith("torch.nn.")
 
 
 @lru_cache(1024)

@@ -234,8 +234,8 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
                 stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(kept_modules(modules))
-        if not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
-            parts = parts_kept(modules)
+        parts = parts_kept(modules)
+        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
             begin = own_calls(lambda module, args: drop_new_tensors(parts))
             stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
         for module in modules:

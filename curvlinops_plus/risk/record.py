@@ -123,6 +123,8 @@ class Recorder:
         try:
             with self._mode:
                 yield
+        except OutsideReads:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
                 raise refusal from error
