@@ -368,7 +368,8 @@ class _Check:
     def _scaled(self, t: Tensor, axis: int = 0) -> Tensor:  # [..., few · positions, ...]
         """Rows of the examples, each times the factor of its example."""
         positions = t.shape[axis] // len(self.factors)
-        factors = self.factors.to(t.dtype).repeat_interleave(positions)
+        factors = self.factors.to(t.dtype)
+        factors = factors if positions == 1 else factors.repeat_interleave(positions)
         return t * factors.view(-1, *[1] * (t.ndim - axis - 1))
 
     def _disagreement(
