@@ -313,7 +313,8 @@ class CurvatureEstimator:
                 self._agree_on_reads()
                 self.enter(set[int]().union(*processes.gather(self.called_in_step)))
                 self._agree_on_withdrawn()
-                told = processes.gather((self.updates, [totals.steps for totals in self._sums.totals.values()]))
+                averages = [t.steps for layer, t in self._sums.totals.items() if layer not in self._sums.withdrawn]
+                told = processes.gather((self.updates, averages))
                 if len({str(weights) for updates, weights in told if updates}) > 1:
                     raise ProcessError(
                         "The processes have made other numbers of steps, or called other layers in them: updates and "

@@ -127,6 +127,38 @@ def test_reads_that_another_process_finds(processes: Processes, approximation: s
         close(several.operator.to_dense(), one.operator.to_dense(), f"step {number}")
 
 
+class ReadTwice(nn.Module):
+    """In some batches a function reads the head's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.twice = nn.Linear(3, 4), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.head(h) + h.square() @ self.head.weight.T if self.twice else self.head(h)
+
+
+@pytest.mark.filterwarnings("ignore:.*without preconditioner")
+def test_a_layer_that_one_process_has_withdrawn(processes: Processes) -> None:
+    """All leave it without preconditioner, and of the others have the statistics of all data."""
+    torch.manual_seed(0)
+    model, loss = ReadTwice().double(), nn.CrossEntropyLoss()
+    risk = EmpiricalRisk(model, loss, (), processes=processes, check="every")
+    estimator = CurvatureEstimator(risk, decay=0.9)
+    for number in range(3):
+        X, y = torch.randn(4 * processes.world, 3, dtype=torch.float64), torch.arange(4 * processes.world) % 3
+        mine = slice(4 * processes.rank, 4 * processes.rank + 4)
+        model.twice = number > 0 and processes.rank == processes.world - 1
+        estimator.update((X[mine], y[mine]))
+    K = estimator.operator
+    assert estimator.withdrawn == ["head"]
+    close(K.blocks["head"].to_dense(), torch.eye(15, dtype=torch.float64), "the block of the layer")
+    traces = processes.gather(float(K.blocks["body"].trace))
+    assert len({*traces}) == 1
+    assert traces[0] > 0
+
+
 class Routed(nn.Module):
     """A trunk, and one head for each batch, which its first entry names."""
 

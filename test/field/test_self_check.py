@@ -411,7 +411,7 @@ def step(optimizer: Any, model: nn.Module, loss: nn.Module, seed: int) -> dict[s
     x, y = batch_of(seed)
     optimizer.zero_grad()
     loss(model(x), y).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     return gradients
 
@@ -495,3 +495,43 @@ def test_every_kind_of_training_loop_goes_on(way: str) -> None:
     assert K.blocks["first"].shape == (first.weight.numel() + 5,) * 2
     estimator.merge(estimator)
     assert estimator.withdrawn == ["last"]
+
+
+def test_what_a_head_at_zero_hides_is_looked_at_in_the_next_batch() -> None:
+    """All gradients in front of it are zero, so that nothing can be told in the first batch."""
+    model = double(Later())
+    model.late = True
+    body = nn.Linear(3, 3).double()
+    nn.init.zeros_(body.weight)
+    network = nn.Sequential(model, body)
+    estimator = CurvatureEstimator(EmpiricalRisk(network, nn.CrossEntropyLoss(), ()))
+    estimator.update(batch_of(0))
+    body.weight.data = torch.eye(3).double()
+    with pytest.warns(CurvatureWarning, match=r"layer '0.last'.*without preconditioner"):
+        estimator.update(batch_of(1))
+
+
+class MoreLater(Later):
+    """From a call on, there is one layer more, which is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(torch.tanh(self.first(x)))
+        return self.more(out) + out.square() @ self.more.weight.T if self.late else out
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC])
+def test_a_layer_that_is_called_later_and_wrong_at_once(approximation: Any) -> None:
+    model, loss = double(MoreLater()), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, lr=0.1, norm_constraint=None, damping=0.5, approximation=approximation)
+    step(optimizer, model, loss, 0)
+    model.late = True
+    with pytest.warns(CurvatureWarning, match=r"layer 'more'.*without preconditioner"):
+        step(optimizer, model, loss, 1)
+    before = model.more.bias.detach().clone()
+    step(optimizer, model, loss, 2)
+    assert not torch.equal(before, model.more.bias)
+    assert optimizer.last_step.left_alone == []
