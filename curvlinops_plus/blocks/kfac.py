@@ -18,7 +18,7 @@ the sum over roles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, is_one_product, products
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.dense import Factor
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 # Larger factors are diagonal.
@@ -158,6 +159,34 @@ class KFAC(Accumulator):
         if self.weight_group is not None:
             blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
+
+    def exact_parts(
+        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        if len(self.layer.roles) > 1:
+            return []  # the nearest product to a sum of products
+        parts: list[tuple[Tensor, Tensor]] = []
+        if is_one_product(J, batches) and not any(form.diagonal for form in self.forms.values()):
+            parts.append(products(block, J))
+        # Of several positions the factors, by their definition, from rows whose products check (a) has compared.
+        *batch, o, i = J.shape[2:]
+        G = torch.diag_embed(J.new_ones(*batch, o))
+        if len(J):
+            g = torch.cat([one.grads for one in batches])  # [V, N, S, *b, o]
+            G = float(self.scale(self.totals)) * gram(g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2))
+        A = torch.diag_embed(J.new_ones(*batch, i))
+        if batches[0].weight:
+            inputs, number = batches[0].inputs, batches[0]._kept
+            a = inputs if isinstance(inputs, Tensor) else inputs.to_dense()  # [N, S, *b, i]
+            if self.reduce:
+                a, number = a.sum(1) / number.clamp(min=1), (number > 0).to(a)
+            else:
+                a = a.flatten(0, 1)
+            A = gram(a) / number.sum(0)[..., None].clamp(min=1)
+            A = A * torch.eye(i).to(A) if self.forms["A"].diagonal else A
+        G = G * torch.eye(o).to(G) if self.forms["G"].diagonal else G
+        X = torch.randn(J.shape[2:], generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(J)
+        return [*parts, (block @ X.flatten(), (G @ X @ A).flatten())]
 
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.

@@ -1,28 +1,44 @@
-"""Checks that catch a wrong layer rule, a wrong loss or a misread example axis, on a few examples of the user's own
-data: (a) gradients by the layers' rules, as the self-check compares them; (c) the Hessian of each loss.
+"""Checks that catch a wrong layer rule, approximation or loss, or a misread example axis, on a few examples of the
+user's own data.
+
+(a) gradients by the layers' rules, as the self-check compares them; (b) what is exact of each approximation's blocks,
+as `Accumulator.exact_parts` says, made of these examples alone; (c) the Hessian of each loss; (d) the blocks that the
+operator has, against those that all of its data give once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvlinops_plus.blocks.plan import table
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.plan import LayerPlan, table
+from curvlinops_plus.blocks.sweeps import Kept
 from curvlinops_plus.errors import VerificationError
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, MonteCarlo
-from curvlinops_plus.risk.batches import require_rereadable, take_examples
+from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
+from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
+from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
+from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.losses import LossWeights, OutputLoss
-from curvlinops_plus.risk.preserve import TOLERANCE, preserve_state, relative_difference, untraced
-from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
+from curvlinops_plus.risk.preserve import TOLERANCE, eager, preserve_state, relative_difference, untraced
+from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-LOSS_CHECK = "(c) loss Hessian"
+BLOCK_CHECK, LOSS_CHECK, STORED_CHECK = "(b) blocks", "(c) loss Hessian", "(d) stored blocks"
+# Layer, check and relative error.
+Row = tuple[str, str, float]
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,8 @@ class Verification:
     """The result of `verify()`: a row per check with its relative error. Printed, it shows the worst of each check.
 
     Attributes:
-        rows: (layer, check, relative error).
+        rows: (layer, check, relative error). The error is NaN where nothing of a block is known to be exact, or where
+            its gradients are all zero.
         tolerance: Largest error that passes.
     """
 
@@ -39,33 +56,40 @@ class Verification:
 
     def __str__(self) -> str:
         by_check: dict[str, list[tuple[float, str]]] = {}
-        for layer, check, error in self.rows:
+        compared = [row for row in self.rows if not math.isnan(row[2])]
+        for layer, check, error in compared:
             by_check.setdefault(check, []).append((error, layer))
         worst = [(check, len(found), *max(found)) for check, found in by_check.items()]
         lines = table([(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst])
-        return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}; .table() shows each"])
+        if missing := [layer for layer, _, error in self.rows if math.isnan(error)]:
+            lines.append(f"{BLOCK_CHECK}: {len(missing)} not compared, {', '.join(missing)}")
+        return "\n".join([*lines, f"all {len(compared)} checks within {self.tolerance:g}; .table() shows each"])
 
     def table(self) -> str:
         """One line per layer and check."""
-        return "\n".join(table([(layer, check, f"{error:.1e}") for layer, check, error in self.rows]))
+        numbers = ["not compared" if math.isnan(error) else f"{error:.1e}" for *_, error in self.rows]
+        return "\n".join(table([(*row[:2], number) for row, number in zip(self.rows, numbers, strict=True)]))
 
 
 @untraced
-def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) -> Verification:
+def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
     """Run all checks on the first examples of the data.
 
     Args:
+        K: The `BlockwiseLinearOperator`.
         num_examples: How many examples of the first batch are used.
+        stored: Compute the blocks once more, to compare those that the operator has.
 
     Returns:
         A row for each layer and check: `print` it for the worst of each check, or its `table()` for all.
 
     Raises:
         VerificationError: Naming layer and check, if a relative error exceeds the tolerance (1e-6 for float64, 1e-3 for
-            float32, 5e-2 if a parameter has half precision).
+            float32, 5e-2 if a parameter has half precision; twice that of blocks, which are made of products).
         UnsupportedError: If the examples of a batch depend on each other.
 
-    Cost: a forward and a backward pass of these examples together, and of three of them one at a time.
+    Cost: three forward passes of these examples, and four backward passes for each; with `stored` as much as the
+    operator has taken.
 
     Example:
         >>> import torch
@@ -75,8 +99,9 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
         >>> data = [(torch.rand(5, 3).double(), torch.tensor([0, 1, 0, 1, 1]))]
         >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
-        3
+        7
     """
+    risk: EmpiricalRisk = K.risk
     tolerance = TOLERANCE[min(p.dtype.itemsize for p in risk.params.values())]
     risk.renew()
     with preserve_state(risk.model, risk.data), torch.inference_mode(False):
@@ -86,6 +111,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         single = risk.with_data([])
         single.options = replace(risk.options, mask=None, weight=None, check="every")
         single.checked.shift = risk.checked.shift
+        layers = [entry.layer for entry in K.plan]
         passes = RecordedPasses(single, layers, MonteCarlo(1, 0), LossWeights(risk, plain=True))
         for batch in (few, whole):
             try:
@@ -96,6 +122,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
                 if batch is whole or few is whole:
                     raise VerificationError(f"check (a) gradients: {error}") from error
         rows = [(name or "(model)", "(a) gradients", away) for name, away in single.checked.errors.items()]
+        rows += _block_rows(K, single, few, tolerance)
         with torch.no_grad():
             outputs = risk.run(few)
         for one, *output in zip(risk.losses, *outputs, strict=True):
@@ -108,9 +135,173 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
                     "registered likelihood that of this loss, with all its options?"
                 )
             rows.append((where or "(model)", LOSS_CHECK, error))
+    if stored:
+        rows += _stored_rows(K, tolerance)
     return Verification(tuple(rows), tolerance)
 
 
+# -------------------------------------------------------------------------------------------------------- (b) blocks
+def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, tolerance: float) -> list[Row]:
+    """(b): what is exact of the blocks that the operator's approximations make of these examples."""
+    batches, gradients = _record(K, risk, few)
+    sizes = {key: float(g.norm()) for key, g in gradients.items()}
+    coarsest = min([p.dtype for p in risk.params.values()], key=lambda dtype: dtype.itemsize)
+    # A gradient of which rounding may be all that is left tells nothing.
+    least = torch.finfo(coarsest).eps / tolerance * max(sizes.values(), default=0.0)
+    rows: list[Row] = []
+    for entry in K.plan:
+        shown = [batch for batch in batches if batch.layer is entry.layer]
+        errors = _block_errors(K, entry, shown, gradients) if shown else {}
+        for group in entry.layer.groups:
+            tells = not gradients or math.hypot(*[sizes[key] for key in group.keys]) > least
+            error = errors.get(group.name, math.nan) if tells else math.nan
+            if error > 2 * tolerance:
+                raise VerificationError(
+                    f"{title(group.name)}, check {BLOCK_CHECK}: of the block that {entry.approximation!r} makes of "
+                    f"{few.num_examples} examples, what has to be exact differs from plain autodiff by {error:.1e} of "
+                    f"its norm, more than {2 * tolerance:g}. Look at `update` and `finish` of this approximation; "
+                    "where that is meant, override `exact_parts`."
+                )
+            rows.append((group.name or "(model)", BLOCK_CHECK, error))
+    return rows
+
+
+def _record(K: Any, risk: EmpiricalRisk, few: Batch) -> tuple[list[LayerBatch], dict[str, Tensor]]:
+    """What layers receive when three vectors are sent, and gradients [V, N, *shape] by key of the plain model.
+
+    Approximations don't know which vectors are sent, so random ones are. The gradients know no layers: there is a
+    backward pass to the parameters for each vector and example. Without vectors there are none.
+    """
+    free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
+    layers, N = [entry.layer for entry in K.plan], few.num_examples
+    recorder = Recorder(layers, risk.options.example_axis or {}, K.vectors.backward, params=free)
+    kept, gradients = Kept(sys.maxsize, {*layers}), dict[str, Tensor]()
+
+    def run(model: nn.Module) -> None:
+        with recorder.recording(N):
+            outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
+        recorder.begin(kept.add)
+        if not outputs:
+            recorder.show_inputs()
+            return
+        generator = torch.Generator().manual_seed(2)
+        vectors = [[torch.randn(f.shape, generator=generator).to(f) for f in outputs] for _ in range(3)]
+        recorder.send(outputs, iter(vectors), 3, 2, False)  # two at once, and one by itself
+        with recorder.disabled:
+            outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
+            for key, rows in _gradients(outputs, vectors, N, free, recorder).items():
+                gradients[key] = torch.stack(rows).unflatten(0, (len(vectors), N))
+
+    with recorder, eager, torch.set_grad_enabled(K.vectors.backward):
+        risk.at(free, run)
+    return kept.batches, gradients
+
+
+def _gradients(
+    outputs: Sequence[Tensor],
+    vectors: Sequence[Sequence[Tensor]],
+    N: int,
+    params: Mapping[str, Tensor],
+    recorder: Recorder,
+) -> dict[str, list[Tensor]]:
+    """By key the gradient for each vector and each example by itself, in this order."""
+    gradients: dict[str, list[Tensor]] = {key: [] for key in params}
+    for vector in vectors:
+        for n in range(N):
+            alone = [torch.zeros_like(v) for v in vector]
+            for of_one, v in zip(alone, vector, strict=True):
+                of_one.view(N, -1)[n] = v.view(N, -1)[n]
+            sent, power = recorder.in_range(alone, outputs)
+            arrived = gradients_of(outputs, [*params.values()], sent, True)
+            for (key, p), g in zip(params.items(), arrived, strict=True):
+                g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+                gradients[key].append(at_least_float32(g) / power)
+    return gradients
+
+
+def _block_errors(
+    K: Any, entry: LayerPlan, shown: Sequence[LayerBatch], gradients: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Block name to the error of what is exact: of all examples, and of the largest single gradient."""
+    layer, N = entry.layer, shown[0].num_examples
+    like = {"dtype": layer.accumulation_dtype, "device": layer.device}
+    J: dict[str, Tensor] = {}
+    for group in layer.groups:
+        parts = [gradients[key].flatten(0, 1) for key in group.keys if key in gradients]
+        shape = (-1, N, *group.layout.matrix_shape)
+        J[group.name] = group.layout.gather(parts).reshape(shape).to(**like) if parts else torch.zeros(
+            0, *shape[1:], **like
+        )
+    squares = torch.stack([of_group.square().flatten(2).sum(-1) for of_group in J.values()]).sum(0)  # [V, N]
+    n = int(squares[0].argmax()) if len(squares) else 0
+    alone = shown[0].examples(slice(n, n + 1), slice(0, 1))
+    samples = [(shown, J), ([alone], {name: of_group[:1, n : n + 1] for name, of_group in J.items()})]
+    errors: dict[str, float] = {}
+    with plain_mode(layer.device.type):
+        for batches, of_groups in samples:
+            totals = Totals(examples=batches[0].num_examples, terms=batches[0].num_examples)
+            totals.loss_count = float(totals.examples)
+            for name, error in _sample_errors(K, entry, batches, of_groups, totals):
+                errors[name] = max(error, errors.get(name, 0.0))
+    return errors
+
+
+def _sample_errors(
+    K: Any, entry: LayerPlan, batches: Sequence[LayerBatch], J: Mapping[str, Tensor], totals: Totals
+) -> Iterator[tuple[str, float]]:
+    """Block names with the errors of what is exact."""
+    scale = lambda totals: 2.0 / totals.loss_count  # noqa: E731
+    for name, accumulator in entry.accumulators(scale).items():
+        if K.owners is not None and K.owners[name] != K.risk.processes.rank:
+            continue
+        result: Any = accumulator
+        while isinstance(result, Accumulator):
+            for batch in batches:
+                result.update(batch if result.group is None else batch.restrict(result.group))
+            result.totals, result.complete = totals, True
+            result = result.finish()
+        for group in accumulator.groups:
+            block = result if isinstance(result, LinearOperator) else result[group.name]
+            restricted = [batch.restrict(group) for batch in batches]
+            scaled = J[group.name] * math.sqrt(scale(totals))
+            for ours, theirs in accumulator.exact_parts(block, scaled, restricted):
+                yield group.name, relative_difference(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------- (d) stored blocks
+def _stored_rows(K: Any, tolerance: float) -> list[Row]:
+    """(d): the operator's blocks against those that its data give once more.
+
+    Only where these were computed from these data, at the present parameters: not those of streams and states. Random
+    vectors depend on the order of the data, so these have to be a list. In several processes that would be collective.
+    """
+    data, operator = K.risk.data, K._operator
+    ordered = not K.vectors.random or isinstance(data, (list, tuple))
+    if operator is None or not K.of_data or K.risk.processes.world > 1 or not ordered:
+        return []
+    if changed_parameters(K.parameters, fingerprint(K.risk), 1e-12):
+        return []
+    again = copy.copy(K)
+    again.check_deterministic = False
+    again.compute()
+    rows: list[Row] = []
+    for name, block in again.blocks.items():
+        mine = operator.blocks[name]
+        v = torch.randn(block.shape[1], generator=torch.Generator().manual_seed(4)).to(block.device, block.dtype)
+        # Eigenvectors of equal eigenvalues may be others.
+        pair = (mine.trace, block.trace) if isinstance(block, Eigendecomposed) else (mine @ v, block @ v)
+        error = relative_difference(*pair)
+        if not error <= 2 * tolerance:
+            raise VerificationError(
+                f"{title(name)}, check {STORED_CHECK}: the operator's block differs by {error:.1e} of its norm from the "
+                f"one that its data give now, more than {2 * tolerance:g}. Was it changed, replaced or loaded since it "
+                "was computed, or do the data change from pass to pass? compute() makes it anew."
+            )
+        rows.append((name or "(model)", STORED_CHECK, error))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------- (c) loss Hessian
 def _loss_error(one: OutputLoss, read: tuple[Tensor, Any, int | None], N: int) -> float:
     """(c): `H v` of the likelihood against double backward of the loss that the user gave.
 
