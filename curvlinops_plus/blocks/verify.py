@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.plan import LayerPlan, table
@@ -39,6 +40,8 @@ from curvlinops_plus.risk.sweep import RecordedPasses
 BLOCK_CHECK, LOSS_CHECK, STORED_CHECK = "(b) blocks", "(c) loss Hessian", "(d) stored blocks"
 # Layer, check and relative error.
 Row = tuple[str, str, float]
+# Of (b): how many vectors are sent, and about how many numbers gradients of single examples may have.
+_VECTORS, _GRADIENTS = 3, 2**28
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
                 if batch is whole or few is whole:
                     raise VerificationError(f"check (a) gradients: {error}") from error
         rows = [(name or "(model)", "(a) gradients", away) for name, away in single.checked.errors.items()]
-        rows += _block_rows(K, single, few, tolerance)
+        fewer = min(num_examples, max(1, _GRADIENTS // (_VECTORS * sum(p.numel() for p in risk.params.values()))))
+        rows += _block_rows(K, single, take_examples(few, range(min(fewer, few.num_examples))) or few, fewer, tolerance)
         with torch.no_grad():
             outputs = risk.run(few)
         for one, *output in zip(risk.losses, *outputs, strict=True):
@@ -141,9 +145,13 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
 
 
 # -------------------------------------------------------------------------------------------------------- (b) blocks
-def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, tolerance: float) -> list[Row]:
-    """(b): what is exact of the blocks that the operator's approximations make of these examples."""
-    batches, gradients = _record(K, risk, few)
+def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance: float) -> list[Row]:
+    """(b): what is exact of the blocks that the operator's approximations make of these examples.
+
+    Args:
+        number: How many of them have gradients that are not zero: of a graph not all.
+    """
+    batches, gradients = _record(K, risk, few, number)
     sizes = {key: float(g.norm()) for key, g in gradients.items()}
     coarsest = min([p.dtype for p in risk.params.values()], key=lambda dtype: dtype.itemsize)
     # A gradient of which rounding may be all that is left tells nothing.
@@ -166,7 +174,7 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, tolerance: float) -> li
     return rows
 
 
-def _record(K: Any, risk: EmpiricalRisk, few: Batch) -> tuple[list[LayerBatch], dict[str, Tensor]]:
+def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> tuple[list[LayerBatch], dict[str, Tensor]]:
     """What layers receive when three vectors are sent, and gradients [V, N, *shape] by key of the plain model.
 
     Approximations don't know which vectors are sent, so random ones are. The gradients know no layers: there is a
@@ -185,8 +193,10 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch) -> tuple[list[LayerBatch], 
             recorder.show_inputs()
             return
         generator = torch.Generator().manual_seed(2)
-        vectors = [[torch.randn(f.shape, generator=generator).to(f) for f in outputs] for _ in range(3)]
-        recorder.send(outputs, iter(vectors), 3, 2, False)  # two at once, and one by itself
+        vectors = [[torch.randn(f.shape, generator=generator).to(f) for f in outputs] for _ in range(_VECTORS)]
+        for v in tree_leaves(vectors):
+            v.view(N, -1)[number:] = 0
+        recorder.send(outputs, iter(vectors), _VECTORS, 2, False)  # two at once, and one by itself
         with recorder.disabled:
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
             for key, rows in _gradients(outputs, vectors, N, free, recorder).items():
@@ -206,13 +216,15 @@ def _gradients(
 ) -> dict[str, list[Tensor]]:
     """By key the gradient for each vector and each example by itself, in this order."""
     gradients: dict[str, list[Tensor]] = {key: [] for key in params}
+    nothing = [None] * len(params)
     for vector in vectors:
         for n in range(N):
             alone = [torch.zeros_like(v) for v in vector]
             for of_one, v in zip(alone, vector, strict=True):
                 of_one.view(N, -1)[n] = v.view(N, -1)[n]
             sent, power = recorder.in_range(alone, outputs)
-            arrived = gradients_of(outputs, [*params.values()], sent, True)
+            some = any(bool(v.any()) for v in alone)
+            arrived = gradients_of(outputs, [*params.values()], sent, True) if some else nothing
             for (key, p), g in zip(params.items(), arrived, strict=True):
                 g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
                 gradients[key].append(at_least_float32(g) / power)
@@ -224,14 +236,13 @@ def _block_errors(
 ) -> dict[str, float]:
     """Block name to the error of what is exact: of all examples, and of the largest single gradient."""
     layer, N = entry.layer, shown[0].num_examples
-    like = {"dtype": layer.accumulation_dtype, "device": layer.device}
-    J: dict[str, Tensor] = {}
+    J: dict[str, Tensor] = {}  # [V, N, *b, rows, columns]
     for group in layer.groups:
-        parts = [gradients[key].flatten(0, 1) for key in group.keys if key in gradients]
-        shape = (-1, N, *group.layout.matrix_shape)
-        J[group.name] = group.layout.gather(parts).reshape(shape).to(**like) if parts else torch.zeros(
-            0, *shape[1:], **like
-        )
+        shape = (N, *group.layout.matrix_shape)
+        J[group.name] = torch.zeros(0, *shape, dtype=layer.accumulation_dtype, device=layer.device)
+        if gradients:
+            rows = group.layout.gather([gradients[key].flatten(0, 1) for key in group.keys])
+            J[group.name] = rows.reshape(-1, *shape).to(layer.accumulation_dtype)
     squares = torch.stack([of_group.square().flatten(2).sum(-1) for of_group in J.values()]).sum(0)  # [V, N]
     n = int(squares[0].argmax()) if len(squares) else 0
     alone = shown[0].examples(slice(n, n + 1), slice(0, 1))
@@ -293,9 +304,9 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
         error = relative_difference(*pair)
         if not error <= 2 * tolerance:
             raise VerificationError(
-                f"{title(name)}, check {STORED_CHECK}: the operator's block differs by {error:.1e} of its norm from the "
-                f"one that its data give now, more than {2 * tolerance:g}. Was it changed, replaced or loaded since it "
-                "was computed, or do the data change from pass to pass? compute() makes it anew."
+                f"{title(name)}, check {STORED_CHECK}: the operator's block differs from the one that its data give "
+                f"now by {error:.1e} of its norm, more than {2 * tolerance:g}. Was it changed, replaced or loaded "
+                "since it was computed, or do the data change from pass to pass? compute() makes it anew."
             )
         rows.append((name or "(model)", STORED_CHECK, error))
     return rows
