@@ -40,7 +40,7 @@ from curvlinops_plus.risk.sweep import RecordedPasses
 BLOCK_CHECK, LOSS_CHECK, STORED_CHECK = "(b) blocks", "(c) loss Hessian", "(d) stored blocks"
 # Layer, check and relative error.
 Row = tuple[str, str, float]
-# Of (b): how many vectors are sent, and about how many numbers gradients of single examples may have.
+# Of (b): how many vectors are sent, and how many numbers gradients of several examples may have, else it is one.
 _VECTORS, _GRADIENTS = 3, 2**28
 
 
@@ -125,8 +125,7 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
                 if batch is whole or few is whole:
                     raise VerificationError(f"check (a) gradients: {error}") from error
         rows = [(name or "(model)", "(a) gradients", away) for name, away in single.checked.errors.items()]
-        fewer = min(num_examples, max(1, _GRADIENTS // (_VECTORS * sum(p.numel() for p in risk.params.values()))))
-        rows += _block_rows(K, single, take_examples(few, range(min(fewer, few.num_examples))) or few, fewer, tolerance)
+        rows += _block_rows(K, single, batch, num_examples, tolerance)
         with torch.no_grad():
             outputs = risk.run(few)
         for one, *output in zip(risk.losses, *outputs, strict=True):
@@ -149,8 +148,11 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance:
     """(b): what is exact of the blocks that the operator's approximations make of these examples.
 
     Args:
-        number: How many of them have gradients that are not zero: of a graph not all.
+        number: Of how many examples there are gradients; of the others, as in a graph, they are zero.
     """
+    size = _VECTORS * sum(p.numel() for p in risk.params.values())
+    if few.num_examples > 1 and few.num_examples * size > _GRADIENTS:
+        few = take_examples(few, [0]) or few
     batches, gradients = _record(K, risk, few, number)
     sizes = {key: float(g.norm()) for key, g in gradients.items()}
     coarsest = min([p.dtype for p in risk.params.values()], key=lambda dtype: dtype.itemsize)
