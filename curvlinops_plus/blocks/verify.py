@@ -30,7 +30,6 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
-from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.losses import LossWeights, OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 from curvlinops_plus.risk.preserve import TOLERANCE, eager, preserve_state, relative_difference, untraced
@@ -167,10 +166,10 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance:
             error = errors.get(group.name, math.nan) if tells else math.nan
             if error > 2 * tolerance:
                 raise VerificationError(
-                    f"{title(group.name)}, check {BLOCK_CHECK}: of the block that {entry.approximation!r} makes of "
-                    f"{few.num_examples} examples, what has to be exact differs from plain autodiff by {error:.1e} of "
-                    f"its norm, more than {2 * tolerance:g}. Look at `update` and `finish` of this approximation; "
-                    "where that is meant, override `exact_parts`."
+                    f"{entry.layer.title}, check {BLOCK_CHECK}: of the block {group.name!r} that "
+                    f"{entry.approximation!r} makes of {few.num_examples} examples, what has to be exact differs from "
+                    f"plain autodiff by {error:.1e} of its norm, more than {2 * tolerance:g}. Look at `update` and "
+                    "`finish` of this approximation; where that is meant, override `exact_parts`."
                 )
             rows.append((group.name or "(model)", BLOCK_CHECK, error))
     return rows
@@ -300,6 +299,7 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     again.check_deterministic = False
     again.compute()
     rows: list[Row] = []
+    layers = {group.name: entry.layer for entry in K.plan for group in entry.layer.groups}
     for name, block in again.blocks.items():
         mine = operator.blocks[name]
         v = torch.randn(block.shape[1], generator=torch.Generator().manual_seed(4)).to(block.device, block.dtype)
@@ -308,8 +308,8 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
         error = relative_difference(*pair)
         if not error <= 2 * tolerance:
             raise VerificationError(
-                f"{title(name)}, check {STORED_CHECK}: the operator's block differs from the one that its data give "
-                f"now by {error:.1e} of its norm, more than {2 * tolerance:g}. Was it changed, replaced or loaded "
+                f"{layers[name].title}, check {STORED_CHECK}: the operator's block {name!r} differs from what its data "
+                f"give now by {error:.1e} of its norm, more than {2 * tolerance:g}. Was it changed, replaced or loaded "
                 "since it was computed, or do the data change from pass to pass? compute() makes it anew, and "
                 "verify(stored=False) leaves this check out."
             )

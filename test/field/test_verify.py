@@ -139,7 +139,7 @@ WHERE = {"linear", "grouped cnn", "strided cnn", "attention", "called twice", "t
 def test_a_wrong_approximation_is_named(net: str, wrong: str) -> None:
     K = problem(net).curvature(WRONG[wrong])
     with pytest.raises(
-        VerificationError, match=rf"check \(b\) blocks: of the block that {WRONG[wrong].__name__} makes"
+        VerificationError, match=rf"check \(b\) blocks: of the block '.*' that {WRONG[wrong].__name__} makes"
     ):
         K.verify()
 
@@ -237,7 +237,7 @@ class Meant(Doubled):
 
 @pytest.mark.parametrize("kind", [Divided, Unweighted, FirstVector, Twice, Doubled])
 def test_a_users_own_accumulator(kind: type[Accumulator]) -> None:
-    with pytest.raises(VerificationError, match=rf"check \(b\) blocks: of the block that {kind.__name__} makes"):
+    with pytest.raises(VerificationError, match=rf"check \(b\) blocks: of the block '.*' that {kind.__name__} makes"):
         problem("mlp").curvature(kind).verify()
 
 
@@ -312,7 +312,9 @@ def test_blocks_that_changed_are_named(change: Callable[[Any], None]) -> None:
     K = made()
     K.verify()
     change(K)
-    with pytest.raises(VerificationError, match=r"check \(d\) stored blocks: the operator's block.*stored=False"):
+    with pytest.raises(
+        VerificationError, match=r"check \(d\) stored blocks: the operator's block '.*' differs from.*stored=False"
+    ):
         K.verify()
     K.verify(stored=False)
     K.compute()
