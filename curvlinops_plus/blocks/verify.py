@@ -28,8 +28,9 @@ from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
+from curvlinops_plus.risk.check import _tolerance as rounding_of
 from curvlinops_plus.risk.losses import LossWeights, OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 from curvlinops_plus.risk.preserve import TOLERANCE, eager, preserve_state, relative_difference, untraced
@@ -152,31 +153,36 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance:
     size = _VECTORS * sum(p.numel() for p in risk.params.values())
     if few.num_examples > 1 and few.num_examples * size > _GRADIENTS:
         few = take_examples(few, [0]) or few
-    batches, gradients = _record(K, risk, few, number)
+    batches, gradients, roundings = _record(K, risk, few, number)
     sizes = {key: float(g.norm()) for key, g in gradients.items()}
-    coarsest = min([p.dtype for p in risk.params.values()], key=lambda dtype: dtype.itemsize)
-    # A gradient of which rounding may be all that is left tells nothing.
-    least = torch.finfo(coarsest).eps / tolerance * max(sizes.values(), default=0.0)
+    largest = max(sizes.values(), default=0.0)
     rows: list[Row] = []
     for entry in K.plan:
+        eps, rounding = roundings[entry.layer]
+        allowed = 2 * max(rounding, tolerance)  # a block is made of products of two gradients
+        least = eps / max(rounding, tolerance) * largest  # below it rounding may be all that is left of a gradient
         shown = [batch for batch in batches if batch.layer is entry.layer]
         errors = _block_errors(K, entry, shown, gradients) if shown else {}
         for group in entry.layer.groups:
             tells = not gradients or math.hypot(*[sizes[key] for key in group.keys]) > least
             error = errors.get(group.name, math.nan) if tells else math.nan
-            if error > 2 * tolerance:
+            if error > allowed:
                 raise VerificationError(
                     f"{entry.layer.title}, check {BLOCK_CHECK}: of the block {group.name!r} that "
                     f"{entry.approximation!r} makes of {few.num_examples} examples, what has to be exact differs from "
-                    f"plain autodiff by {error:.1e} of its norm, more than {2 * tolerance:g}. Look at `update` and "
+                    f"plain autodiff by {error:.1e} of its norm, more than {allowed:g}. Look at `update` and "
                     "`finish` of this approximation; where that is meant, override `exact_parts`."
                 )
             rows.append((group.name or "(model)", BLOCK_CHECK, error))
     return rows
 
 
-def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> tuple[list[LayerBatch], dict[str, Tensor]]:
+def _record(
+    K: Any, risk: EmpiricalRisk, few: Batch, number: int
+) -> tuple[list[LayerBatch], dict[str, Tensor], dict[Layer, tuple[float, float]]]:
     """What layers receive when three vectors are sent, and gradients [V, N, *shape] by key of the plain model.
+
+    Also for each layer the rounding of a number, and that of a gradient which the self-check allows.
 
     Approximations don't know which vectors are sent, so random ones are. The gradients know no layers: there is a
     backward pass to the parameters for each vector and example. Without vectors there are none.
@@ -185,10 +191,15 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> tuple[list[
     layers, N = [entry.layer for entry in K.plan], few.num_examples
     recorder = Recorder(layers, risk.options.example_axis or {}, K.vectors.backward, params=free)
     kept, gradients = Kept(sys.maxsize, {*layers}), dict[str, Tensor]()
+    roundings: dict[Layer, tuple[float, float]] = {}
 
     def run(model: nn.Module) -> None:
         with recorder.recording(N):
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
+        for layer in layers:
+            dtypes = [*recorder.dtypes, *[p.dtype for p in layer.params.values()]]
+            coarsest = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point])
+            roundings[layer] = coarsest, rounding_of(layer, recorder)
         recorder.begin(kept.add)
         if not outputs:
             recorder.show_inputs()
@@ -205,7 +216,7 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> tuple[list[
 
     with recorder, eager, torch.set_grad_enabled(K.vectors.backward):
         risk.at(free, run)
-    return kept.batches, gradients
+    return kept.batches, gradients, roundings
 
 
 def _gradients(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, NETS, VECTORS, close, problem
-from helpers import normal, seeded
+from helpers import Written, normal, seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,11 +26,13 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
+    EKFACLinearOperator,
     Empirical,
     EmpiricalRisk,
     Exact,
     ForwardOnly,
     FullBlock,
+    KFACLinearOperator,
     MonteCarlo,
     NearestKronecker,
     ScaledIdentity,
@@ -179,6 +181,13 @@ class Divided(KFAC):
         return made | {"A": made["A"] / self.totals.examples}
 
 
+class Skewed(EKFAC):
+    """Eigenvectors that are twice as long, of which one factor's eigenvalues are made."""
+
+    def decompose(self, name: str, M: Tensor) -> Tensor:
+        return 2 * super().decompose(name, M)
+
+
 class Unweighted(Accumulator):
     """Forgets the factor of the loss."""
 
@@ -235,10 +244,13 @@ class Meant(Doubled):
         return []
 
 
-@pytest.mark.parametrize("kind", [Divided, Unweighted, FirstVector, Twice, Doubled])
-def test_a_users_own_accumulator(kind: type[Accumulator]) -> None:
+@pytest.mark.parametrize("net", ["mlp", "attention"])
+@pytest.mark.parametrize("kind", [Divided, Skewed, Unweighted, FirstVector, Twice, Doubled])
+def test_a_users_own_accumulator(kind: type[Accumulator], net: str) -> None:
+    if net == "attention" and kind in (Unweighted, Doubled):
+        return  # by default one gradient at one position is compared
     with pytest.raises(VerificationError, match=rf"check \(b\) blocks: of the block '.*' that {kind.__name__} makes"):
-        problem("mlp").curvature(kind).verify()
+        problem(net).curvature(kind).verify()
 
 
 def test_what_is_not_compared_says_so() -> None:
@@ -267,6 +279,30 @@ def test_gradients_are_those_of_autograd_by_hand() -> None:
     assert alone.shape == (1, 1, 3, 5)
     sent = several[..., -1]
     close(several[..., :-1], torch.einsum("vno,ni->vnoi", sent, X[:3]), 1e-14)
+
+
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
+def test_in_mixed_precision(approximation: Any) -> None:
+    """Of a model that runs in bfloat16 by itself."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.body(x).float()
+
+    torch.manual_seed(0)
+    model = Written(forward, body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    data = [(torch.randn(7, 6), torch.arange(7) % 3)]
+    curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).verify()
+    wrong = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), ending(approximation, lambda block: 2 * block))
+    with pytest.raises(VerificationError, match=r"check \(b\) blocks"):
+        wrong.verify()
+
+
+def test_operators_of_the_classic_door() -> None:
+    model = made().risk.model
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        K = kind(model, nn.CrossEntropyLoss(), list(model.parameters()), made().risk.data)
+        assert STORED_CHECK in str(K.verify())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
