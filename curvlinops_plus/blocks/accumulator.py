@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
+# Pairs of what a block has and what it must have.
+Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,7 @@ class Accumulator(ABC):
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""
         return None
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         """What is exact of a block: pairs of what the block has and what it must have, for `K.verify()`.
 
         Override it for an approximation with other properties; an empty list if nothing of it is exact. By default the

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, is_one_product, products
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.layer.squares import multiplied, squared_gradients
@@ -92,9 +92,7 @@ class EKFAC(KFAC):
             found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         parts = [(block.trace, J.square().sum())]
         if isinstance(block, Eigendecomposed):  # its diagonal in its own basis, if that is one
             Q, columns = block.basis, J.flatten(2).flatten(0, 1).T

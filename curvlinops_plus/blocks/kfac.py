@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, is_one_product, products
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.dense import Factor
@@ -159,9 +159,7 @@ class KFAC(Accumulator):
             blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         # Of several positions the factors, by their definition, from rows whose products check (a) compares.
         roles = [[role for role in same if role.calls] for same in zip(*[batch.roles() for batch in batches])]
         pairs = [self._plain_factors(same, J.shape[2:]) for same in roles if same]

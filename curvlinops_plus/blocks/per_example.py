@@ -15,7 +15,7 @@ from math import isfinite, prod
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, is_one_product, products
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
@@ -56,9 +56,7 @@ class DiagonalBlock(Accumulator):
     def finish(self) -> LinearOperator:
         return Diagonal(self.value("diagonal").flatten())
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         return [(block.diagonal(), J.square().sum((0, 1)).flatten())]
 
 
@@ -106,9 +104,7 @@ class FullBlock(Accumulator):
     def finish(self) -> LinearOperator:
         return Dense(self.value("matrix"), Structure.PSD)
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         return [products(block, J.flatten(2).unsqueeze(-1))]  # not matrix by matrix
 
 
@@ -157,9 +153,7 @@ class ScaledIdentity(Accumulator):
         size = (self.group.layout.dim,)
         return self.number * IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype)
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         return [(block.diagonal(), J.new_full((block.shape[0],), self.number))]
 
 
@@ -210,9 +204,7 @@ class KroneckerBlock(Accumulator):
     def finish(self) -> LinearOperator | Accumulator:
         return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
 
-    def exact_parts(
-        self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         if not self.has_weight or is_one_product(J, batches):
             return [products(block, J)]
         return self.exact_parts_of_weight(block, J)
@@ -225,7 +217,7 @@ class KroneckerBlock(Accumulator):
     def finish_weight(self) -> LinearOperator | Accumulator:
         """`finish` for a block with a weight."""
 
-    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
         """`exact_parts` for a block with a weight; none by default."""
         return []
 
@@ -268,7 +260,7 @@ class TNT(KroneckerBlock):
         trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         return kronecker(G / torch.where(trace > 0, trace, torch.ones_like(trace)), A)
 
-    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
         if not isinstance(block, Kronecker):
             return [(block.trace, J.square().sum())]
         G, A, matrices = block.G, block.A, J.flatten(0, 1)
@@ -356,7 +348,7 @@ class NearestKronecker(KroneckerBlock):
         A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
         return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
 
-    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
         # No multiple of it is nearer: it is at a right angle to what is missing. So after any number of sweeps.
         columns = J.flatten(2).flatten(0, 1).T
         return [(block.frobenius_norm.square(), (columns * (block @ columns)).sum())]

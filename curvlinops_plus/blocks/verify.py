@@ -238,8 +238,8 @@ def _gradients(
             some = any(bool(v.any()) for v in alone)
             arrived = gradients_of(outputs, [*params.values()], sent, True) if some else nothing
             for (key, p), g in zip(params.items(), arrived, strict=True):
-                g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-                gradients[key].append(at_least_float32(g) / power)
+                dense = torch.zeros_like(p) if g is None else g.to_dense()
+                gradients[key].append(at_least_float32(dense) / power)
     return gradients
 
 
@@ -264,19 +264,20 @@ def _block_errors(
     errors: dict[str, float] = {}
     with plain_mode(layer.device.type):
         for batches, of_groups in samples:
-            totals = Totals(examples=batches[0].num_examples, terms=batches[0].num_examples)
-            totals.loss_count = float(totals.examples)
-            for name, error in _sample_errors(K, entry, batches, of_groups, totals):
+            for name, ours, theirs in _exact_parts(K, entry, batches, of_groups):
+                lost = bool(theirs.isfinite().all()) and not bool(ours.isfinite().all())
+                error = math.inf if lost else relative_difference(ours, theirs)
                 errors[name] = max(error, errors.get(name, 0.0))
     return errors
 
 
-def _sample_errors(
-    K: Any, entry: LayerPlan, batches: Sequence[LayerBatch], J: Mapping[str, Tensor], totals: Totals
-) -> Iterator[tuple[str, float]]:
-    """Block names with the errors of what is exact."""
-    scale = lambda totals: 2.0 / totals.loss_count  # noqa: E731
-    for name, accumulator in entry.accumulators(scale).items():
+def _exact_parts(
+    K: Any, entry: LayerPlan, batches: Sequence[LayerBatch], J: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Block names with what blocks made of these batches have and must have. The loss's factor is 2 / N."""
+    N = batches[0].num_examples
+    totals = Totals(examples=N, terms=N, loss_count=float(N))
+    for name, accumulator in entry.accumulators(lambda totals: 2.0 / totals.loss_count).items():
         if K.owners is not None and K.owners[name] != K.risk.processes.rank:
             continue
         result: Any = accumulator
@@ -288,9 +289,8 @@ def _sample_errors(
         for group in accumulator.groups:
             block = result if isinstance(result, LinearOperator) else result[group.name]
             restricted = [batch.restrict(group) for batch in batches]
-            scaled = J[group.name] * math.sqrt(scale(totals))
-            for ours, theirs in accumulator.exact_parts(block, scaled, restricted):
-                yield group.name, relative_difference(ours, theirs)
+            for ours, theirs in accumulator.exact_parts(block, J[group.name] * math.sqrt(2 / N), restricted):
+                yield group.name, ours, theirs
 
 
 # ------------------------------------------------------------------------------------------------- (d) stored blocks

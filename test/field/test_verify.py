@@ -218,6 +218,13 @@ class Twice(FullBlock):
         super().update(batch)
 
 
+class Lost(DiagonalBlock):
+    """Ends in NaN."""
+
+    def finish(self) -> LinearOperator:
+        return Diagonal(self.value("diagonal").flatten() * torch.nan)
+
+
 class Doubled(Accumulator):
     """A user's own Kronecker product, too large by two."""
 
@@ -245,7 +252,7 @@ class Meant(Doubled):
 
 
 @pytest.mark.parametrize("net", ["mlp", "attention"])
-@pytest.mark.parametrize("kind", [Divided, Skewed, Unweighted, FirstVector, Twice, Doubled])
+@pytest.mark.parametrize("kind", [Divided, Skewed, Unweighted, FirstVector, Twice, Lost, Doubled])
 def test_a_users_own_accumulator(kind: type[Accumulator], net: str) -> None:
     if net == "attention" and kind in (Unweighted, Doubled):
         return  # by default one gradient at one position is compared
