@@ -91,8 +91,8 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
             float32, 5e-2 if a parameter has half precision; twice that of blocks, which are made of products).
         UnsupportedError: If the examples of a batch depend on each other.
 
-    Cost: three forward passes of these examples, and four backward passes for each; with `stored` as much as the
-    operator has taken.
+    Cost: a few passes of these examples, three backward passes for each by itself, and memory for these gradients; with
+    `stored` as much time and memory as the operator has taken.
 
     Example:
         >>> import torch
@@ -156,6 +156,7 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance:
     batches, gradients, roundings = _record(K, risk, few, number)
     sizes = {key: float(g.norm()) for key, g in gradients.items()}
     largest = max(sizes.values(), default=0.0)
+    mine = {*K.kept_blocks}
     rows: list[Row] = []
     for entry in K.plan:
         eps, rounding = roundings[entry.layer]
@@ -163,7 +164,7 @@ def _block_rows(K: Any, risk: EmpiricalRisk, few: Batch, number: int, tolerance:
         least = eps / max(rounding, tolerance) * largest  # below it rounding may be all that is left of a gradient
         shown = [batch for batch in batches if batch.layer is entry.layer]
         errors = _block_errors(K, entry, shown, gradients) if shown else {}
-        for group in entry.layer.groups:
+        for group in [group for group in entry.layer.groups if group.name in mine]:
             tells = not gradients or math.hypot(*[sizes[key] for key in group.keys]) > least
             error = errors.get(group.name, math.nan) if tells else math.nan
             if error > allowed:

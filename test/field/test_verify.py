@@ -397,6 +397,12 @@ def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
         assert STORED_CHECK in str(curvature(risk.with_data(loader), vectors=vectors).verify())
 
 
+def test_blocks_of_other_processes_are_left_out() -> None:
+    K = made({"0": WRONG["KFAC, G twice"]}, default=DiagonalBlock)
+    K.owners = {"0": 1, "2": 0}
+    assert [layer for layer, check, _ in K.verify(stored=False).rows if check == BLOCK_CHECK] == ["2"]
+
+
 def test_warnings_are_not_repeated() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CurvatureWarning)
