@@ -8,7 +8,7 @@ running averages, merging two data sets, resuming and saving are written in `blo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
+# Pairs of what a block has and what it must have.
+Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,21 @@ class Accumulator(ABC):
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""
         return None
 
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        """What is exact of a block: pairs of what the block has and what it must have, for `K.verify()`.
+
+        Override it for an approximation with other properties; an empty list if nothing of it is exact. By default the
+        trace, where the batch is one gradient of one position. Sums of several gradients lose it in KFAC, but we know
+        no approximation that does not keep it there, of factors, diagonals or sketches.
+
+        Args:
+            block: Made of `batches`.
+            J: Gradients by plain autograd, [V, N, *b, rows, columns], times `√c`: the exact block is
+                `Σ vec(J) vec(J)ᵀ`. V = 0 with `ForwardOnly()`.
+            batches: What `update` got, restricted to the parameters of the block. Their gradients lack `√c`.
+        """
+        return [(block.trace, J.square().sum())] if is_one_product(J, batches) else []
+
     # ------------------------------------------------------------------------------------------------------ for sums
     def empty(self) -> Self:
         """The same without anything added to it."""
@@ -259,6 +276,19 @@ class Accumulator(ABC):
         for name in self.constants:
             t = state["constants"].get(name)
             setattr(self, name, None if t is None else t.to(device, copy=True))
+
+
+def is_one_product(J: Tensor, batches: Sequence[LayerBatch]) -> bool:
+    """Whether there is one gradient of one position, `g aᵀ`, which has an exact Kronecker product."""
+    roles = batches[0].layer.roles
+    return J.shape[:2] == (1, 1) and (not roles or (len(roles) == 1 and batches[0].grads.shape[2] == 1))
+
+
+def products(block: LinearOperator, J: Tensor) -> tuple[Tensor, Tensor]:
+    """A product with the block, and with `Σ vec(J) vec(J)ᵀ` of each of the `*b` matrices: for `exact_parts`."""
+    X = torch.randn(J.shape[2:], generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(J)
+    inner = (J * X).sum((-2, -1), keepdim=True)
+    return block @ X.flatten(), (inner * J).sum((0, 1)).flatten()
 
 
 class Approximation:

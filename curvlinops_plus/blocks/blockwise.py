@@ -97,6 +97,8 @@ class BlockwiseLinearOperator(Deferred):
 
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
     adopts_vectors: bool = False
+    #: Whether the blocks were computed from the data of the risk, not from a stream, and not loaded.
+    of_data: bool = False
 
     @takes_risk
     def __init__(
@@ -179,6 +181,7 @@ class BlockwiseLinearOperator(Deferred):
             self._operator, self._begun, self.parameters = None, sweeps, parameters
         else:
             self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
+            self.of_data = True
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint) -> None:
         """Take these blocks, times `scale`, in the operator's own precision and on its device."""
@@ -395,12 +398,12 @@ class BlockwiseLinearOperator(Deferred):
                     own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
         return found
 
-    def verify(self, num_examples: int = 3) -> Verification:
-        """Check rules, statistics, loss and traces on a few examples, layer by layer.
+    def verify(self, num_examples: int = 3, stored: bool = True) -> Verification:
+        """Check rules, approximations and losses on a few examples, and the operator's blocks, layer by layer.
 
         See `curvlinops_plus.blocks.verify.verify`.
         """
-        return verify(self.risk, [entry.layer for entry in self.plan], num_examples)
+        return verify(self, num_examples, stored)
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.layer.squares import multiplied, squared_gradients
@@ -91,6 +91,15 @@ class EKFAC(KFAC):
                 self.sums = {}
             found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
+
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        parts = [(block.trace, J.square().sum())]
+        if isinstance(block, Eigendecomposed):  # its diagonal in its own basis, if that is one
+            Q, columns = block.basis, J.flatten(2).flatten(0, 1).T
+            parts = [(block.values, (Q.T @ columns).square().sum(1)), (Q @ (Q.T @ columns), columns)]
+        if is_one_product(J, batches) and not any(form.diagonal for form in self.forms.values()):
+            parts.append(products(block, J))
+        return parts
 
     def decompositions(self) -> dict[str, Tensor]:
         return {name: factor for name, factor in self.factors().items() if not self.forms[name].diagonal}

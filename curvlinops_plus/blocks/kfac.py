@@ -18,7 +18,7 @@ the sum over roles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
 from curvlinops_plus.linalg.dense import Factor
@@ -159,6 +159,46 @@ class KFAC(Accumulator):
             blocks[self.weight_group.name] = Kronecker(G, factors["A"])
         return blocks
 
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        # Of several positions the factors, by their definition, from rows whose products check (a) compares.
+        roles = [[role for role in same if role.calls] for same in zip(*[batch.roles() for batch in batches])]
+        pairs = [self._plain_factors(same, J.shape[2:]) for same in roles if same]
+        if len(self.layer.roles) == 1:
+            ((G, A),) = pairs
+            X = torch.linspace(-1, 2, J.shape[2:].numel(), dtype=J.dtype, device=J.device).view(J.shape[2:]).sin()
+            parts = [(block @ X.flatten(), (G @ X @ A).flatten())]
+            exact = is_one_product(J, batches) and not any(form.diagonal for form in self.forms.values())
+            return [*parts, products(block, J)] if exact else parts
+        if not isinstance(block, Kronecker):  # of a bias, made for the weight
+            return []
+        # The nearest product to a sum of products is at a right angle to what is missing.
+        left, right = block.G.matrices(), block.A.matrices()
+        inner = torch.stack([(left * G).sum() * (right * A).sum() for G, A in pairs]).sum()
+        return [(block.frobenius_norm.square(), inner)]
+
+    def _plain_factors(self, batches: Sequence[LayerBatch], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The factors of one role for a block of matrices `[*b, rows, columns]`: of all rows, by plain products."""
+        first, (*b, rows, columns) = batches[0], shape
+        transposed = first.role is not None and first.role.transposed
+        like: Any = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
+        G = torch.diag_embed(torch.ones(*b, columns if transposed else rows, **like))
+        if first.num_vectors:
+            g = torch.cat([batch.grads for batch in batches])  # [V, N, S, *b, o]
+            g = g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2)
+            G = self.scale(self.totals) * torch.einsum("m...i,m...j->...ij", g, g)
+        A = torch.diag_embed(torch.ones(*b, 1, **like))
+        if first.weight:
+            counted, inputs = first._kept, first.inputs
+            a = inputs if isinstance(inputs, Tensor) else inputs.to_dense()  # [N, S, *b, i]
+            if self.reduce:
+                a = a.sum(1) / counted.clamp(min=1)
+                counted = counted > 0
+            a = a if self.reduce else a.flatten(0, 1)
+            A = torch.einsum("m...i,m...j->...ij", a, a) / counted.sum(0)[..., None].clamp(min=1)
+            A = torch.diag(A.diagonal()) if first.sparse else A  # of an embedding by definition
+        left, right = (A, G) if transposed else (G, A)
+        return _of_size(left, rows, self.forms["G"]), _of_size(right, columns, self.forms.get("A"))
+
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.
 
@@ -197,3 +237,9 @@ def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
         return torch.nn.functional.pad(factor, (0, missing))
     M = torch.diag(factor) if factor.ndim == 1 else factor
     return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
+
+
+def _of_size(M: Tensor, size: int, form: FactorForm | None) -> Tensor:  # [*b, d, d] -> [*b, size, size]
+    """A factor with zeros for columns that a role does not have, and where the layer keeps only a diagonal."""
+    M = torch.nn.functional.pad(M, (0, size - M.shape[-1]) * 2)
+    return M * torch.eye(size, dtype=M.dtype, device=M.device) if form is not None and form.diagonal else M

@@ -9,12 +9,13 @@ of a convolution). A multiple of the identity needs no gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from math import isfinite, prod
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.gram_sum import gram
@@ -54,6 +55,9 @@ class DiagonalBlock(Accumulator):
 
     def finish(self) -> LinearOperator:
         return Diagonal(self.value("diagonal").flatten())
+
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        return [(block.diagonal(), J.square().sum((0, 1)).flatten())]
 
 
 class FullBlock(Accumulator):
@@ -100,6 +104,9 @@ class FullBlock(Accumulator):
     def finish(self) -> LinearOperator:
         return Dense(self.value("matrix"), Structure.PSD)
 
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        return [products(block, J.flatten(2).unsqueeze(-1))]  # not matrix by matrix
+
 
 class ScaledIdentity(Accumulator):
     """The identity times a number, whatever the data: a layer with this block is not preconditioned.
@@ -145,6 +152,9 @@ class ScaledIdentity(Accumulator):
         assert self.group is not None
         size = (self.group.layout.dim,)
         return self.number * IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype)
+
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        return [(block.diagonal(), J.new_full((block.shape[0],), self.number))]
 
 
 # --------------------------------------------------------------------------------------------------- Kronecker products
@@ -194,6 +204,11 @@ class KroneckerBlock(Accumulator):
     def finish(self) -> LinearOperator | Accumulator:
         return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
 
+    def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
+        if not self.has_weight or is_one_product(J, batches):
+            return [products(block, J)]
+        return self.exact_parts_of_weight(block, J)
+
     @abstractmethod
     def add_weight(self, batch: LayerBatch) -> None:
         """`update` for a block with a weight."""
@@ -201,6 +216,10 @@ class KroneckerBlock(Accumulator):
     @abstractmethod
     def finish_weight(self) -> LinearOperator | Accumulator:
         """`finish` for a block with a weight."""
+
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
+        """`exact_parts` for a block with a weight; none by default."""
+        return []
 
 
 class TNT(KroneckerBlock):
@@ -240,6 +259,13 @@ class TNT(KroneckerBlock):
         G, A = self.value("G"), self.value("A")
         trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         return kronecker(G / torch.where(trace > 0, trace, torch.ones_like(trace)), A)
+
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
+        if not isinstance(block, Kronecker):
+            return [(block.trace, J.square().sum())]
+        G, A, matrices = block.G, block.A, J.flatten(0, 1)
+        of_G, of_A = A.traces()[..., None, None] * G.matrices(), G.traces()[..., None, None] * A.matrices()
+        return [(of_G, (matrices @ matrices.mT).sum(0)), (of_A, (matrices.mT @ matrices).sum(0))]  # partial traces
 
 
 class NearestKronecker(KroneckerBlock):
@@ -321,6 +347,11 @@ class NearestKronecker(KroneckerBlock):
         A = self.value("A")
         A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
         return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
+
+    def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
+        # No multiple of it is nearer: it is at a right angle to what is missing. So after any number of sweeps.
+        columns = J.flatten(2).flatten(0, 1).T
+        return [(block.frobenius_norm.square(), (columns * (block @ columns)).sum())]
 
 
 class PowerStep(Accumulator):
