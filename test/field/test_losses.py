@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, Hessian
 
 
-# ------------------------------------------------------------------------- values of batches and those of their examples
+# ----------------------------------------------------------------------- values of batches and those of their examples
 def root_of_mean_square(f: Tensor, y: Tensor) -> Tensor:
     return (f - y).square().mean().sqrt()
 
