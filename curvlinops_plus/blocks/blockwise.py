@@ -29,6 +29,7 @@ from curvlinops_plus.blocks.state import (
     checked,
     difference,
     from_data,
+    params_of,
     take_state,
     vectors_of,
 )
@@ -466,7 +467,8 @@ class BlockwiseLinearOperator(Deferred):
             state_dict: What `state_dict()` returned.
             model: The network.
             data: Only needed to compute again later.
-            params: The parameters, as when the state was made.
+            params: The parameters, as when the state was made. Default: those that the state names, in its order;
+                needed if their names were not the model's own.
             loss: Needed for losses that are not built in.
             approximations: Your own `Accumulator` classes among those that the state names.
             vectors: Needed for vectors of your own.
@@ -501,6 +503,7 @@ class BlockwiseLinearOperator(Deferred):
                     f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
                     "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
                 ) from error
+        params = params_of(state, model) if params is None else params
         risk = EmpiricalRisk(model, loss, () if data is None else data, params, **state["options"], **risk_options)
         risk.reads = rebuild_reads(risk, plan["reads"])
         separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]

@@ -21,7 +21,7 @@ from typing import Any
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Approximation
 from curvlinops_plus.blocks.ekfac import EKFAC
@@ -33,7 +33,7 @@ from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
-from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
+from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, require_module
 
 VERSION = 1
 APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
@@ -128,6 +128,19 @@ def plan_of(K: Any) -> dict[str, Any]:
     }
 
 
+def keys_of(plan: Mapping[str, Any]) -> set[str]:
+    """The keys of all parameters of a plan."""
+    return {key for layer in plan["layers"].values() for key in layer["parameters"]}
+
+
+def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] | None:
+    """The model's parameters that a state is of, in the order of its vectors; None if not all keys are the model's own
+    names.
+    """
+    owned, keys = dict(require_module(model).named_parameters()), keys_of(state["plan"])
+    return {key: owned[key] for key in state["fingerprint"] if key in keys} if keys <= owned.keys() else None
+
+
 # ----------------------------------------------------------------------------------------------------------- operators
 def about(K: Any) -> dict[str, Any]:
     """The state of an operator without its blocks."""
@@ -172,6 +185,13 @@ def take_state(K: Any, given: Any) -> None:
     if K.adopts_vectors and plan["vectors"]["kind"] == mine["vectors"]["kind"]:
         mine["vectors"] = plan["vectors"]
         fitting.vectors = vectors_of(plan["vectors"], [type(K.vectors)])
+    if keys_of(plan) != keys_of(mine):
+        more, fewer = sorted(keys_of(plan) - keys_of(mine)), sorted(keys_of(mine) - keys_of(plan))
+        raise ValueError(
+            f"State mismatch in the parameters: only the state has {more[:5]}, only this operator {fewer[:5]}. Both have "
+            "to be of the same model and parameters: say params=, in EmpiricalRisk or from_state_dict, as a dict if "
+            "the names were yours."
+        )
     if found := difference(plan, mine):
         where, theirs, ours = found
         raise ValueError(f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}.")

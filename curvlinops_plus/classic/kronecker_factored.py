@@ -165,7 +165,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         cls,
         state_dict: Mapping[str, Any],
         model_func: nn.Module,
-        params: Sequence[Tensor] | Mapping[str, Tensor],
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
         data: Iterable[Any] | None,
         check_deterministic: bool = True,
         batch_size_fn: Callable[[Any], int] | None = None,
@@ -178,7 +178,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         Args:
             state_dict: What `state_dict()` returned.
             model_func: The network.
-            params: The parameters, as when the state was made.
+            params: The parameters, as when the state was made. None: those that the state names, in its order.
             data: For recomputing later; None is fine.
             check_deterministic: Whether computing anew will compare two passes.
             batch_size_fn: As in the constructor.

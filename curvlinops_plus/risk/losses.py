@@ -17,16 +17,18 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples
-from curvlinops_plus.risk.batches import Batch, raise_unreached, refuse_outside_reads, require_rereadable
-from curvlinops_plus.risk.preserve import training_modules
+from curvlinops_plus.random_state import kept_random_state
+from curvlinops_plus.risk.batches import Batch, mapped, raise_unreached, refuse_outside_reads, require_rereadable
+from curvlinops_plus.risk.preserve import kept_modules, training_modules
 
 Key = str | int
 Number = Tensor | float
@@ -158,12 +160,15 @@ class OutputLoss:
     Attributes:
         key: Key or position of output and target; None if there is one output.
         default_reduction: For a loss without an attribute `reduction`.
+        warning: Of a loss without a likelihood, what is to be said if there are several batches; None before it was
+            compared.
     """
 
     key: Key | None
     loss: Any
     weight: float = 1.0
     default_reduction: str | None = None
+    warning: str | None = None
 
     @property
     def title(self) -> str:
@@ -216,6 +221,7 @@ class OutputLoss:
         """
         N, weight = batch.num_examples, batch.weight
         if not self.known:
+            self._compare(f, y, batch)
             value = self._scalar(self.loss(f, y), f)
             return f, y, float(N), value * N if self.reduction == "mean" else value
         likelihood = self.likelihood
@@ -228,6 +234,14 @@ class OutputLoss:
             return F, Y, count, 0.0
         terms = likelihood.nll(F, Y)
         return F, Y, count, (terms if weight is None else terms * weight.to(F)[:, None]).sum()
+
+    def _compare(self, f: Tensor, y: Any, batch: Batch) -> None:
+        """Warn, once and in a pass of several batches, of a loss that is no mean (or sum) over examples."""
+        if self.warning is None and batch.num_examples > 1:
+            self.warning = _no_mean(self, f, y, batch.num_examples)
+        if self.warning and batch.first:
+            message, self.warning = self.warning, ""
+            warn(message, CurvatureWarning, stacklevel=level_of_user())
 
     def _scalar(self, value: Any, f: Tensor) -> Tensor:
         """What the loss returned for output `f`, if that can be differentiated.
@@ -252,6 +266,57 @@ class OutputLoss:
         return value
 
 
+#: Largest relative difference of two values of a loss that passes as rounding, by bytes of an output's number.
+_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-6}
+
+
+# How many examples are compared: enough for differing weights, masks and classes among them.
+_FEW = 8
+
+
+def _no_mean(one: OutputLoss, f: Tensor, y: Any, N: int) -> str:
+    """What is to be said of a loss whose value for a few examples is not the mean, or sum, of theirs by themselves.
+
+    Nothing if it is; if output or target can't be cut into examples, as lists of one target for each; or if the loss
+    can't be computed for a single example, or is random.
+
+    Cost: ten calls of the loss.
+    """
+    several = y.values() if isinstance(y, Mapping) else y if isinstance(y, (tuple, list)) and len(y) != N else [y]
+    if not all(part is None or isinstance(part, Tensor) for part in several):
+        return ""
+    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()[:_FEW]
+
+    def rows(t: Tensor, examples: list[int]) -> Tensor:
+        t = t.detach()
+        return t.clone() if t.ndim == 0 or len(t) == 1 else t.unflatten(0, (N, -1))[examples].flatten(0, 1)
+
+    def value(examples: list[int]) -> float:
+        return float(one.loss(rows(f, examples), mapped(rows, y, examples)))
+
+    modules = [*one.loss.modules()] if isinstance(one.loss, nn.Module) else []
+    try:
+        with torch.no_grad(), kept_random_state(), kept_modules(modules):
+            together, again = value(chosen), value(chosen)
+            alone = [value([n]) for n in chosen]
+    except Exception:
+        return ""
+    size = max([abs(number) for number in (together, *alone) if math.isfinite(number)], default=math.nan)
+    room = _ROUNDING[f.element_size()] * size
+    theirs = {"mean": sum(alone) / len(alone), "sum": sum(alone)}
+    fitting = [kind for kind, number in theirs.items() if abs(together - number) <= room]
+    if one.reduction in fitting or not abs(together - again) <= room:  # the latter of random and of infinite ones
+        return ""
+    advice = "Give all data in one batch, or a loss that averages what single examples have"
+    if fitting:
+        advice = f"It is their {fitting[0]}: say EmpiricalRisk(..., reduction={fitting[0]!r})"
+    return (
+        f"{one.title} is not the {one.reduction} of the losses of single examples: for {len(alone)} of them it is "
+        f"{together:.4g}, and their {one.reduction} is {theirs[one.reduction]:.4g}. So loss, gradient and curvature "
+        f"depend on how the data are split into batches. {advice}."
+    )
+
+
 class Losses(list[OutputLoss]):
     """The losses of a risk.
 
@@ -259,6 +324,7 @@ class Losses(list[OutputLoss]):
         given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its
             weight.
         reduction: For losses without an attribute `reduction`.
+        check: Whether losses without a likelihood are compared with those of single examples.
 
     Raises:
         TypeError: If the loss is a class or not callable.
@@ -272,10 +338,12 @@ class Losses(list[OutputLoss]):
         ([('class', 1.0), ('box', 0.5)], 'mean', 1)
     """
 
-    def __init__(self, given: Any, reduction: str | None = None) -> None:
+    def __init__(self, given: Any, reduction: str | None = None, check: bool = True) -> None:
         form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
         several = dict(enumerate(given)) if form == "tuple" else given if isinstance(given, Mapping) else {None: given}
         super().__init__([_read_loss(key, entry, reduction) for key, entry in several.items()])
+        for one in () if check else self:
+            one.warning = ""
         #: "single", "dict" or "tuple".
         self.form = form
         own = {getattr(one.loss, "reduction", None) for one in self}

@@ -269,12 +269,21 @@ def named_params(
 
 
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
-    """The widest of the parameters' dtypes, float32 at least."""
+    """The widest of the parameters' dtypes, float32 at least.
+
+    Raises:
+        ValueError: If some are complex or whole numbers; names them.
+    """
+    if others := {key: p.dtype for key, p in params.items() if not p.is_floating_point()}:
+        raise ValueError(
+            f"The parameters {[*others][:5]} are {', '.join(sorted(map(str, {*others.values()})))}; only real "
+            "floating-point parameters have a curvature here. Take the others, "
+            "params=[p for p in model.parameters() if p.is_floating_point()], or keep real and imaginary parts as two "
+            "real parameters."
+        )
     wide = torch.float32
-    for dtype in {p.dtype for p in params.values()}:
-        if not dtype.is_floating_point:
-            raise ValueError(f"A parameter is {dtype}; only real floating-point parameters have a curvature here.")
-        wide = torch.promote_types(wide, dtype)
+    for p in params.values():
+        wide = torch.promote_types(wide, p.dtype)
     return wide
 
 

@@ -122,7 +122,7 @@ class EmpiricalRisk(ModelParameters):
             those in the batch, and gradients by layer rules with plain autograd's, for a random vector at all outputs.
             True does so in the first batch, in each that calls other layers, and in batches 4, 16, 64, ...; "every" in
             all. Also whether two evaluations have to agree, and whether a loss that the model computes from `labels`
-            is compared with this one.
+            is compared with this one; whether a loss without a likelihood is a mean (or sum) over examples.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
             with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
             `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
@@ -192,7 +192,7 @@ class EmpiricalRisk(ModelParameters):
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
-        self.losses = Losses(loss, reduction)
+        self.losses = Losses(loss, reduction, bool(check))
         super().__init__(inner, params, self.processes)
         self.options = RiskOptions(
             output,

@@ -151,7 +151,7 @@ def test_every_kind_of_vectors_and_a_mix_of_blocks_is_made_again(vectors: Vector
     assert other.risk.losses.given.label_smoothing == 0.1
     assert str(other) == str(K)
     same(other.compute().to_dense(), K.to_dense())
-    with pytest.raises(ValueError, match="State mismatch in layers, '3'"):
+    with pytest.raises(ValueError, match=r"State mismatch in the parameters: only the state has \['3\.bias', '3"):
         BlockwiseLinearOperator.from_state_dict(K.state_dict(), model[:2], data)
 
 
@@ -217,7 +217,11 @@ MISMATCHES: dict[str, tuple[Callable[[Problem], Problem], dict[str, Any], str]] 
     "weight of the loss": (with_loss(nn.CrossEntropyLoss(torch.ones(3).double())), {}, "loss, 'weight'"),
     "reduction": (with_loss(nn.CrossEntropyLoss(reduction="sum")), {}, "reduction"),
     "shapes": (with_model(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), {}, "layers, '0', 'parameters'"),
-    "layers": (with_model(nn.Identity(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), {}, "layers, '0'"),
+    "layers": (
+        with_model(nn.Identity(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+        {},
+        r"only the state has \['0\.bias'",
+    ),
     "precision": (lambda p: p.to(torch.device("cpu"), torch.float32), {}, "dtype"),
     "separate blocks": (lambda p: p, {"separate_weight_and_bias": False}, "separate_weight_and_bias"),
     "approximation": (lambda p: p, {"kfac_approx": "reduce"}, "reduce"),
@@ -273,7 +277,7 @@ def test_states_that_do_not_fit_are_refused(kind: Any) -> None:
     wrong: list[tuple[Any, str]] = [
         (classic(other, p).state_dict(), "class"),
         (p.curvature(KFAC).state_dict(), "class"),
-        (kind(p.model, p.loss, p.params[:3], p.data).state_dict(), "layers, '2'"),
+        (kind(p.model, p.loss, p.params[:3], p.data).state_dict(), r"only this operator \['2\.bias'\]"),
         ({**state, "version": 99}, "version 99"),
         ({**state, "blocks": {}}, "lacks the blocks"),
         *((each, "not a state of") for each in foreign),
