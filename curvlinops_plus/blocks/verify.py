@@ -30,7 +30,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
-from curvlinops_plus.risk.check import _tolerance as rounding_of
+from curvlinops_plus.risk.check import rounding_of
 from curvlinops_plus.risk.losses import LossWeights, OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 from curvlinops_plus.risk.preserve import TOLERANCE, eager, preserve_state, relative_difference, untraced

@@ -302,7 +302,7 @@ class _Check:
         wrong: list[tuple[Layer, float, float]] = []
         for layer, size in zip(layers, sizes, strict=True):
             away = math.hypot(*[away_of[key] for key in layer.params])
-            tolerance = _tolerance(layer, small)
+            tolerance = rounding_of(layer, small)
             # A gradient of which rounding is all that is left is compared with the others, or with what was sent. What
             # is not finite is refused with the statistic that it makes.
             floor = 0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
@@ -403,7 +403,7 @@ def _factors(number: int) -> Tensor:
     return torch.ldexp(torch.ones(number), exponents[order])
 
 
-def _tolerance(layer: Layer, recorder: Recorder) -> float:
+def rounding_of(layer: Layer, recorder: Recorder) -> float:
     """What passes as rounding for a layer's gradients."""
     sizes = [dtype.itemsize for dtype in recorder.dtypes] + [p.dtype.itemsize for p in layer.params.values()]
     coarsest = min(sizes)
