@@ -120,7 +120,7 @@ def test_names_of_ones_own_have_to_be_given() -> None:
     state = curvature(EmpiricalRisk(model, LOSS, data(), own_names(model)), FullBlock).state_dict()
     with pytest.raises(
         ValueError,
-        match=r"in the parameters: only the state has \['W', 'b'\], only this operator .*params=, .* a dict if the names",
+        match=r"in the parameters: only the state has \['W', 'b'\], only this .*params=, .* a dict if the names",
     ):
         BlockwiseLinearOperator.from_state_dict(state, model)
     loaded = BlockwiseLinearOperator.from_state_dict(state, model, params=own_names(model))
