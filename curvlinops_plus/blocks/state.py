@@ -189,8 +189,8 @@ def take_state(K: Any, given: Any) -> None:
         more, fewer = sorted(keys_of(plan) - keys_of(mine)), sorted(keys_of(mine) - keys_of(plan))
         raise ValueError(
             f"State mismatch in the parameters: only the state has {more[:5]}, only this operator {fewer[:5]}. Both "
-            "have to be of the same model and parameters: say params=, in EmpiricalRisk or from_state_dict, as a dict if "
-            "the names were yours."
+            "have to be of the same model and parameters: say params=, in EmpiricalRisk or from_state_dict, as a "
+            "dict if the names were yours."
         )
     if found := difference(plan, mine):
         where, theirs, ours = found

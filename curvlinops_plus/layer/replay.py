@@ -233,10 +233,15 @@ class Call:
             axis and (t.ndim <= axis or t.shape[axis] != 1) for t, axis in zip(found, axes)
         ):
             shown, expected = [list(t.shape) for t in found], [list(shape) for shape in shapes]
+            whole = (
+                " No tensor among its inputs carries the examples: an object that holds several, as a batch of graphs, "
+                "can't be divided. Give one of them per batch, with batch_size_fn=lambda X: 1."
+            )
             raise RerunError(
                 self.refusal(
                     f"It returned a {type(out).__name__} with floating-point tensors of shapes {shown}, and its output "
                     f"gradients have {expected} for one example, which is to be on axis {axes} of them."
+                    f"{'' if self.per_example else whole}"
                 )
             )
         return [(t.squeeze(a) if a else t).reshape(shape) for t, a, shape in zip(found, axes, shapes, strict=True)]

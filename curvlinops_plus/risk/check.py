@@ -125,7 +125,7 @@ class _Check:
     outputs: Sequence[Tensor]
     repeatable: bool
     norms: Sequence[nn.Module] = ()
-    factors: Tensor = field(init=False)
+    factors: Tensor = field(init=False, repr=False)
 
     def passes(self) -> bool:
         """Whether every layer got a gradient, and it was right.

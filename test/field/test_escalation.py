@@ -409,3 +409,22 @@ def test_a_layer_with_a_second_name_in_its_parent(local: str, reads: bool) -> No
     other = "bias" if local == "weight" else "weight"
     assert f"0.inner.{other}" in affine
     assert (f"0.{local}" in affine) == (not reads)
+
+
+def test_objects_of_several_examples_are_told_to_be_given_one_by_one() -> None:
+    torch.manual_seed(0)
+    model, loss = Scaled().double(), nn.MSELoss()
+    X, Y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    several = EmpiricalRisk(model, loss, [(Box(X), Y)], batch_size_fn=lambda box: len(box.x))
+    with pytest.raises(UnsupportedError, match=r"as a batch of graphs, can't be divided.*batch_size_fn=lambda X: 1"):
+        curvature(several, DiagonalBlock)
+    single = [(Box(x[None]), y[None]) for x, y in zip(X, Y, strict=True)]
+    risk = EmpiricalRisk(model, loss, single, batch_size_fn=lambda box: 1)
+    params = list(model.parameters())
+    total = torch.zeros(sum(p.numel() for p in params)).double()
+    for x in X:
+        for number in model(Box(x[None])).flatten():
+            rows = torch.autograd.grad(number, params, retain_graph=True)
+            total += 2 / 8 * torch.cat([g.flatten() for g in rows]).square()
+    diagonal = curvature(risk, DiagonalBlock).diagonal()
+    torch.testing.assert_close(diagonal, total)
