@@ -7,7 +7,7 @@ running averages, merging two data sets, resuming and saving are written in `blo
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -50,7 +50,21 @@ class Needs:
     kept: int
 
 
-class Accumulator(ABC):
+class _MadeByOperators(ABCMeta):
+    """A class of which operators make objects, each for a layer, and users don't."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if args or "layer" in options:
+            return super().__call__(*args, **options)
+        name, given = cls.__name__, ", ".join(f"{key}={value!r}" for key, value in options.items())
+        using = f"{name}.using({given or '...'})"
+        raise TypeError(
+            f"{name}({given}) is made by operators, for each layer. Give them the class itself, curvature(risk, {name}), "
+            f"and with options {using}."
+        )
+
+
+class Accumulator(metaclass=_MadeByOperators):
     """Sums over data for one layer, or for one group of its parameters.
 
     Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which reads
@@ -309,9 +323,10 @@ class Approximation:
         if isinstance(given, type) and issubclass(given, Accumulator):
             return cls(given)
         name = given.__name__ if isinstance(given, type) else repr(given)
+        advice = " Not its name: from curvlinops_plus import KFAC." if isinstance(given, str) else ""
         raise ValueError(
             f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, DiagonalBlock, FullBlock, "
-            "or one with options such as KFAC.using(kfac_approx='reduce')."
+            f"or one with options such as KFAC.using(kfac_approx='reduce').{advice}"
         )
 
     def __repr__(self) -> str:

@@ -564,7 +564,8 @@ def curvature(
     Returns:
         A linear operator with all its blocks.
 
-    Cost: as many sweeps over the data as the approximations need, and the self-check (unless `EmpiricalRisk(...,
+    Cost: as many sweeps over the data as the approximations need, with `max_bytes` for each group of layers by itself
+    (`memory()` says what they take, nothing warns before memory is short), and the self-check (unless `EmpiricalRisk(...,
     check=False)`): a forward and two backward passes over three examples.
 
     Raises:
@@ -573,14 +574,14 @@ def curvature(
         UnsupportedError: If a layer, the loss or an option can't be handled; if a layer alone needs more than
             `max_bytes` while it is computed; if the examples of a batch depend on each other (batch norm in training
             mode); if a layer's rule disagrees with autograd on three examples of the first batch. Names the layer.
-        NumericsError: If a statistic is not finite; names layer and batch.
+        NumericsError: If a statistic is not finite; names it and the layer.
         RuntimeError: If two evaluations of the model, or two passes over the data, disagree (dropout in training mode).
-        TypeError: If `risk` is not an `EmpiricalRisk`.
+        TypeError: If `risk` is not an `EmpiricalRisk`, or an approximation is an instance such as `KFAC()` instead of
+            the class.
 
     Warns:
-        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors. `print(K)` lists
-            them with reasons; for normalisation layers once per process. If `max_bytes` requires more sweeps, with
-            their number. If statistics take more memory than there is, before anything is computed.
+        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors, normalisation layers
+            among them; for each operator that is computed, once. `print(K)` lists them with reasons.
 
     Example:
         >>> import torch

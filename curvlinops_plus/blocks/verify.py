@@ -65,8 +65,9 @@ class Verification:
             by_check.setdefault(check, []).append((error, layer))
         worst = [(check, len(found), *max(found)) for check, found in by_check.items()]
         lines = table([(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst])
-        if missing := [layer for layer, _, error in self.rows if math.isnan(error)]:
-            lines.append(f"{BLOCK_CHECK}: {len(missing)} not compared, {', '.join(missing)}")
+        for check in (BLOCK_CHECK, STORED_CHECK):
+            if missing := [row[0] for row in self.rows if row[1] == check and math.isnan(row[2])]:
+                lines.append(f"{check}: {len(missing)} not compared, {', '.join(missing)}")
         return "\n".join([*lines, f"all {len(compared)} checks passed; .table() shows each"])
 
     def table(self) -> str:
@@ -304,10 +305,11 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     """
     data, operator = K.risk.data, K._operator
     ordered = not K.vectors.random or isinstance(data, (list, tuple))
+    not_compared = [(name or "(model)", STORED_CHECK, math.nan) for name in K.kept_blocks]
     if operator is None or not K.of_data or K.risk.processes.world > 1 or not ordered:
-        return []
+        return not_compared
     if changed_parameters(K.parameters, fingerprint(K.risk), 1e-12):
-        return []
+        return not_compared
     again = copy.copy(K)
     again.check_deterministic = False
     again.compute()

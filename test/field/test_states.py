@@ -111,8 +111,9 @@ def test_every_class_takes_them_from_the_state(make: Callable[..., Any], again: 
     torch.testing.assert_close(loaded.to_dense(), K.to_dense(), rtol=0, atol=0)
 
 
-def own_names(model: nn.Sequential) -> dict[str, Tensor]:
-    return {"W": model[4].weight, "b": model[4].bias}
+def own_names(model: nn.Module) -> dict[str, Tensor]:
+    params = dict(model.named_parameters())
+    return {"W": params["4.weight"], "b": params["4.bias"]}
 
 
 def test_names_of_ones_own_have_to_be_given() -> None:
