@@ -207,7 +207,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
      NumericsError, "layer 'l': the statistic .* NaN or infinite entries"),
     # approximations
     (lambda: curvature(GENERIC.risk(), {"head": KFAC}), ValueError, r"No layer matches 'head'.*'1', '2', '4'\].*'Li"),
-    (lambda: curvature(risk(), "kfac"), ValueError, "'kfac' is no approximation. Expected .* class such .* Not its name"),
+    (lambda: curvature(risk(), "kfac"), ValueError, "'kfac' is no approximation. Expected .* such .* Not its name"),
     (lambda: KFAC(), TypeError, r"KFAC\(\) is made by operators.*curvature\(risk, KFAC\), and .* KFAC.using\(\.\.\.\)"),
     (lambda: EKFAC(kfac_approx="reduce"), TypeError, r"the class itself.* EKFAC.using\(kfac_approx='reduce'\)"),
     (lambda: DiagonalBlock(), TypeError, r"DiagonalBlock\(\) is made by operators, for each layer"),

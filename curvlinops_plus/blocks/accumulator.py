@@ -59,8 +59,8 @@ class _MadeByOperators(ABCMeta):
         name, given = cls.__name__, ", ".join(f"{key}={value!r}" for key, value in options.items())
         using = f"{name}.using({given or '...'})"
         raise TypeError(
-            f"{name}({given}) is made by operators, for each layer. Give them the class itself, curvature(risk, {name}), "
-            f"and with options {using}."
+            f"{name}({given}) is made by operators, for each layer. Give them the class itself, "
+            f"curvature(risk, {name}), and with options {using}."
         )
 
 

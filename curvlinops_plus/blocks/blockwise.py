@@ -565,8 +565,8 @@ def curvature(
         A linear operator with all its blocks.
 
     Cost: as many sweeps over the data as the approximations need, with `max_bytes` for each group of layers by itself
-    (`memory()` says what they take, nothing warns before memory is short), and the self-check (unless `EmpiricalRisk(...,
-    check=False)`): a forward and two backward passes over three examples.
+    (`memory()` says what they take, nothing warns before memory is short), and the self-check (unless
+    `EmpiricalRisk(..., check=False)`): a forward and two backward passes over three examples.
 
     Raises:
         ValueError: If a key of the mapping matches no layer, or a layer never ran; if `max_kept_bytes` is no integer of
@@ -580,8 +580,8 @@ def curvature(
             the class.
 
     Warns:
-        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors, normalisation layers
-            among them; for each operator that is computed, once. `print(K)` lists them with reasons.
+        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors, normalisation
+            layers among them; for each operator that is computed, once. `print(K)` lists them with reasons.
 
     Example:
         >>> import torch
