@@ -28,7 +28,10 @@ from .run import is_refusal
 
 WRONG, ERROR, RIGHT, REFUSED = "WRONG", "ERROR", "right", "refused"
 #: What a training loop is told instead of being stopped.
-WARNED = "are batch norm in training mode: the examples of a batch depend on each other"
+WARNED = (
+    "are batch norm in training mode: the examples of a batch depend on each other",
+    "are taken as they are, without preconditioner",
+)
 SIZES = ([3, 1, 2], [1], [2, 2])
 
 
@@ -140,8 +143,9 @@ def _verdict(law: str, risk: EmpiricalRisk, truth: Whole | None) -> tuple[str, s
             got = compute(risk)
         if truth is None:
             return WRONG, "numbers that change with every call"
-        if found := [str(one.message) for one in said if WARNED in str(one.message)]:
-            return REFUSED, found[0]
+        messages = [str(warning.message) for warning in said]
+        if told := [message for message in messages if any(words in message for words in WARNED)]:
+            return REFUSED, told[0]
         equal(law, got, expect(truth), 1e-7)
     except Failure as failure:
         return WRONG, failure.numbers
