@@ -128,12 +128,13 @@ class GGN(RiskOperator):
         eye = torch.eye(self.in_space.dim, dtype=self.dtype, device=self.device)
         total = torch.zeros_like(eye)
         for batch in self._batches(draws=draws if self.vectors.random else None):
-            passes.check(batch, len(eye))
+            passes.check(batch, 1, forward=False)
             matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
             state = RandomState.now(self.device)
             with passes.run(batch) as (F, terms, free, _):
                 sizes = [f.numel() for f in F]
                 if sum(sizes) >= len(eye):
+                    passes.check(batch, len(eye))
                     state.restore()  # dropout is that of a product
                     passes.ggn(batch, eye, matrix, total)
                     continue

@@ -388,3 +388,17 @@ def test_what_is_refused(name: str) -> None:
         f = torch.cat([model(x).flatten() for x, _ in data])
         rows = [torch.autograd.grad(number, [*model.parameters()], retain_graph=True) for number in f]
         close(J.to_dense(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))
+
+
+def test_a_dense_ggn_by_rows_goes_back_once() -> None:
+    """A bag of embeddings can't be differentiated twice, and rows of the Jacobian of few outputs needn't be."""
+    model, data = with_data(RawBag)
+    numbers = sum(len(y) for _, y in data)
+    f = torch.cat([model(x).flatten() for x, _ in data])
+    if sum(p.numel() for p in model.parameters()) <= len(f):
+        pytest.skip("columns are fewer")
+    rows = [torch.autograd.grad(number, [*model.parameters()], retain_graph=True) for number in f]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    p = torch.softmax(f.detach().view(numbers, -1), 1)
+    H = torch.block_diag(*[torch.diag(q) - torch.outer(q, q) for q in p]) / numbers
+    close(GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).to_dense(), J.T @ H @ J)

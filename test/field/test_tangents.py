@@ -178,6 +178,15 @@ def test_products_are_those_of_backward_passes(name: str, product: str) -> None:
         close(torch.as_tensor(got).flatten(), torch.as_tensor(expected).flatten(), 1e-7)
 
 
+@pytest.mark.parametrize("name", [name for name in LOST if not name.startswith("once")])
+def test_a_dense_ggn_of_more_outputs_than_parameters(name: str) -> None:
+    """It is made of columns, and not of the rows of the Jacobian."""
+    model, data = LOST[name](), data_of((9, 10))
+    J = jacobian(model, data)
+    close(GGN(EmpiricalRisk(model, nn.MSELoss(), data)).to_dense(), 2 / len(J) * J.T @ J, 1e-7)
+    close(Jacobian(EmpiricalRisk(model, nn.MSELoss(), data)).to_dense(), J, 1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["scatter_reduce, last", "a wrong jvp", "a wrong jvp of one output", "index_reduce"])
 def test_in_single_and_half_precision(name: str, dtype: torch.dtype) -> None:
