@@ -28,7 +28,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder
+from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder, tensors_of
 from curvlinops_plus.risk.preserve import preserve_state, quiet, with_short_products
 
 Outputs: TypeAlias = Sequence[Tensor]
@@ -146,7 +146,7 @@ class Passes:
         self.narrow = any(p.dtype == torch.float16 for p in self.params)
         self.twice = twice
         self.reached: bool | None = None
-        self._right = set[str]()  # the ways of computing `J v` that `check` found to be right
+        self._right = set[Any]()  # ways of computing `J v`, and shapes of batches, that `check` found to be right
         self._replaced = Replaced()
         self._itemsize: int | None = None  # of the coarsest numbers in the model
 
@@ -315,6 +315,8 @@ class Passes:
     def check(self, batch: Batch, columns: int, graph: bool = False, forward: bool = True) -> None:
         """Compare `⟨u, J v⟩` with `⟨Jᵀ u, v⟩` for random `u` and `v`, once for each way in which `J v` is computed.
 
+        And for each shape of batches: code may branch by it.
+
         Args:
             columns: Of the product that comes next: one, or several at once.
             graph: Whether a single tangent is carried while the graph of the backward pass is made, as by `ggn`.
@@ -324,13 +326,14 @@ class Passes:
             RuntimeError: If they differ in forward mode; two backward passes may be right.
             UnsupportedError: If they differ all the same, or the model can't be differentiated twice.
 
-        Cost: once, a forward pass, three backward passes, and `J v` of one or two vectors.
+        Cost: once for each shape, a forward pass, three backward passes, and `J v` of one or two vectors.
         """
         if columns > 1 and columns % self.columns == 1:  # the last one is computed by itself
             self.check(batch, 1)
         way = "several" if columns > 1 else "with graph" if graph else "alone"
         way = "twice" if self.twice else way
-        if way in self._right:
+        kind = way, batch.num_examples, *[t.shape for t in tensors_of(batch.X)]
+        if kind in self._right:
             return
         state = RandomState.now(self.risk.device)
         try:
@@ -354,7 +357,7 @@ class Passes:
                 raise
         finally:
             state.restore()
-        self._right.add(way)
+        self._right.add(kind)
 
     def _with_graph(self, batch: Batch, rows: Tensor) -> list[Tensor]:
         with self.run(batch, rows[0]) as (_, _, _, JV):

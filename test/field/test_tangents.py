@@ -187,6 +187,28 @@ def test_a_dense_ggn_of_more_outputs_than_parameters(name: str) -> None:
     close(Jacobian(EmpiricalRisk(model, nn.MSELoss(), data)).to_dense(), J, 1e-7)
 
 
+class BySize(nn.Module):
+    """Does something else with the outputs of batches of four."""
+
+    def __init__(self, strange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.strange = Net(lambda h: h), strange
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        return self.strange(h) if len(x) == 4 else h
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("strange", [scattered, ByHand.apply, lambda h: (100 * h).logcumsumexp(1)])
+def test_batches_of_another_size_lose_tangents(strange: Callable[[Tensor], Tensor], product: str) -> None:
+    model, data = BySize(strange), data_of((3, 3, 4))
+    J = jacobian(model, data)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    got, expected = PRODUCTS[product](risk, J, normal(J.shape[1], 3, seed=5))
+    close(torch.as_tensor(got).flatten(), torch.as_tensor(expected).flatten(), 1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["scatter_reduce, last", "a wrong jvp", "a wrong jvp of one output", "index_reduce"])
 def test_in_single_and_half_precision(name: str, dtype: torch.dtype) -> None:
