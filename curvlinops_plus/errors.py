@@ -1,7 +1,7 @@
 """Warnings and errors of this package.
 
-Every message says what was expected, what was given, and what to do next. Each class derives from a built-in one, so
-that code that catches `ValueError` or `NotImplementedError` keeps working.
+Every message says what was expected, what was given, and what to do next. Each class derives from a
+built-in one, so that code that catches `ValueError` or `NotImplementedError` keeps working.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class CurvatureWarning(UserWarning):
 
 
 class UnsupportedError(NotImplementedError, ValueError):
-    """An option of a loss, a layer or a model that is not supported, because the result would be wrong."""
+    """An option of a loss, a layer or a model that is not supported, because the result would be
+    wrong.
+    """
 
 
 class NoClosedForm(NotImplementedError):
@@ -40,7 +42,9 @@ class NumericsError(RuntimeError):
 
 
 class ProcessError(RuntimeError):
-    """A computation by several processes that failed in one of them, in which all raise this; nothing has changed."""
+    """A computation by several processes that failed in one of them, in which all raise this;
+    nothing has changed.
+    """
 
 
 class SingularMatrixError(NumericsError):
@@ -52,8 +56,13 @@ class VerificationError(RuntimeError):
 
 
 def level_of_user() -> int:
-    """The `stacklevel` of a warning that points at the user's line, whatever calls are between them."""
+    """The `stacklevel` of a warning that points at the user's line, whatever calls are between
+    them.
+    """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS
+    ):
         level, frame = level + 1, frame.f_back
     return level

@@ -1,4 +1,6 @@
-"""The state of the global random numbers of PyTorch, Python and NumPy, which a model or data may draw from."""
+"""The state of the global random numbers of PyTorch, Python and NumPy, which a model or data may
+draw from.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,14 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device | None = None) -> RandomState:
-        """The state of now: PyTorch's, of the CPU and one device, or that of all generators that are in use."""
+        """The state of now: PyTorch's, of the CPU and one device, or that of all generators that
+        are in use.
+        """
         cpu = torch.get_rng_state()
         if device is None:
             numbers = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-            # Imported at first use, by whoever draws from it: reading its state takes a tenth of a millisecond.
+            # Imported at first use, by whoever draws from it: reading its state takes a tenth of a
+            # millisecond.
             numpy = sys.modules.get("numpy.random")
             cuda = {k: torch.cuda.get_rng_state(k) for k in numbers}
             return cls(cpu, cuda, random.getstate(), numpy and numpy.get_state(legacy=False))

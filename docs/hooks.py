@@ -1,8 +1,8 @@
 """Hooks of MkDocs: the pages of the site that are made from other files of the repository.
 
-README is the start page, CONTRIBUTING and CHANGELOG are pages, every file of examples/ is a page with its picture, the
-gallery has a card for each example, and the reference has a page for each task. Links are written as they are right in
-the repository, and are translated here.
+README is the start page, CONTRIBUTING and CHANGELOG are pages, every file of examples/ is a page
+with its picture, the gallery has a card for each example, and the reference has a page for each
+task. Links are written as they are right in the repository, and are translated here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def repository_path(uri: str) -> str:
 
 
 def translated(markdown: str, uri: str) -> str:
-    """A page whose relative links point to pages of the site; MkDocs complains about a link to no file."""
+    """A page whose relative links point to pages of the site; MkDocs complains about a link to no
+    file.
+    """
     here = posixpath.dirname(repository_path(uri))
 
     def link(found: re.Match[str]) -> str:
@@ -63,7 +65,7 @@ def translated(markdown: str, uri: str) -> str:
     return re.sub(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", link, markdown)
 
 
-# ------------------------------------------------------------------------------------------------------------ examples
+# ----------------------------------------------------------------------------------------- examples
 
 
 def docstring(path: Path) -> str:
@@ -98,7 +100,9 @@ def example_page(path: str) -> str:
 
 
 def gallery() -> str:
-    """A card for each script of examples/ that draws a picture and says how it is started, and a list of the others."""
+    """A card for each script of examples/ that draws a picture and says how it is started, and a
+    list of the others.
+    """
     cards, others = [], []
     for path in EXAMPLES:
         text = docstring(ROOT / path)
@@ -124,20 +128,22 @@ def gallery() -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------- reference
 
-#: Pages of the reference, by task: title, what it is about, names. Without a dot they are imported from the top.
+#: Pages of the reference, by task: title, what it is about, names. Without a dot they are imported
+#: from the top.
 REFERENCE: dict[str, tuple[str, str, str]] = {
     "risk": (
         "Model, loss and data",
-        "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), [modes](../modes.md)",
+        "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), "
+        "[modes](../modes.md)",
         "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly",
     ),
     "curvature": (
         "Block-diagonal curvature",
         "One call, one block for each layer. [Which approximation, when?](../choosing.md)",
-        "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity BlockwiseLinearOperator "
-        "Memory blocks.Verification save load",
+        "curvature KFAC EKFAC DiagonalBlock FullBlock TNT NearestKronecker ScaledIdentity "
+        "BlockwiseLinearOperator Memory blocks.Verification save load",
     ),
     "exact": (
         "Exact operators",
@@ -147,30 +153,33 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "linalg": (
         "Linear algebra",
         "What all operators can do, dampings and solvers.",
-        "LinearOperator RelativeDamping HeuristicDamping IdentityLinearOperator SubmatrixLinearOperator submatrix "
-        "ProjectedLinearOperator CGInverseLinearOperator MINRESInverseLinearOperator LSMRInverseLinearOperator "
-        "NeumannInverseLinearOperator SolveInfo cg minres lsmr neumann from_scipy",
+        "LinearOperator RelativeDamping HeuristicDamping IdentityLinearOperator "
+        "SubmatrixLinearOperator submatrix ProjectedLinearOperator CGInverseLinearOperator "
+        "MINRESInverseLinearOperator LSMRInverseLinearOperator NeumannInverseLinearOperator "
+        "SolveInfo cg minres lsmr neumann from_scipy",
     ),
     "estimate": (
         "Estimators",
         "Numbers of a matrix from its products. [Which one](../estimate.md)",
-        "hutchinson_trace hutchpp_trace xtrace hutchinson_diag xdiag hutchinson_squared_fro logdet top_eigenpairs "
-        "spectral_norm condition_number lanczos_approximate_spectrum lanczos_approximate_log_spectrum "
-        "LanczosApproximateSpectrumCached LanczosApproximateLogSpectrumCached approximate_boundaries "
-        "approximate_boundaries_abs plot_spectrum random_vector",
+        "hutchinson_trace hutchpp_trace xtrace hutchinson_diag xdiag hutchinson_squared_fro "
+        "logdet top_eigenpairs spectral_norm condition_number lanczos_approximate_spectrum "
+        "lanczos_approximate_log_spectrum LanczosApproximateSpectrumCached "
+        "LanczosApproximateLogSpectrumCached approximate_boundaries approximate_boundaries_abs "
+        "plot_spectrum random_vector",
     ),
     "applications": (
         "Applications",
         "Functions and small classes made of a risk and an operator.",
-        "Laplace applications.Normal attribution_scores self_influence per_example_gradients prune merge "
-        "QuadraticPenalty",
+        "Laplace applications.Normal attribution_scores self_influence per_example_gradients "
+        "prune merge QuadraticPenalty",
     ),
     "training": (
         "Training",
         "[K-FAC](../optimizer.md), [curvature in your own loop](../streaming.md), "
         "[stochastic reconfiguration](../reconfiguration.md).",
-        "KFACOptimizer KFACPreconditioner LevenbergMarquardt NormConstraint WeightDecay StepReport CurvatureEstimator "
-        "StochasticReconfiguration stochastic_reconfiguration fisher_inverse CenteredFisherLinearOperator SolveReport",
+        "KFACOptimizer KFACPreconditioner LevenbergMarquardt NormConstraint WeightDecay "
+        "StepReport CurvatureEstimator StochasticReconfiguration stochastic_reconfiguration "
+        "fisher_inverse CenteredFisherLinearOperator SolveReport",
     ),
     "processes": (
         "Several processes",
@@ -180,36 +189,41 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
     "classic": (
         "Classes of curvlinops",
         "Names, arguments and defaults of curvlinops 3.0.1. [What differs](../from_curvlinops.md)",
-        "KFACLinearOperator EKFACLinearOperator KFOCLinearOperator KFACInverseLinearOperator GGNLinearOperator "
-        "HessianLinearOperator EFLinearOperator FisherMCLinearOperator GGNDiagonalLinearOperator "
-        "JacobianLinearOperator TransposedJacobianLinearOperator GGNFactorLinearOperator "
-        "ActivationHessianLinearOperator FisherType KFACType compute_eigenvalue_correction_linear_weight_sharing",
+        "KFACLinearOperator EKFACLinearOperator KFOCLinearOperator KFACInverseLinearOperator "
+        "GGNLinearOperator HessianLinearOperator EFLinearOperator FisherMCLinearOperator "
+        "GGNDiagonalLinearOperator JacobianLinearOperator TransposedJacobianLinearOperator "
+        "GGNFactorLinearOperator ActivationHessianLinearOperator FisherType KFACType "
+        "compute_eigenvalue_correction_linear_weight_sharing",
     ),
     "errors": (
         "Errors and warnings",
         "[What messages mean](../troubleshooting.md)",
-        "UnsupportedError NumericsError SingularMatrixError VerificationError NoClosedForm ProcessError "
-        "CurvatureWarning",
+        "UnsupportedError NumericsError SingularMatrixError VerificationError NoClosedForm "
+        "ProcessError CurvatureWarning",
     ),
     "extending": (
         "Extension points",
-        "Layers, losses, approximations, vectors and matrices of your own. [Recipes](../extending.md)",
-        "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood FromDistribution Likelihood "
-        "Accumulator blocks.Approximation Needs risk.LayerBatch risk.Vectors as_vectors linalg.Dense "
-        "linalg.Diagonal linalg.Kronecker linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum "
-        "linalg.Product linalg.Scaled linalg.Structure linalg.Space linalg.Layout",
+        "Layers, losses, approximations, vectors and matrices of your own. "
+        "[Recipes](../extending.md)",
+        "register_rule check_rule AffineRule LayerRule SparseRows register_likelihood "
+        "FromDistribution Likelihood Accumulator blocks.Approximation Needs risk.LayerBatch "
+        "risk.Vectors as_vectors linalg.Dense linalg.Diagonal linalg.Kronecker "
+        "linalg.Eigendecomposed linalg.BlockDiagonal linalg.Sum linalg.Product linalg.Scaled "
+        "linalg.Structure linalg.Space linalg.Layout",
     ),
 }
 _OPERATOR = (
-    "shape inverse power shift trace logdet det frobenius_norm eigenvalues diagonal sample quadratic_form to to_dense "
-    "to_scipy materialize adjoint T H"
+    "shape inverse power shift trace logdet det frobenius_norm eigenvalues diagonal sample "
+    "quadratic_form to to_dense to_scipy materialize adjoint T H"
 )
 _OPTIMIZER = "step listen paused warmup state_dict load_state_dict close"
 #: What users call of classes that have more; others show all of their own.
 MEMBERS = {
     "LinearOperator": _OPERATOR,
-    "BlockwiseLinearOperator": "blocks mapping operator compute inverse memory offload split merge verify state_dict "
-    "load_state_dict from_state_dict",
+    "BlockwiseLinearOperator": (
+        "blocks mapping operator compute inverse memory offload split merge verify state_dict "
+        "load_state_dict from_state_dict"
+    ),
     "CurvatureEstimator": "update listen refresh inverse operator uncalled merge reset state_dict load_state_dict",
     "KFACOptimizer": _OPTIMIZER,
     "KFACPreconditioner": _OPTIMIZER,
@@ -268,7 +282,7 @@ def reference_index() -> str:
     return "\n".join([*lines, "\n::: curvlinops_plus.__version__\n"])
 
 
-# --------------------------------------------------------------------------------------------------------------- MkDocs
+# ------------------------------------------------------------------------------------------- MkDocs
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

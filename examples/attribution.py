@@ -1,10 +1,13 @@
-"""Which training digits matter for a prediction, and which are mislabelled? Influence scores with five inverses.
+"""Which training digits matter for a prediction, and which are mislabelled? Influence scores with
+five inverses.
 
-A network learns 500 handwritten digits. Scores predict how the loss of other digits changes if half of the 500 are left
-out; 100 networks trained without them show how it really changes. The linear datamodeling score is the rank
-correlation of both. Then a tenth of the labels is made wrong, and self-influence finds them.
+A network learns 500 handwritten digits. Scores predict how the loss of other digits changes if half
+of the 500 are left out; 100 networks trained without them show how it really changes. The linear
+datamodeling score is the rank correlation of both. Then a tenth of the labels is made wrong, and
+self-influence finds them.
 
-    python examples/attribution.py   # needs scikit-learn, matplotlib; some thirty seconds; writes docs/attribution.png
+    python examples/attribution.py   # needs scikit-learn, matplotlib; some thirty seconds; writes
+    docs/attribution.png
 """
 
 from time import perf_counter
@@ -43,14 +46,21 @@ def network():
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
-def learn(weights, labels, steps=200):  # [M, N] -> parameters of M networks, all trained side by side
+def learn(
+    weights, labels, steps=200
+):  # [M, N] -> parameters of M networks, all trained side by side
     M, net = len(weights), network()
-    params = {k: p.detach().requires_grad_() for k, p in stack_module_state([network() for _ in range(M)])[0].items()}
+    params = {
+        k: p.detach().requires_grad_()
+        for k, p in stack_module_state([network() for _ in range(M)])[0].items()
+    }
     optimizer = torch.optim.Adam(params.values(), lr=1e-2)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
         outputs = vmap(lambda p: functional_call(net, p, X[train]))(params).flatten(0, 1)
-        losses = nn.functional.cross_entropy(outputs, labels.repeat(M), reduction="none").view(M, -1)
+        losses = nn.functional.cross_entropy(outputs, labels.repeat(M), reduction="none").view(
+            M, -1
+        )
         mean = (losses * weights).sum() / weights[0].sum()
         optimizer.zero_grad()
         (mean + decay / 2 * sum(p.square().sum() for p in params.values())).backward()
@@ -79,7 +89,9 @@ queries = risk.with_data([(X[test], y[test])])
 
 def rank_correlations(scores):  # [queries]; their mean is the linear datamodeling score
     predicted = -halves @ scores.T  # who is in the training set makes the loss smaller
-    return torch.tensor([spearmanr(*pair).statistic for pair in zip(predicted.T, losses.T, strict=True)])
+    return torch.tensor(
+        [spearmanr(*pair).statistic for pair in zip(predicted.T, losses.T, strict=True)]
+    )
 
 
 inverses = {
@@ -111,7 +123,9 @@ means = [float(values.mean()) for values in found.values()]
 errors = [float(1.96 * values.std() / len(values) ** 0.5) for values in found.values()]
 ax = panel()
 ax.barh(list(found), means, 0.65, xerr=errors, color=COLORS[4], capsize=4)
-ax.set(xlabel="linear datamodeling score", xlim=(0, 1), title="mean over 100 queries, 95 % interval")
+ax.set(
+    xlabel="linear datamodeling score", xlim=(0, 1), title="mean over 100 queries, 95 % interval"
+)
 ax.grid(visible=False, axis="y")
 ax.invert_yaxis()
 write(ax, "attribution")

@@ -1,8 +1,9 @@
-"""Does a network forget earlier tasks? Five tasks one after the other, with a penalty for each old one.
+"""Does a network forget earlier tasks? Five tasks one after the other, with a penalty for each old
+one.
 
-Each task is to recognise handwritten digits with another permutation of the pixels. Of old tasks only the curvature is
-kept: how much their loss grows when parameters change. Elastic weight consolidation uses the diagonal of the Fisher
-matrix; K-FAC uses whole layers.
+Each task is to recognise handwritten digits with another permutation of the pixels. Of old tasks
+only the curvature is kept: how much their loss grows when parameters change. Elastic weight
+consolidation uses the diagonal of the Fisher matrix; K-FAC uses whole layers.
 
     python examples/continual_learning.py   # needs scikit-learn and matplotlib; half a minute
     # writes docs/continual_learning.png
@@ -46,23 +47,39 @@ def learn_all(approximation, strength, seed):
             K = curvature(EmpiricalRisk(model, loss, [(inputs, labels)]), approximation)
             penalties.append(QuadraticPenalty(K, strength=strength))
         with torch.no_grad():
-            right = [(model(X[test][:, order]).argmax(1) == y[test]).float().mean() for order in orders[: task + 1]]
+            right = [
+                (model(X[test][:, order]).argmax(1) == y[test]).float().mean()
+                for order in orders[: task + 1]
+            ]
         accuracies.append(float(torch.stack(right).mean()))
     return accuracies
 
 
 # The strengths are the best of 10, 30, 100 and 300 for each.
 methods = {"no penalty": (None, 0.0), "diagonal": (DiagonalBlock, 30.0), "K-FAC": (KFAC, 30.0)}
-found = {name: torch.tensor([learn_all(*method, seed) for seed in SEEDS]) for name, method in methods.items()}
+found = {
+    name: torch.tensor([learn_all(*method, seed) for seed in SEEDS])
+    for name, method in methods.items()
+}
 for name, accuracies in found.items():
-    print(f"{name:10} mean accuracy after each task: {', '.join(f'{a:.3f}' for a in accuracies.mean(0).tolist())}")
+    print(
+        f"{name:10} mean accuracy after each task: "
+        f"{', '.join(f'{a:.3f}' for a in accuracies.mean(0).tolist())}"
+    )
 last = {name: accuracies[:, -1].mean() for name, accuracies in found.items()}
 assert last["K-FAC"] > 0.875 > last["diagonal"] > last["no penalty"]
 
 ax = panel()
 for name, accuracies in found.items():
     ax.plot(range(1, TASKS + 1), accuracies.mean(0), marker="o", label=name)
-    ax.fill_between(range(1, TASKS + 1), accuracies.amin(0), accuracies.amax(0), alpha=0.25, linewidth=0)
-ax.set(xlabel="tasks learnt", ylabel="mean accuracy on all of them", xticks=range(1, TASKS + 1), ylim=(0.3, 1.0))
+    ax.fill_between(
+        range(1, TASKS + 1), accuracies.amin(0), accuracies.amax(0), alpha=0.25, linewidth=0
+    )
+ax.set(
+    xlabel="tasks learnt",
+    ylabel="mean accuracy on all of them",
+    xticks=range(1, TASKS + 1),
+    ylim=(0.3, 1.0),
+)
 legend(ax, 3)
 write(ax, "continual_learning")

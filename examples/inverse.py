@@ -1,10 +1,12 @@
-"""Which training examples caused an error? Influence functions, by conjugate gradients preconditioned with EKFAC.
+"""Which training examples caused an error? Influence functions, by conjugate gradients
+preconditioned with EKFAC.
 
-A network learns digits, a fifth of them wrongly labelled, and misclassifies a test digit. One solve, H⁻¹ ∇ℓ_test,
-predicts to first order how that digit's loss changes if a training example is left out (Koh & Liang 2017); only the
-last layer moves here.
+A network learns digits, a fifth of them wrongly labelled, and misclassifies a test digit. One
+solve, H⁻¹ ∇ℓ_test, predicts to first order how that digit's loss changes if a training example is
+left out (Koh & Liang 2017); only the last layer moves here.
 
-    python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes two pictures
+    python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes
+    two pictures
 """
 
 import torch
@@ -38,13 +40,17 @@ def losses(p, X, y):
 
 
 def minimize(group):
-    """The last layer at the minimum of the mean loss and weight decay; a group of examples counts as 0."""
+    """The last layer at the minimum of the mean loss and weight decay; a group of examples counts
+    as 0.
+    """
     stop = {"max_iter": 3000, "tolerance_grad": 1e-6, "tolerance_change": 0}
     optimizer = torch.optim.LBFGS(head.values(), **stop, line_search_fn="strong_wolfe")
 
     def objective():
         optimizer.zero_grad()
-        value = losses(head, X, y).index_fill(0, group, 0).mean() + DECAY / 2 * sum((p**2).sum() for p in head.values())
+        value = losses(head, X, y).index_fill(0, group, 0).mean() + DECAY / 2 * sum(
+            (p**2).sum() for p in head.values()
+        )
         value.backward()
         return value
 
@@ -55,7 +61,10 @@ def minimize(group):
 minimum = minimize(order[:0])  # of all examples
 errors, before = (model(X_test).argmax(1) != y_test).nonzero(), losses(minimum, X_test, y_test)
 one = errors[before[errors[:, 0]].argsort()[len(errors) // 2]]  # the error of median loss
-print(f"{len(errors)} of 797 test digits wrong; one {y_test[one].item()} is read as {model(X_test[one]).argmax()}")
+print(
+    f"{len(errors)} of 797 test digits wrong; one {y_test[one].item()} is read as "
+    f"{model(X_test[one]).argmax()}"
+)
 H = GGNLinearOperator(model, loss, head, [(X, y)]).shift(DECAY)
 E = EKFACLinearOperator(model, loss, head, [(X, y)], fisher_type="type-2")
 for name, P in ("no preconditioner", None), ("EKFAC's inverse", E.inverse(damping=DECAY)):
@@ -64,12 +73,18 @@ for name, P in ("no preconditioner", None), ("EKFAC's inverse", E.inverse(dampin
     print(f"CG with {name}: {inverse.info.iterations} iterations")
 influence = jvp(lambda p: losses(p, X, y), (minimum,), (solution,))[1] / N  # ∇ℓ_nᵀ H⁻¹ ∇ℓ_test / N
 order, pairs, wrong = influence.argsort(), [], y != truth  # from harmful to helpful
-print(f"wrong labels: {wrong[order[:50]].sum()} of the 50 most harmful examples, {wrong.sum()} of all {N}")
+print(
+    f"wrong labels: {wrong[order[:50]].sum()} of the 50 most harmful examples, {wrong.sum()} of "
+    f"all {N}"
+)
 for group in [*order[:100].split(10), *order[-100:].split(10)]:
     after = losses(minimize(group), X_test[one], y_test[one])
     pairs.append([influence[group].sum(), (after - before[one]).item()])
 pairs = torch.tensor(pairs).T  # predicted and actual change
-print(f"20 groups of 10 left out: {pairs.prod(0).gt(0).sum()} signs right, correlation {pairs.corrcoef()[0, 1]:.3f}")
+print(
+    f"20 groups of 10 left out: {pairs.prod(0).gt(0).sum()} signs right, correlation "
+    f"{pairs.corrcoef()[0, 1]:.3f}"
+)
 changes, digits = panel(), panel(2.4)
 changes.plot(*pairs.numpy(), "o", label="groups of 10 examples")
 changes.plot(pairs[0].numpy(), pairs[0].numpy(), label="as predicted")

@@ -1,12 +1,14 @@
-"""Training with K-FAC: an autoencoder of digits. Nothing in the training loop changes but the optimizer's name.
+"""Training with K-FAC: an autoencoder of digits. Nothing in the training loop changes but the
+optimizer's name.
 
-A bottleneck of eight numbers between layers of tanh is hard for first-order methods: the loss is curved a thousand
-times more along some directions than along others. K-FAC and EKFAC (the same with corrected eigenvalues) divide by the
-curvature, which they estimate from the training batches. All optimizers take the same batches from the
-same start, with a cosine schedule of the learning rate; that of Adam is the best of six.
+A bottleneck of eight numbers between layers of tanh is hard for first-order methods: the loss is
+curved a thousand times more along some directions than along others. K-FAC and EKFAC (the same with
+corrected eigenvalues) divide by the curvature, which they estimate from the training batches. All
+optimizers take the same batches from the same start, with a cosine schedule of the learning rate;
+that of Adam is the best of six.
 
-    pip install -e ".[examples]"
-    python examples/kfac_training.py        # about half a minute on one core; writes docs/kfac_training.png
+    pip install -e ".[examples]" python examples/kfac_training.py        # about half a minute on
+    one core; writes docs/kfac_training.png
 """
 
 import time
@@ -36,7 +38,9 @@ def run(make):
     """Steps, seconds and errors of one training run."""
     torch.manual_seed(0)
     widths = [64, 48, 24, 8, 24, 48, 64]
-    model = nn.Sequential(*[part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.Tanh())][:-1])
+    model = nn.Sequential(
+        *[part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.Tanh())][:-1]
+    )
     optimizer = make(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator, seconds, curve = torch.Generator().manual_seed(0), 0.0, []
@@ -56,7 +60,9 @@ def run(make):
 runs = {
     "K-FAC": run(lambda model: KFACOptimizer(model, loss, lr=0.3)),
     "EKFAC": run(lambda model: KFACOptimizer(model, loss, lr=0.3, approximation=EKFAC)),
-    "K-FAC, statistics every 5 steps": run(lambda model: KFACOptimizer(model, loss, lr=0.3, statistics_every=5)),
+    "K-FAC, statistics every 5 steps": run(
+        lambda model: KFACOptimizer(model, loss, lr=0.3, statistics_every=5)
+    ),
 }
 rates = (1e-3, 3e-3, 1e-2, 2e-2, 3e-2, 6e-2)
 adam = {lr: run(lambda model, lr=lr: torch.optim.Adam(model.parameters(), lr)) for lr in rates}
@@ -66,7 +72,10 @@ runs[f"Adam, lr {best}"] = adam[best]
 print(f"squared error per image after {STEPS} steps")
 for name, (curve, of_test) in runs.items():
     _, seconds, of_train = curve[-1]
-    print(f"{name:32} train {of_train:.3f}  test {of_test:.3f}  {1000 * seconds / STEPS:4.1f} ms per step")
+    print(
+        f"{name:32} train {of_train:.3f}  test {of_test:.3f}  {1000 * seconds / STEPS:4.1f} ms per "
+        "step"
+    )
 target = runs[f"Adam, lr {best}"][0][-1][2]
 for name, (curve, _) in runs.items():
     step, seconds, _ = next(point for point in curve if point[2] <= target)

@@ -1,10 +1,13 @@
-"""How certain is a regression, and which network is best? A Laplace approximation answers both without test data.
+"""How certain is a regression, and which network is best? A Laplace approximation answers both
+without test data.
 
-Three parts: error bands around a curve that was learnt from a few points; negative log-likelihood and coverage of
-intervals on diabetes patients, with networks that fit their training data exactly; and networks of several sizes for
-handwritten digits, ranked by their marginal likelihood, which needs training data alone.
+Three parts: error bands around a curve that was learnt from a few points; negative log-likelihood
+and coverage of intervals on diabetes patients, with networks that fit their training data exactly;
+and networks of several sizes for handwritten digits, ranked by their marginal likelihood, which
+needs training data alone.
 
-    python examples/laplace_regression.py   # needs scikit-learn and matplotlib; half a minute; writes two pictures
+    python examples/laplace_regression.py   # needs scikit-learn and matplotlib; half a minute;
+    writes two pictures
 """
 
 from itertools import pairwise
@@ -47,7 +50,14 @@ mean, variance = (values[:, 0].detach() for values in la.predict(grid))
 print(f"curve: noise {la.noise:.3f} (true .1), prior precision {la.prior_precision:.3f}")
 ax = panel()
 deviation = 1.96 * variance.sqrt()
-ax.fill_between(grid[:, 0], mean - deviation, mean + deviation, color=COLORS[4], alpha=0.4, label="95 % of Laplace")
+ax.fill_between(
+    grid[:, 0],
+    mean - deviation,
+    mean + deviation,
+    color=COLORS[4],
+    alpha=0.4,
+    label="95 % of Laplace",
+)
 ax.plot(grid, mean, label="network")
 ax.plot(grid, grid.sin(), color=COLORS[1], linestyle="--", label="truth")
 ax.plot(X, y, ".", color=COLORS[6], label="data")
@@ -58,7 +68,9 @@ write(ax, "laplace")
 
 # 2. Diabetes: 150 patients for training, 292 for testing; inputs and outputs have variance 1.
 def diabetes(seed, approximations):
-    """Rows [negative log-likelihood, coverage of 95 % intervals]: of the training error, then of each approximation."""
+    """Rows [negative log-likelihood, coverage of 95 % intervals]: of the training error, then of
+    each approximation.
+    """
     torch.manual_seed(seed)
     data = load_diabetes()
     X, y = torch.tensor(data.data), torch.tensor(data.target)[:, None]
@@ -71,7 +83,10 @@ def diabetes(seed, approximations):
     error = [(y[test] - mean) ** 2 for mean, _ in predictions]
     return torch.tensor(
         [
-            [float((e / v + (2 * pi * v).log()).mean() / 2), float((e < 1.96**2 * v).double().mean())]
+            [
+                float((e / v + (2 * pi * v).log()).mean() / 2),
+                float((e < 1.96**2 * v).double().mean()),
+            ]
             for e, (_, v) in zip(error, predictions)
         ]
     )
@@ -88,10 +103,14 @@ print("diabetes, five seeds: negative log-likelihood, coverage of 95 % intervals
 for name, (nll, coverage) in zip(["training error alone", *approximations], rows):
     print(f"  {name:20} {nll:7.2f}  {coverage:.2f}")
 
-# 3. Which network? 200 digits for training, all others for testing; the marginal likelihood needs only the 200.
+# 3. Which network? 200 digits for training, all others for testing; the marginal likelihood needs
+# only the 200.
 digits = load_digits()
 X, y = torch.tensor(digits.data) / 8 - 1, torch.tensor(digits.target)
-sizes = [(64, *hidden, 10) for hidden in [(), (4,), (16,), (64,), (4, 4), (16, 16), (64, 64), (16, 16, 16)]]
+sizes = [
+    (64, *hidden, 10)
+    for hidden in [(), (4,), (16,), (64,), (4, 4), (16, 16), (64, 64), (16, 16, 16)]
+]
 evidence, losses = [], []
 for seed in range(2):
     torch.manual_seed(seed)
@@ -104,7 +123,8 @@ for seed in range(2):
             with torch.no_grad():
                 losses.append(float(risk.losses[0].loss(risk.model(X[test]), y[test])))
 print(
-    f"digits, {len(losses)} networks: rank correlation of evidence and test loss {spearmanr(evidence, losses)[0]:.2f}"
+    f"digits, {len(losses)} networks: rank correlation of evidence and test loss "
+    f"{spearmanr(evidence, losses)[0]:.2f}"
 )
 ax = panel()
 ax.plot(evidence, losses, "o", color=COLORS[0])

@@ -1,10 +1,13 @@
-"""Newton's method near a minimum: with conjugate gradients, against Adam, on a network of handwritten digits.
+"""Newton's method near a minimum: with conjugate gradients, against Adam, on a network of
+handwritten digits.
 
-Adam comes close to a minimum of loss and weight decay, and then stalls. From there Newton steps with the damped Hessian
-take over: each is solved by CG, and the damping follows how well the quadratic model predicts the change (Levenberg,
-Marquardt). Costs are counted in passes over the data: one per gradient, two per product with the Hessian.
+Adam comes close to a minimum of loss and weight decay, and then stalls. From there Newton steps
+with the damped Hessian take over: each is solved by CG, and the damping follows how well the
+quadratic model predicts the change (Levenberg, Marquardt). Costs are counted in passes over the
+data: one per gradient, two per product with the Hessian.
 
-    python examples/newton.py   # needs scikit-learn and matplotlib; some thirty seconds; writes docs/newton.png
+    python examples/newton.py   # needs scikit-learn and matplotlib; some thirty seconds; writes
+    docs/newton.png
 """
 
 import warnings
@@ -47,11 +50,17 @@ def adam(lr, passes):
 
 
 def newton(theta, passes):
-    (value, g), damping, H = evaluate(theta), 1e-3, HessianLinearOperator(model, loss, params, [(X, y)])
+    (value, g), damping, H = (
+        evaluate(theta),
+        1e-3,
+        HessianLinearOperator(model, loss, params, [(X, y)]),
+    )
     path = [(passes := passes + 1, g.norm().item())]
     while passes < STOP and g.norm() > 1e-11:
         vector_to_parameters(theta, params)
-        with warnings.catch_warnings():  # negative curvature or the limit end CG early: the step so far is taken
+        with (
+            warnings.catch_warnings()
+        ):  # negative curvature or the limit end CG early: the step so far is taken
             warnings.simplefilter("ignore", CurvatureWarning)
             tolerance = min(0.3, g.norm().item() ** 0.5)
             step, info = cg(H.shift(DECAY + damping), -g, tol=tolerance, max_iter=200)
@@ -70,7 +79,10 @@ paths = {f"Adam, lr {lr}": adam(lr, STOP)[1] for lr in (0.003, 0.01, 0.03, 0.1)}
 paths[f"Newton-CG after {START} passes of Adam"] = newton(adam(0.03, START)[0], START)
 ax = panel()
 for name, path in paths.items():
-    print(f"{name}: smallest gradient norm {min(norm for _, norm in path):.1e}, after {path[-1][0]} passes in all")
+    print(
+        f"{name}: smallest gradient norm {min(norm for _, norm in path):.1e}, after {path[-1][0]} "
+        "passes in all"
+    )
     ax.semilogy(*zip(*path), label=name, linewidth=3 if name.startswith("Newton") else 1.2)
 ax.set(xlabel="passes over the data", ylabel="norm of the gradient")
 legend(ax)

@@ -1,10 +1,12 @@
 """How many weights can be set to zero? Without training again, by magnitude, a diagonal and KFAC.
 
-A network learns handwritten digits, and loses 70 to 95 percent of its weights and biases: the smallest ones, those
-that matter least by the diagonal of the curvature (optimal brain damage), or those that the others can compensate for
-according to KFAC (optimal brain surgeon), at once or in twenty rounds.
+A network learns handwritten digits, and loses 70 to 95 percent of its weights and biases: the
+smallest ones, those that matter least by the diagonal of the curvature (optimal brain damage), or
+those that the others can compensate for according to KFAC (optimal brain surgeon), at once or in
+twenty rounds.
 
-    python examples/pruning.py   # needs scikit-learn and matplotlib; some thirty seconds; writes docs/pruning.png
+    python examples/pruning.py   # needs scikit-learn and matplotlib; some thirty seconds; writes
+    docs/pruning.png
 """
 
 from copy import deepcopy
@@ -14,7 +16,14 @@ from sklearn.datasets import load_digits
 from style import legend, panel, write
 from torch import nn
 
-from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, IdentityLinearOperator, curvature, prune
+from curvlinops_plus import (
+    KFAC,
+    DiagonalBlock,
+    EmpiricalRisk,
+    IdentityLinearOperator,
+    curvature,
+    prune,
+)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size

@@ -1,12 +1,15 @@
 """The ground state of a quantum spin chain: stochastic reconfiguration, Adam and SGD.
 
-Ten spins in a ring with a transverse field at the critical point, H = -Σ Z_i Z_{i+1} - Σ X_i. A small network is log ψ
-of a configuration; samples are drawn from |ψ|², and the average of their local energies is minimized. With 1024
-configurations everything is known exactly: |ψ|² to draw from, the energy of a network, the lowest eigenvalue.
+Ten spins in a ring with a transverse field at the critical point, H = -Σ Z_i Z_{i+1} - Σ X_i. A
+small network is log ψ of a configuration; samples are drawn from |ψ|², and the average of their
+local energies is minimized. With 1024 configurations everything is known exactly: |ψ|² to draw
+from, the energy of a network, the lowest eigenvalue.
 
-Each method takes the best of several learning rates, tuned from another start; Adam and SGD get four times the steps.
+Each method takes the best of several learning rates, tuned from another start; Adam and SGD get
+four times the steps.
 
-    python examples/reconfiguration.py        # needs matplotlib; some thirty seconds; writes docs/reconfiguration.png
+    python examples/reconfiguration.py        # needs matplotlib; some thirty seconds; writes
+    docs/reconfiguration.png
 """
 
 import time
@@ -28,7 +31,9 @@ METHODS = {  # learning rates to choose from, and steps
 states = torch.arange(2**SPINS)
 spins = 1.0 - 2.0 * (states[:, None] >> torch.arange(SPINS) & 1).double()  # [1024, 10], each ±1
 diagonal = -(spins * spins.roll(1, 1)).sum(1)
-flipped = states[:, None] ^ (1 << torch.arange(SPINS))  # [1024, 10]: the configuration with one spin turned
+flipped = states[:, None] ^ (
+    1 << torch.arange(SPINS)
+)  # [1024, 10]: the configuration with one spin turned
 H = torch.diag(diagonal)
 H[states[:, None].expand_as(flipped), flipped] -= 1.0
 exact = float(torch.linalg.eigvalsh(H)[0])
@@ -60,7 +65,9 @@ def train(method, lr, steps, start):
             optimizer.step(x, energies)
         else:
             optimizer.zero_grad()
-            (2 * (energies - energies.mean()) * net(x)[:, 0]).mean().backward()  # its gradient is that of the energy
+            (
+                2 * (energies - energies.mean()) * net(x)[:, 0]
+            ).mean().backward()  # its gradient is that of the energy
             optimizer.step()
     return torch.tensor(errors), net
 
@@ -80,14 +87,16 @@ for method, (rates, steps) in METHODS.items():
     p, local = look(nets[0])
     energies = local[torch.multinomial(p, 10_000, replacement=True)]
     print(
-        f"{method:4} lr {lr:5}, {steps} steps in {seconds:4.1f} s: relative error {ends.mean():.1e} ± "
-        f"{ends.std() / len(ends) ** 0.5:.0e} over {len(ends)} starts; energy of the first, from 10000 samples: "
-        f"{energies.mean():.4f} ± {energies.std() / 100:.4f}",
+        f"{method:4} lr {lr:5}, {steps} steps in {seconds:4.1f} s: relative error "
+        f"{ends.mean():.1e} ± {ends.std() / len(ends) ** 0.5:.0e} over {len(ends)} starts; energy "
+        f"of the first, from 10000 samples: {energies.mean():.4f} ± {energies.std() / 100:.4f}",
         flush=True,
     )
     curves = torch.stack(curves)
     (line,) = ax.semilogy(curves.log().mean(0).exp(), label=f"{method}, learning rate {lr}")
-    ax.fill_between(range(steps), curves.amin(0), curves.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
+    ax.fill_between(
+        range(steps), curves.amin(0), curves.amax(0), color=line.get_color(), alpha=0.2, linewidth=0
+    )
 
 ax.set(xlabel=f"steps of {SAMPLES} samples", ylabel="relative error of the energy")
 legend(ax)

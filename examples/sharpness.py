@@ -1,10 +1,13 @@
-"""How sharp is the minimum that gradient descent finds? Eigenvalues of the Hessian while a network is trained.
+"""How sharp is the minimum that gradient descent finds? Eigenvalues of the Hessian while a network
+is trained.
 
-Gradient descent with step size η is unstable where the largest eigenvalue of the Hessian, the sharpness, is above 2/η.
-Trained on all data at once, networks become sharper until they reach it, and stay there (Cohen et al. 2021). The traces
-of EKFAC's blocks, which are those of the Gauss-Newton matrix, show which layers contribute.
+Gradient descent with step size η is unstable where the largest eigenvalue of the Hessian, the
+sharpness, is above 2/η. Trained on all data at once, networks become sharper until they reach it,
+and stay there (Cohen et al. 2021). The traces of EKFAC's blocks, which are those of the
+Gauss-Newton matrix, show which layers contribute.
 
-    python examples/sharpness.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
+    python examples/sharpness.py   # needs scikit-learn and matplotlib; some twenty seconds; writes
+    two pictures
 """
 
 import torch
@@ -22,9 +25,13 @@ X, y = torch.tensor(digits.data[:500] / 16 - 0.5), torch.eye(10)[digits.target[:
 sharp, of_layers = panel(), panel()
 for k, lr in enumerate(RATES):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+    model = nn.Sequential(
+        nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
+    ).double()
     loss, params = nn.MSELoss(), list(model.parameters())
-    risk = EmpiricalRisk(model, lambda f, y: ((f - y) ** 2).sum(1).mean(), [(X, y)], reduction="mean")
+    risk = EmpiricalRisk(
+        model, lambda f, y: ((f - y) ** 2).sum(1).mean(), [(X, y)], reduction="mean"
+    )
     optimizer, sharpness, traces = torch.optim.SGD(params, lr), [], []
     for step in range(STEPS + 1):
         if step % EVERY == 0:
@@ -40,13 +47,18 @@ for k, lr in enumerate(RATES):
         optimizer.step()
     steps = range(0, STEPS + 1, EVERY)
     late = sorted(sharpness[len(sharpness) // 2 :])[len(sharpness) // 4]
-    print(f"step size {lr}: 2/η = {2 / lr:.2f}, sharpness at the start {sharpness[0]:.2f}", end=", ")
+    print(
+        f"step size {lr}: 2/η = {2 / lr:.2f}, sharpness at the start {sharpness[0]:.2f}", end=", "
+    )
     print(f"median of the second half {late:.2f}; loss {float(value.detach()):.4f}")
     sharp.plot(steps, sharpness, color=COLORS[k], linestyle="-", label=f"step size {lr}")
     sharp.axhline(2 / lr, color=COLORS[k], linestyle=":", linewidth=1, label=f"2 / {lr}")
 for index, trace in enumerate(zip(*traces, strict=True)):
     of_layers.plot(steps, trace, label=f"layer {index + 1}")
-    print(f"layer {index + 1}: trace {trace[0]:.1f} at the start, {trace[-1]:.1f} at the end (step size {RATES[-1]})")
+    print(
+        f"layer {index + 1}: trace {trace[0]:.1f} at the start, {trace[-1]:.1f} at the end (step "
+        f"size {RATES[-1]})"
+    )
 sharp.set(xlabel="step", ylabel="largest eigenvalue", ylim=(0, None))
 of_layers.set(xlabel="step", ylabel=f"trace of the layer, η = {RATES[-1]}", ylim=(0, None))
 legend(sharp)

@@ -1,10 +1,13 @@
-"""What are the eigenvalues of a trained network's curvature, and how well do KFAC and EKFAC preserve them?
+"""What are the eigenvalues of a trained network's curvature, and how well do KFAC and EKFAC
+preserve them?
 
-A small network learns handwritten digits. The Hessian and the GGN of its loss are never formed: Lanczos iterations from
-random vectors give the densities of their eigenvalues. KFAC and EKFAC have exact eigenvalues, which check the
-estimates; their densities come from the same iterations, so that the four curves are smoothed alike.
+A small network learns handwritten digits. The Hessian and the GGN of its loss are never formed:
+Lanczos iterations from random vectors give the densities of their eigenvalues. KFAC and EKFAC have
+exact eigenvalues, which check the estimates; their densities come from the same iterations, so that
+the four curves are smoothed alike.
 
-    python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes two pictures
+    python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes
+    two pictures
 """
 
 import torch
@@ -12,7 +15,12 @@ from sklearn.datasets import load_digits
 from style import legend, panel, write
 from torch import Generator, nn
 
-from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    KFACLinearOperator,
+)
 from curvlinops_plus.estimate import (
     lanczos_approximate_log_spectrum,
     top_eigenpairs,
@@ -25,7 +33,9 @@ torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
 # In double precision all machines print the same figures.
 digits = load_digits()
 X, y = torch.tensor(digits.data / 16 - 0.5), torch.tensor(digits.target)
-model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+model = nn.Sequential(
+    nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)
+).double()
 params, loss = list(model.parameters()), nn.CrossEntropyLoss()
 
 optimizer = torch.optim.Adam(params, lr=1e-2)
@@ -37,7 +47,10 @@ for _ in range(150):
 print(f"accuracy {(model(X).argmax(1) == y).double().mean():.3f}, loss {loss(model(X), y):.3f}")
 
 data = list(zip(X.split(600), y.split(600), strict=True))
-H, G = HessianLinearOperator(model, loss, params, data), GGNLinearOperator(model, loss, params, data)
+H, G = (
+    HessianLinearOperator(model, loss, params, data),
+    GGNLinearOperator(model, loss, params, data),
+)
 K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
 E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2")
 eigenvalues, densities = panel(), panel()
@@ -51,7 +64,9 @@ for name, A in (("Hessian", H), ("GGN", G), ("KFAC", K), ("EKFAC", E)):
     traces[name], error = xtrace(A, 200, generator=generator, return_error=True)
     print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[9]:.4f}", end="")
     print(f", trace {traces[name]:.3f} ± {error:.3f}", flush=True)
-    eigenvalues.semilogy(range(1, 31), top_eigenpairs(A, 30, generator=generator).eigenvalues, label=name)
+    eigenvalues.semilogy(
+        range(1, 31), top_eigenpairs(A, 30, generator=generator).eigenvalues, label=name
+    )
     ends = (0.0, float(largest[0]))
     density = lanczos_approximate_log_spectrum(
         A, 100, num_repeats=4, boundaries=ends, epsilon=FLOOR, generator=generator
@@ -62,11 +77,17 @@ print("smallest of the Hessian", top_eigenpairs(H, largest=False).eigenvalues.nu
 print("the same in closed form:")
 for name, A in (("KFAC", K), ("EKFAC", E)):
     largest = A.eigenvalues().sort(descending=True).values[[0, 1, 9]]
-    print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[2]:.4f}, trace {A.trace:.3f}", end="")
+    print(
+        f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[2]:.4f}, trace "
+        f"{A.trace:.3f}",
+        end="",
+    )
     print(f", {A.trace / traces['GGN'] - 1:+.2%} beside the GGN")
 
 eigenvalues.set(xlabel="k", ylabel="kth largest eigenvalue")
-densities.set(xlabel=f"|λ| + {FLOOR:g}", ylabel="density of eigenvalues", xlim=(3e-6, 3), ylim=(1e-3, 2e5))
+densities.set(
+    xlabel=f"|λ| + {FLOOR:g}", ylabel="density of eigenvalues", xlim=(3e-6, 3), ylim=(1e-3, 2e5)
+)
 for ax in eigenvalues, densities:
     legend(ax, 4, columnspacing=1.0, handlelength=1.6)
 write(eigenvalues, "spectrum")

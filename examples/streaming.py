@@ -1,12 +1,14 @@
-"""Curvature in a training loop: an estimator records its forward passes, and its inverse preconditions the gradient.
+"""Curvature in a training loop: an estimator records its forward passes, and its inverse
+preconditions the gradient.
 
-An autoencoder of handwritten digits with a bottleneck of six numbers is hard for gradient descent: directions differ in
-curvature by orders of magnitude. Only one `with` is added to the loop: it records the forward pass for an exponential
-moving average of EKFAC, whose damped inverse is refreshed every tenth step. Half way everything is written to a file
-and read again, and training continues from there.
+An autoencoder of handwritten digits with a bottleneck of six numbers is hard for gradient descent:
+directions differ in curvature by orders of magnitude. Only one `with` is added to the loop: it
+records the forward pass for an exponential moving average of EKFAC, whose damped inverse is
+refreshed every tenth step. Half way everything is written to a file and read again, and training
+continues from there.
 
-    pip install -e ".[examples]"
-    python examples/streaming.py            # some fifteen seconds on two cores; writes docs/streaming.png
+    pip install -e ".[examples]" python examples/streaming.py            # some fifteen seconds on
+    two cores; writes docs/streaming.png
 """
 
 import tempfile
@@ -31,7 +33,13 @@ def start():
     torch.manual_seed(0)
     widths = [64, 48, 24, 6, 24, 48, 64]
     layers = [part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.Tanh())][:-1]
-    loader = DataLoader(TensorDataset(X), 128, shuffle=True, generator=torch.Generator().manual_seed(0), drop_last=True)
+    loader = DataLoader(
+        TensorDataset(X),
+        128,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+        drop_last=True,
+    )
     return nn.Sequential(*layers), (batch[0] for _ in range(STEPS) for batch in loader)
 
 
@@ -59,7 +67,9 @@ def train(lr, curved, interrupt=False):
                 estimator.refresh()
             direction = estimator.inverse() @ [p.grad for p in model.parameters()]
             slope = sum((d * p.grad).sum() for d, p in zip(direction, model.parameters()))
-            shorter = min(1.0, (1e-4 / (lr**2 * slope)).sqrt())  # a bound on the length of a step, in its own metric
+            shorter = min(
+                1.0, (1e-4 / (lr**2 * slope)).sqrt()
+            )  # a bound on the length of a step, in its own metric
             for p, d in zip(model.parameters(), direction):
                 p.grad.copy_(shorter * d)
         optimizer.step()
@@ -77,7 +87,10 @@ def train(lr, curved, interrupt=False):
 curves = {f"SGD, lr {lr}": train(lr, False) for lr in (1.0, 3.0, 5.0)}
 curves |= {f"EKFAC, lr {lr}": train(lr, True) for lr in (0.1, 0.3)}
 for name, losses in curves.items():
-    print(f"{name:15} mean squared error after 100, 200, 400 steps: {losses[9]:.4f} {losses[19]:.4f} {losses[39]:.4f}")
+    print(
+        f"{name:15} mean squared error after 100, 200, 400 steps: {losses[9]:.4f} {losses[19]:.4f} "
+        f"{losses[39]:.4f}"
+    )
 same = train(0.3, True, interrupt=True) == curves["EKFAC, lr 0.3"]
 verdict = "bit for bit the same" if same else "different"
 print(f"saved after {STEPS // 2} steps and read again, the other half is {verdict}")

@@ -1,4 +1,5 @@
-"""How the examples draw: pictures that can be read when they are 400 pixels wide, with colours for everybody.
+"""How the examples draw: pictures that can be read when they are 400 pixels wide, with colours for
+everybody.
 
 from style import COLORS, legend, panel, write   # in an example
 """
@@ -29,7 +30,12 @@ def panel(height=_HEIGHT):
 
 def legend(ax, columns=2, **options):
     """A legend above the axes, where it hides no curve."""
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False, "fontsize": _FONT - 2}
+    place = {
+        "loc": "lower center",
+        "bbox_to_anchor": (0.5, 1.0),
+        "frameon": False,
+        "fontsize": _FONT - 2,
+    }
     ax.legend(ncols=columns, **{**place, **options})
 
 

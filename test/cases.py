@@ -1,4 +1,5 @@
-"""Everything that the laws are about, as lists of makers: a new net, loss, approximation or vector is one line here.
+"""Everything that the laws are about, as lists of makers: a new net, loss, approximation or vector
+is one line here.
 
     NETS             models with inputs, each with what is special about it
     LOSSES           losses with targets that fit any output
@@ -6,8 +7,8 @@
     APPROXIMATIONS   what a block may be
     VECTORS          what may be backpropagated
 
-`problem(name)` makes a problem, once, in float64; `Problem.exact` is its slow exact twin. `close` compares, and
-`unchanged` checks that nothing of the user's was touched.
+`problem(name)` makes a problem, once, in float64; `Problem.exact` is its slow exact twin. `close`
+compares, and `unchanged` checks that nothing of the user's was touched.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ from curvlinops_plus import (
 )
 from test.fuzz.modules import Conv1D
 
-# ------------------------------------------------------------------------------------------------------------ comparing
+# ---------------------------------------------------------------------------------------- comparing
 
 
 def close(got: Any, expected: Any, rtol: float = 1e-9, what: str = "result") -> None:
-    """Fail unless shapes agree, everything is finite, and the difference is below `rtol` of the norm."""
+    """Fail unless shapes agree, everything is finite, and the difference is below `rtol` of the
+    norm.
+    """
     got, expected = (torch.as_tensor(t).detach().cpu().to(torch.float64) for t in (got, expected))
-    assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert got.shape == expected.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    )
     assert bool(expected.isfinite().all()), f"{what}: the expected numbers are not finite"
     assert bool(got.isfinite().all()), f"{what}: NaN or infinite numbers"
     error, size = float((got - expected).norm()), float(expected.norm())
@@ -65,7 +70,7 @@ def same(got: Any, expected: Any) -> None:
     assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
 
 
-# --------------------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 Targets = tuple[nn.Module, list[Tensor]]
@@ -82,7 +87,9 @@ def cross_entropy(
 
     def make(shapes: list[torch.Size], axis: int) -> Targets:
         w = torch.linspace(0.3, 2.0, shapes[0][axis], dtype=torch.float64) if weight else None
-        loss = nn.CrossEntropyLoss(w, **options, **({} if ignore is None else {"ignore_index": ignore}))
+        loss = nn.CrossEntropyLoss(
+            w, **options, **({} if ignore is None else {"ignore_index": ignore})
+        )
         if soft:
             return loss, [torch.rand(shape, dtype=torch.float64) for shape in shapes]
         y = _indices(shapes, axis)
@@ -104,14 +111,19 @@ def binary(
         w = torch.linspace(0.5, 1.5, last, dtype=torch.float64) if weight else None
         positive = torch.linspace(3.0, 0.5, last, dtype=torch.float64) if pos_weight else None
         y = [torch.rand(shape, dtype=torch.float64) for shape in shapes]
-        return nn.BCEWithLogitsLoss(w, pos_weight=positive, **options), y if soft else [t.round() for t in y]
+        return nn.BCEWithLogitsLoss(w, pos_weight=positive, **options), y if soft else [
+            t.round() for t in y
+        ]
 
     return make
 
 
 def squared(**options: Any) -> Callable[..., Targets]:
     """Squared error."""
-    return lambda shapes, axis: (nn.MSELoss(**options), [torch.randn(shape, dtype=torch.float64) for shape in shapes])
+    return lambda shapes, axis: (
+        nn.MSELoss(**options),
+        [torch.randn(shape, dtype=torch.float64) for shape in shapes],
+    )
 
 
 LOSSES: dict[str, Callable[..., Targets]] = {
@@ -135,7 +147,7 @@ LOSSES: dict[str, Callable[..., Targets]] = {
     "bce-all-soft": binary(weight=True, pos_weight=True, soft=True),
 }  # fmt: skip
 
-# ----------------------------------------------------------------------------------------------------------------- nets
+# --------------------------------------------------------------------------------------------- nets
 
 
 @dataclass
@@ -144,14 +156,19 @@ class Net:
 
     model: nn.Module
     inputs: list[Any]  # one for each batch; batches differ in size
-    read: Callable[[Any], Tensor] = lambda out: out  # the model's output to the tensor that the loss reads
-    logits: bool = False  # the output has `.logits` with classes last, and batches are mappings with "labels"
+    read: Callable[[Any], Tensor] = lambda out: (
+        out
+    )  # the model's output to the tensor that the loss reads
+    logits: bool = (
+        False  # the output has `.logits` with classes last, and batches are mappings with "labels"
+    )
     count: Callable[[Any], int] = len  # of examples of an input
     options: dict[str, Any] = field(default_factory=dict)  # of `EmpiricalRisk`
     params: Callable[[nn.Module], Any] = lambda model: list(model.parameters())
     loss: str = "ce"
     fallback: tuple[str, ...] = ()  # layers without Kronecker factors
-    #: Names of modules to the axis of their examples where it is not the first and PyTorch's own modules say so.
+    #: Names of modules to the axis of their examples where it is not the first and PyTorch's own
+    #: modules say so.
     axes: dict[str, int] = field(default_factory=dict)
     #: Turns a copy of the model into one that `torch.func` can differentiate, for the twin.
     plain: Callable[[nn.Module], object] = lambda model: None
@@ -168,7 +185,9 @@ def _tokens(most: int, *shape: int, sizes: Sequence[int] = (3, 1, 2)) -> list[Te
 def _mappings(count: str, **inputs: list[Any]) -> dict[str, Any]:
     """Inputs in mappings, with what says how many examples there are."""
     return {
-        "inputs": [dict(zip(inputs, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)],
+        "inputs": [
+            dict(zip(inputs, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)
+        ],
         "count": lambda X: len(X[count]),
         "options": {"batch_size_fn": lambda X: len(X[count])},
     }
@@ -198,7 +217,11 @@ def residual() -> Written:
 
 def tied() -> Written:
     """An embedding whose weight is the head's too."""
-    parts = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    parts = {
+        "embedding": nn.Embedding(5, 3),
+        "body": nn.Linear(3, 3),
+        "head": nn.Linear(3, 5, bias=False),
+    }
     parts["head"].weight = parts["embedding"].weight
     return Written(lambda m, x: m.head(torch.tanh(m.body(m.embedding(x)))).movedim(-1, 1), **parts)
 
@@ -208,7 +231,12 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.q, self.k, self.head = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.first, self.q, self.k, self.head = (
+            nn.Linear(3, 4),
+            nn.Linear(4, 2),
+            nn.Linear(4, 2),
+            nn.Linear(4, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu_(self.first(x))
@@ -228,7 +256,10 @@ def bare() -> Written:
         return m.inner(torch.tanh(x * m.scale + m.shift) + m.scale)
 
     return Written(
-        forward, scale=nn.Parameter(torch.rand(4)), shift=nn.Parameter(torch.rand(())), inner=nn.Linear(4, 3)
+        forward,
+        scale=nn.Parameter(torch.rand(4)),
+        shift=nn.Parameter(torch.rand(())),
+        inner=nn.Linear(4, 3),
     )
 
 
@@ -251,7 +282,9 @@ class LanguageOutput:
 
 
 class Language(nn.Module):
-    """Looks like a language model: tokens in, an output object with `.logits` [N, T, C] out, positions broadcast."""
+    """Looks like a language model: tokens in, an output object with `.logits` [N, T, C] out,
+    positions broadcast.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +292,9 @@ class Language(nn.Module):
         self.norm, self.body, self.head = nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(3, 4)
 
     def forward(self, input_ids: Tensor) -> LanguageOutput:
-        h = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+        h = self.tokens(input_ids) + self.positions(
+            torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        )
         past = torch.ones(h.shape[1], h.shape[1], dtype=h.dtype, device=h.device).tril()
         h = self.norm(h)
         h = h + torch.tanh(self.body((past / past.sum(1, keepdim=True)) @ h))
@@ -305,22 +340,30 @@ def same_role() -> Written:
 
 
 def autoencoder() -> Written:
-    """A weight and its transpose, one with a bias: `Conv1D` and `Linear` see the same numbers turned around."""
-    model = Written(lambda m, x: m.up(torch.tanh(m.down(x))), down=nn.Linear(4, 2, bias=False), up=Conv1D(4, 2))
+    """A weight and its transpose, one with a bias: `Conv1D` and `Linear` see the same numbers
+    turned around.
+    """
+    model = Written(
+        lambda m, x: m.up(torch.tanh(m.down(x))), down=nn.Linear(4, 2, bias=False), up=Conv1D(4, 2)
+    )
     model.up.weight = model.down.weight
     return model
 
 
 def incompatible() -> Written:
     """One weight with two biases: no matrix has both."""
-    model = Written(lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Linear(3, 3), two=nn.Linear(3, 3))
+    model = Written(
+        lambda m, x: m.two(torch.tanh(m.one(x))), one=nn.Linear(3, 3), two=nn.Linear(3, 3)
+    )
     model.two.weight = model.one.weight
     return model
 
 
 def headed(layer: nn.Module, read: Callable[[Any, Any], Tensor]) -> Written:
     """A layer, and a head at every position of what is read of it."""
-    return Written(lambda m, x: m.head(read(m.layer, x)).movedim(-1, 1), layer=layer, head=nn.Linear(2, 3))
+    return Written(
+        lambda m, x: m.head(read(m.layer, x)).movedim(-1, 1), layer=layer, head=nn.Linear(2, 3)
+    )
 
 
 def _states(rnn: Any, x: Tensor) -> Tensor:  # [N, T, 2]
@@ -355,7 +398,9 @@ def checkpointed() -> Written:
     """A block that runs again in the backward pass."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        return m.head(checkpoint(m.block, x, use_reentrant=False) if m.again else m.block(x)).movedim(-1, 1)
+        return m.head(
+            checkpoint(m.block, x, use_reentrant=False) if m.again else m.block(x)
+        ).movedim(-1, 1)
 
     block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(inplace=True), nn.Linear(3, 2))
     return Written(forward, block=block, head=nn.Linear(2, 3), again=True)
@@ -376,7 +421,13 @@ class Evaluated(nn.Module):
         return self.net(x)
 
 
-_SMALL: dict[str, Any] = {"d_model": 2, "nhead": 2, "dim_feedforward": 2, "dropout": 0.0, "batch_first": True}
+_SMALL: dict[str, Any] = {
+    "d_model": 2,
+    "nhead": 2,
+    "dim_feedforward": 2,
+    "dropout": 0.0,
+    "batch_first": True,
+}
 
 
 def _frozen(model: nn.Module, *names: str) -> nn.Module:
@@ -393,7 +444,11 @@ def _mlp(activation: nn.Module | None = None, i: int = 4, h: int = 5) -> nn.Sequ
 def _cnn(**options: Any) -> nn.Sequential:
     conv = nn.Conv2d(2, 2, 3, **options)
     return nn.Sequential(
-        conv, nn.ReLU(inplace=True), nn.Conv2d(2, 2, (1, 2), bias=False), nn.Flatten(), nn.LazyLinear(3)
+        conv,
+        nn.ReLU(inplace=True),
+        nn.Conv2d(2, 2, (1, 2), bias=False),
+        nn.Flatten(),
+        nn.LazyLinear(3),
     )
 
 
@@ -490,7 +545,7 @@ NETS: dict[str, Callable[[], Net]] = {
     "time first": lambda: Net(time_first(), _batches(4, 3), options={"example_axis": {"body": 1}}),
 }  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------------------- problems
+# ----------------------------------------------------------------------------------------- problems
 
 
 @dataclass(frozen=True, eq=False)
@@ -514,12 +569,18 @@ class Problem:
     def keyed(self) -> dict[str, Tensor]:
         """The same by key."""
         own = {id(p): name for name, p in self.model.named_parameters()}
-        return dict(self.params) if isinstance(self.params, Mapping) else {own[id(p)]: p for p in self.params}
+        return (
+            dict(self.params)
+            if isinstance(self.params, Mapping)
+            else {own[id(p)]: p for p in self.params}
+        )
 
     def risk(self, data: Any = None, **options: Any) -> EmpiricalRisk:
         """Model, loss and data as one noun."""
         data = self.data if data is None else data
-        return EmpiricalRisk(self.model, self.loss, data, self.params, **{**self.net.options, **options})
+        return EmpiricalRisk(
+            self.model, self.loss, data, self.params, **{**self.net.options, **options}
+        )
 
     def curvature(
         self,
@@ -528,11 +589,15 @@ class Problem:
         risk: EmpiricalRisk | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """The composing door, with an eye on the user's things; warnings that a net must cause are expected.
+        """The composing door, with an eye on the user's things; warnings that a net must cause are
+        expected.
 
         Of several approximations with one `risk`, the first one checks the model.
         """
-        with unchanged(self.model, self.loss, data if isinstance(data, list) else self.data), warnings.catch_warnings():
+        with (
+            unchanged(self.model, self.loss, data if isinstance(data, list) else self.data),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", r"Exact\(\) sends", CurvatureWarning)
             if self.net.fallback:
                 warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
@@ -544,7 +609,9 @@ class Problem:
         return {}
 
     def made(self, approximation: str, separate: bool = False) -> Any:
-        """The operator of one of `APPROXIMATIONS`; made once, so don't change it, nor the code while it is made."""
+        """The operator of one of `APPROXIMATIONS`; made once, so don't change it, nor the code
+        while it is made.
+        """
         if (approximation, separate) not in self._made:
             K = self.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
             self._made[approximation, separate] = K
@@ -567,7 +634,9 @@ class Problem:
             plain=net.plain,
             **options,
         )
-        return made.with_targets([item["labels"] if isinstance(item, Mapping) else item[1] for item in self.data])
+        return made.with_targets(
+            [item["labels"] if isinstance(item, Mapping) else item[1] for item in self.data]
+        )
 
     @cached_property
     def exact(self) -> Reference:
@@ -585,7 +654,11 @@ class Problem:
             return type(t)(move(value) for value in t) if isinstance(t, (list, tuple)) else t
 
         model = copy.deepcopy(self.model).to(device, dtype)
-        return Problem(replace(self.net, model=model), copy.deepcopy(self.loss).to(device, dtype), move(self.data))
+        return Problem(
+            replace(self.net, model=model),
+            copy.deepcopy(self.loss).to(device, dtype),
+            move(self.data),
+        )
 
 
 def make(maker: Callable[[], Net], loss_name: str | None = None, seed: str = "") -> Problem:
@@ -620,12 +693,21 @@ def fresh(name: str) -> Problem:
     return make(NETS[net], loss or None, seed=net)
 
 
-#: Every net with a loss that fits, and every loss on a net with one term per example and one with several.
+#: Every net with a loss that fits, and every loss on a net with one term per example and one with
+#: several.
 PROBLEMS = [*NETS, *(f"{net}, {loss}" for net in ("mlp", "attention") for loss in LOSSES)]
 #: A few that differ most, for laws that are about the approximation rather than the net.
-FEW = ["mlp", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
+FEW = [
+    "mlp",
+    "strided cnn",
+    "attention",
+    "called twice",
+    "tied",
+    "generic layers",
+    "language model",
+]
 
-# ------------------------------------------------------------------------------------------------------- approximations
+# ----------------------------------------------------------------------------------- approximations
 
 APPROXIMATIONS: dict[str, Any] = {
     "KFAC": KFAC,

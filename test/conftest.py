@@ -1,4 +1,6 @@
-"""What every test may use: every device, and a check that no global setting changes. More is in `cases.py`."""
+"""What every test may use: every device, and a check that no global setting changes. More is in
+`cases.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import hypothesis
 import pytest
 import torch
 
-# Test folders are no packages (pytest's importlib mode): `import cases` and `import reference` are found here.
+# Test folders are no packages (pytest's importlib mode): `import cases` and `import reference` are
+# found here.
 sys.path.insert(0, str(Path(__file__).parent))
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
@@ -24,13 +27,17 @@ hypothesis.settings.load_profile("without deadlines")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a law for every problem in k forms, each problem is tested in one form, chosen by its number."""
+    """Of a law for every problem in k forms, each problem is tested in one form, chosen by its
+    number.
+    """
     count: Counter[str] = Counter()
     for item in items:
         if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("one_in")):
             k, all_of = mark.args[0], mark.kwargs.get("all_of", ())
             number, count[name] = count[name := item.nodeid.split("[")[0]], count[name] + 1
-            if number % k != number // k % k and not any(item.callspec.params.get("name") == one for one in all_of):
+            if number % k != number // k % k and not any(
+                item.callspec.params.get("name") == one for one in all_of
+            ):
                 item.add_marker(pytest.mark.slow)
 
 
@@ -42,7 +49,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several processes each begins with tests that stand together: what they share is computed in one of them."""
+    """Of several processes each begins with tests that stand together: what they share is computed
+    in one of them.
+    """
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
@@ -66,7 +75,9 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling does not flush the processor's caches to measure each guard, a quarter of its time."""
+    """Compiling does not flush the processor's caches to measure each guard, a quarter of its
+    time.
+    """
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
 
 
@@ -97,7 +108,9 @@ _settings = pytest.StashKey[dict[str, object]]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """With `pytest_runtest_teardown` in place of a fixture, which would take as long as a small test."""
+    """With `pytest_runtest_teardown` in place of a fixture, which would take as long as a small
+    test.
+    """
     item.stash[_settings] = settings()
     return (yield)
 

@@ -1,5 +1,5 @@
-"""What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law of affine rules,
-and a check that nothing of the user's was touched.
+"""What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law
+of affine rules, and a check that nothing of the user's was touched.
 
 Problems and their exact twin are in `cases.py` and `reference.py`.
 """
@@ -65,7 +65,9 @@ def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
 
 
 class Counted(LinearOperator):
-    """Nothing but products and a transpose, whose columns are counted; with `noise` they are random."""
+    """Nothing but products and a transpose, whose columns are counted; with `noise` they are
+    random.
+    """
 
     def __init__(self, matrix: Tensor, noise: float = 0.0) -> None:
         m, n = matrix.shape
@@ -95,11 +97,15 @@ def check_fast_paths(
     torch.testing.assert_close(total, a.sum((0, 1)), **close)
     assert count == a.shape[0] * a.shape[1]
     torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1), **close)
-    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), **close)
+    torch.testing.assert_close(
+        rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), **close
+    )
 
 
 def refuses_cdist(words: str) -> AbstractContextManager[object]:
-    """`pytest.raises` where `torch.cdist` has no second derivative; it has one since PyTorch 2.15."""
+    """`pytest.raises` where `torch.cdist` has no second derivative; it has one since PyTorch
+    2.15.
+    """
     x = torch.rand(2, 3, 2, dtype=torch.float64, requires_grad=True)
     (g,) = torch.autograd.grad(torch.cdist(x, x + 1).sum(), x, create_graph=True)
     try:
@@ -115,7 +121,10 @@ def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
         for name, m in thing.named_modules():
             at = f"{path}.{name}"
             yield f"{at} attributes", sorted(vars(m))
-            yield f"{at} forward", id(m.forward.__func__) if hasattr(m.forward, "__func__") else id(m.forward)
+            yield (
+                f"{at} forward",
+                id(m.forward.__func__) if hasattr(m.forward, "__func__") else id(m.forward),
+            )
             yield f"{at} training", m.training
             for hooks in [name for name in vars(m) if "_hooks" in name]:
                 yield f"{at} {hooks}", list(getattr(m, hooks))
@@ -123,7 +132,10 @@ def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
                 for key, t in kind.items():
                     yield from _facts(t, f"{at}.{key}")
     elif isinstance(thing, Tensor):
-        yield f"{path} object", (id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape))
+        yield (
+            f"{path} object",
+            (id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape)),
+        )
         yield f"{path} values", thing.detach().clone()
         yield f"{path} requires_grad", thing.requires_grad
         yield f"{path} hooks", thing._backward_hooks
@@ -144,7 +156,10 @@ def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"random numbers": torch.get_rng_state(), "random numbers of Python": random.getstate()}
+    facts: dict[str, Any] = {
+        "random numbers": torch.get_rng_state(),
+        "random numbers of Python": random.getstate(),
+    }
     facts["random numbers of NumPy"] = torch.from_numpy(np.random.get_state()[1].copy())  # noqa: NPY002, what models draw from
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         facts["random numbers on CUDA"] = torch.cuda.get_rng_state()
@@ -155,7 +170,9 @@ def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(*things: Any) -> Iterator[None]:
-    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, errors or not."""
+    """Fail if anything of modules, tensors, batches or the global random numbers differs at the
+    end, errors or not.
+    """
     before = _snapshot(things)
     try:
         yield

@@ -1,4 +1,6 @@
-"""Networks with a function in the middle that forward mode and backward passes may differentiate differently."""
+"""Networks with a function in the middle that forward mode and backward passes may differentiate
+differently.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Slow exact twins of everything that is computed cleverly elsewhere: definitions, `torch.func` and plain loops.
+"""Slow exact twins of everything that is computed cleverly elsewhere: definitions, `torch.func` and
+plain loops.
 
-Nothing of the package is imported here. A `Reference` is built from a model, the user's own loss and data, and forms
-every matrix from the whole Jacobian and from the Hessian of the user's own loss with respect to the model's output, so
-that every option of a loss is covered by PyTorch's reading of it.
+Nothing of the package is imported here. A `Reference` is built from a model, the user's own loss
+and data, and forms every matrix from the whole Jacobian and from the Hessian of the user's own loss
+with respect to the model's output, so that every option of a loss is covered by PyTorch's reading
+of it.
 
-Letters: N examples, R loss terms of C numbers each, F = N·R·C numbers in a batch's output, P parameters, V vectors,
-S positions.
+Letters: N examples, R loss terms of C numbers each, F = N·R·C numbers in a batch's output, P
+parameters, V vectors, S positions.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def _conv_transpose(w: Tensor, module: nn.Module) -> Tensor:
     return w.unflatten(0, (module.groups, -1)).movedim(2, 1).flatten(2)  # type: ignore[arg-type]
 
 
-#: Layers of the form W a + b: how the weight is read as matrices `[m, o, i]`, and the axis of the output's channels,
-#: which are the rows of the first matrix, then those of the second, and so on.
+#: Layers of the form W a + b: how the weight is read as matrices `[m, o, i]`, and the axis of the
+#: output's channels, which are the rows of the first matrix, then those of the second, and so on.
 AFFINE: dict[Any, tuple[Callable[[Tensor, nn.Module], Tensor], int]] = {
     nn.Linear: (_out_in, -1),
     nn.Conv1d: (_conv, 1),
@@ -98,7 +100,11 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(1, 1)
         self.out_proj.weight, self.out_proj.bias = given.out_proj.weight, given.out_proj.bias
         self.q, self.k, self.v = Projection(), Projection(), Projection()
-        self.embed_dim, self.heads, self.zero = given.embed_dim, given.num_heads, given.add_zero_attn
+        self.embed_dim, self.heads, self.zero = (
+            given.embed_dim,
+            given.num_heads,
+            given.add_zero_attn,
+        )
         self.num_heads, self.batch_first = given.num_heads, given.batch_first
         self.train(given.training)
 
@@ -120,9 +126,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.unflatten(0, (3, -1))
+        biases = (
+            (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.unflatten(0, (3, -1))
+        )
         xs, parts = (query, key, value), (self.q, self.k, self.v)
-        q, k, v = (part(x, w, b) for part, x, w, b in zip(parts, xs, self.weights(), biases, strict=True))
+        q, k, v = (
+            part(x, w, b) for part, x, w, b in zip(parts, xs, self.weights(), biases, strict=True)
+        )
         N, L, E = q.shape
         extra = []
         if self.bias_k is not None:
@@ -130,7 +140,10 @@ class Attention(nn.Module):
         if self.zero:
             extra.append((q.new_zeros(N, 1, E),) * 2)
         seen = q.new_zeros(N, self.heads, L, k.shape[1])  # what is added to the scores
-        for mask, shape in ((key_padding_mask, (N, 1, 1, -1)), (attn_mask, (-1, self.heads, L, k.shape[1]))):
+        for mask, shape in (
+            (key_padding_mask, (N, 1, 1, -1)),
+            (attn_mask, (-1, self.heads, L, k.shape[1])),
+        ):
             if mask is None:
                 continue
             mask = mask[None, None] if mask is attn_mask and mask.ndim == 2 else mask.reshape(shape)
@@ -163,7 +176,9 @@ class Use:
     path: str  # of the module whose calls it sees
     weight: str
     bias: str | None
-    evaluate: Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Tensor]  # output of a call at another weight
+    evaluate: Callable[
+        [Tensor, tuple[Any, ...], Mapping[str, Any]], Tensor
+    ]  # output of a call at another weight
     matrix: Tensor  # [m, o, i], places of the numbers of the matrices in the flattened weight
     shift: Tensor  # [m, o], places of the numbers of the bias in the flattened bias
     channel: int  # axis of the output's channels
@@ -178,8 +193,8 @@ class Layer:
 
     name: str  # of the first place that holds one
     keys: list[str]
-    #: The places where they are used, if there are Kronecker factors: those that multiply with the same matrices
-    #: together, first those with the layer's own, then those with its transpose.
+    #: The places where they are used, if there are Kronecker factors: those that multiply with the
+    #: same matrices together, first those with the layer's own, then those with its transpose.
     roles: list[list[Use]]
 
 
@@ -225,8 +240,9 @@ class Reference:
         self.values = {key: p.detach().clone() for key, p in params.items()}
         self.model = _written_out(copy.deepcopy(model).requires_grad_(False))
         plain(self.model)
-        # Every place that holds a parameter, once: a module that is registered under two names is one place, and
-        # replacing it under both would make `functional_call` put the wrong tensor back.
+        # Every place that holds a parameter, once: a module that is registered under two names is
+        # one place, and replacing it under both would make `functional_call` put the wrong tensor
+        # back.
         self.slots: dict[str, list[str]] = {key: [] for key in self.names}
         key_of = {id(self.model.get_parameter(name)): key for key, name in self.names.items()}
         for path, module in self.model.named_modules():
@@ -246,7 +262,7 @@ class Reference:
             per_example = terms / examples if num_terms is None else num_terms
             self.c = terms / ((examples if num_data is None else num_data) * per_example) / divisor
 
-    # ------------------------------------------------------------------------------------------------- one batch
+    # ------------------------------------------------------------------------------------ one batch
     def call(self, theta: Mapping[str, Tensor], X: Any) -> Tensor:
         """Output at other parameters."""
         replaced = {slot: value for key, value in theta.items() for slot in self.slots[key]}
@@ -263,7 +279,11 @@ class Reference:
             N = count(X)
         f = self.call(self.values, X)
         J = torch.cat(
-            [j.reshape(f.numel(), -1) for j in jacrev(lambda t: self.call(t, X).flatten())(self.values).values()], 1
+            [
+                j.reshape(f.numel(), -1)
+                for j in jacrev(lambda t: self.call(t, X).flatten())(self.values).values()
+            ],
+            1,
         )
 
         def total(flat: Tensor) -> Tensor:
@@ -273,12 +293,24 @@ class Reference:
         divisor = 0.0 if float(summed) == 0 else float(summed / mean)
         places = torch.arange(f.numel(), device=f.device).view(f.shape)
         terms = (
-            places.view(N, -1, 1) if f.ndim == 1 else places.movedim(self.axis, -1).reshape(N, -1, f.shape[self.axis])
+            places.view(N, -1, 1)
+            if f.ndim == 1
+            else places.movedim(self.axis, -1).reshape(N, -1, f.shape[self.axis])
         )
         H = hessian(total)(f.flatten())
-        return Seen(X, N, f, J, grad(total)(f.flatten()), H, terms, divisor, None if mask is None else mask(item[0], y))
+        return Seen(
+            X,
+            N,
+            f,
+            J,
+            grad(total)(f.flatten()),
+            H,
+            terms,
+            divisor,
+            None if mask is None else mask(item[0], y),
+        )
 
-    # ------------------------------------------------------------------------------------------- matrices [P, P]
+    # ------------------------------------------------------------------------------ matrices [P, P]
     @cache  # noqa: B019 (twins of the problems live as long as the tests)
     def ggn(self) -> Tensor:
         """`c Σ Jᵀ H J`."""
@@ -287,7 +319,10 @@ class Reference:
     @cache  # noqa: B019
     def empirical_fisher(self, per_term: bool) -> Tensor:
         """`c Σ u uᵀ` over gradients `u` of examples, or of terms."""
-        return self.c * sum(u.T @ u for u in (self.gradients(b, v).flatten(0, 1) for b, v in self.empirical(per_term)))
+        return self.c * sum(
+            u.T @ u
+            for u in (self.gradients(b, v).flatten(0, 1) for b, v in self.empirical(per_term))
+        )
 
     @cache  # noqa: B019
     def hessian(self) -> Tensor:
@@ -296,12 +331,19 @@ class Reference:
 
         def total(flat: Tensor, b: Seen, y: Any) -> Tensor:
             parts = flat.split(sizes)
-            theta = {key: part.view(v.shape) for part, (key, v) in zip(parts, self.values.items(), strict=True)}
+            theta = {
+                key: part.view(v.shape)
+                for part, (key, v) in zip(parts, self.values.items(), strict=True)
+            }
             return self.summed(self.to_loss(self.call(theta, b.X)), y)
 
         flat = torch.cat([v.flatten() for v in self.values.values()])
-        # Reverse over reverse: forward over reverse (`hessian`) is wrong for LayerNorm in PyTorch 2.13.
-        return self.c * sum(jacrev(grad(total))(flat, b, y) for b, y in zip(self.batches, self._targets, strict=True))
+        # Reverse over reverse: forward over reverse (`hessian`) is wrong for LayerNorm in PyTorch
+        # 2.13.
+        return self.c * sum(
+            jacrev(grad(total))(flat, b, y)
+            for b, y in zip(self.batches, self._targets, strict=True)
+        )
 
     def with_targets(self, targets: Sequence[Any]) -> Reference:
         """Remember the targets, which `hessian` reads once more."""
@@ -315,7 +357,7 @@ class Reference:
         """Gradient of the whole loss."""
         return self.c * sum(b.J.T @ b.g for b in self.batches)
 
-    # -------------------------------------------------------------------------------------------- vectors [V, F]
+    # ------------------------------------------------------------------------------- vectors [V, F]
     @cache  # noqa: B019
     def exact(self) -> Vectors:
         """Columns of a root of every term's Hessian, one term of each example at a time."""
@@ -362,7 +404,7 @@ class Reference:
             of_examples.append(v[:, at] @ b.J[at])
         return torch.stack(of_examples, 1)
 
-    # ---------------------------------------------------------------------------------------------------- blocks
+    # --------------------------------------------------------------------------------------- blocks
     @cached_property
     def layers(self) -> list[Layer]:
         """Parameters by the modules that hold them; modules that share one are together."""
@@ -371,11 +413,20 @@ class Reference:
         for path, module in self.model.named_modules():
             if path in inner:
                 continue
-            names = [f"{path}.{local}".lstrip(".") for local, p in module._parameters.items() if p is not None]
+            names = [
+                f"{path}.{local}".lstrip(".")
+                for local, p in module._parameters.items()
+                if p is not None
+            ]
             if is_parametrized(module):
                 start = f"{path}.parametrizations".lstrip(".")
-                inner |= {name for name, _ in self.model.get_submodule(start).named_modules(prefix=start)}
-                names += [name for name, _ in self.model.get_submodule(start).named_parameters(prefix=start)]
+                inner |= {
+                    name for name, _ in self.model.get_submodule(start).named_modules(prefix=start)
+                }
+                names += [
+                    name
+                    for name, _ in self.model.get_submodule(start).named_parameters(prefix=start)
+                ]
             if isinstance(module, Attention):
                 parts += self._attention(path, module)
                 names = [name for name in names if name.endswith(("bias_k", "bias_v"))]
@@ -395,11 +446,20 @@ class Reference:
     def keys_of(self, names: Sequence[str | None]) -> list[str]:
         """Keys of those of the model's parameters that are among ours."""
         own = [self.model.get_parameter(name) for name in names if name is not None]
-        return [key for key, name in self.names.items() if any(self.model.get_parameter(name) is p for p in own)]
+        return [
+            key
+            for key, name in self.names.items()
+            if any(self.model.get_parameter(name) is p for p in own)
+        ]
 
     def _use(self, path: str, module: nn.Module) -> Use | None:
         """What an affine module multiplies."""
-        kinds = [(t, k) for t in type(module).__mro__ for k in (t, f"{t.__module__}.{t.__qualname__}") if k in AFFINE]
+        kinds = [
+            (t, k)
+            for t in type(module).__mro__
+            for k in (t, f"{t.__module__}.{t.__qualname__}")
+            if k in AFFINE
+        ]
         weight = module._parameters.get("weight")
         if not kinds or type(module).forward is not kinds[0][0].forward or weight is None:
             return None
@@ -420,7 +480,9 @@ class Reference:
         )
 
     def _attention(self, path: str, module: Attention) -> list[Layer]:
-        """The in-projection: three matrices side by side, or three layers and a bias if they differ in size."""
+        """The in-projection: three matrices side by side, or three layers and a bias if they differ
+        in size.
+        """
         within = f"{path}.".lstrip(".")
         bias = None if module.in_proj_bias is None else f"{within}in_proj_bias"
         E = module.embed_dim
@@ -440,16 +502,26 @@ class Reference:
         if module.in_proj_weight is not None:
             return [Layer(f"{within}in_proj", self.keys_of([uses[0].weight, bias]), [uses])]
         alone = [
-            Layer(f"{within}{part}_proj", self.keys_of([use.weight]), [[replace(use, slot=0, bias=None)]])
+            Layer(
+                f"{within}{part}_proj",
+                self.keys_of([use.weight]),
+                [[replace(use, slot=0, bias=None)]],
+            )
             for part, use in zip("qkv", uses, strict=True)
         ]
         return [*alone, Layer(f"{within}in_proj_bias", self.keys_of([bias]), [uses])]
 
     def _roles(self, members: list[Layer]) -> list[list[Use]]:
-        """Roles of modules that share parameters; none unless they share one matrix, and a bias is in one role only."""
+        """Roles of modules that share parameters; none unless they share one matrix, and a bias is
+        in one role only.
+        """
         uses = [use for member in members for role in member.roles for use in role]
         weights = {tuple(self.keys_of([use.weight])) for use in uses}
-        if not all(member.roles for member in members) or len(weights) > 1 or any(len(u.matrix) > 1 for u in uses):
+        if (
+            not all(member.roles for member in members)
+            or len(weights) > 1
+            or any(len(u.matrix) > 1 for u in uses)
+        ):
             return []
         if any(use.slot for use in uses):
             return []
@@ -488,7 +560,7 @@ class Reference:
             result[at[:, None], at] = matrix[at[:, None], at]
         return result
 
-    # --------------------------------------------------------------------------------------------------- factors
+    # -------------------------------------------------------------------------------------- factors
     def affine_layer(self, key: str) -> str | None:
         """Name of the layer that a parameter belongs to, if it has Kronecker factors."""
         layer = self.layer_of(key)
@@ -497,11 +569,15 @@ class Reference:
     def _calls(
         self, b: Seen, use: Use, probes: Sequence[Tensor] | None = None
     ) -> tuple[list[Any], list[Tensor], Tensor]:
-        """Inputs and outputs of a module in one forward pass, with numbers added to its outputs; the model's output."""
+        """Inputs and outputs of a module in one forward pass, with numbers added to its outputs;
+        the model's output.
+        """
         inputs: list[Any] = []
         outputs: list[Tensor] = []
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Tensor | None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
+        ) -> Tensor | None:
             inputs.append(tree_map_only(Tensor, torch.clone, (args, kwargs)))
             outputs.append(out.clone())
             return None if probes is None else out + probes[len(outputs) - 1]
@@ -515,10 +591,11 @@ class Reference:
 
     @cache  # noqa: B019
     def rows(self, b: Seen, use: Use) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each call the inputs `a` [m, N, S, i], derivatives [F, m, N, S, o] of the model's output by the outputs,
-        and whether a position counts [N, S].
+        """For each call the inputs `a` [m, N, S, i], derivatives [F, m, N, S, o] of the model's
+        output by the outputs, and whether a position counts [N, S].
 
-        A row of inputs is, by definition, the derivative of one output number with respect to its row of the weight.
+        A row of inputs is, by definition, the derivative of one output number with respect to its
+        row of the weight.
         """
         m, o, i = use.matrix.shape
         inputs, outputs, _ = self._calls(b, use)
@@ -526,7 +603,9 @@ class Reference:
             return []
 
         def examples_first(t: Tensor, lead: int, *last: int) -> Tensor:
-            """[*lead, *positions, *last], the examples somewhere, to [*lead, N, S, *last]; one row may be for all."""
+            """[*lead, *positions, *last], the examples somewhere, to [*lead, N, S, *last]; one row
+            may be for all.
+            """
             t = t.movedim(lead + use.axis, lead)
             t = t.expand(*t.shape[:lead], b.N, *t.shape[lead + 1 :]) if t.shape[lead] == 1 else t
             return t.reshape(*t.shape[:lead], b.N, -1, *last)
@@ -544,7 +623,9 @@ class Reference:
             def first_channels(w: Tensor, args: Any = args, kwargs: Any = kwargs) -> Tensor:
                 return use.evaluate(w, args, kwargs).movedim(use.channel, 0)[::o]
 
-            by_weight = jacrev(first_channels)(weight).flatten(out.ndim)  # [m, *positions, numbers of the weight]
+            by_weight = jacrev(first_channels)(weight).flatten(
+                out.ndim
+            )  # [m, *positions, numbers of the weight]
             a = torch.stack([by_weight[k, ..., use.matrix[k, 0]] for k in range(m)])
             d = d.movedim(use.channel if use.channel < 0 else use.channel + 1, -1)
             module = self.model.get_submodule(use.path)
@@ -552,20 +633,42 @@ class Reference:
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 kept = [*args, *kwargs.values()][0] != module.padding_idx
             if isinstance(module, nn.EmbeddingBag):  # a bag of ones is as large as it has entries
-                given = {**dict(zip(("input", "offsets"), args, strict=False)), **kwargs, "per_sample_weights": None}
-                more = {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
-                kept = embedding_bag(weight=torch.ones_like(weight), mode="sum", **given, **more)[:, 0] > 0
-            result.append((examples_first(a, 1, i), examples_first(d, 1, m, o).movedim(-2, 1), examples_first(kept, 0)))
+                given = {
+                    **dict(zip(("input", "offsets"), args, strict=False)),
+                    **kwargs,
+                    "per_sample_weights": None,
+                }
+                more = {
+                    "include_last_offset": module.include_last_offset,
+                    "padding_idx": module.padding_idx,
+                }
+                kept = (
+                    embedding_bag(weight=torch.ones_like(weight), mode="sum", **given, **more)[:, 0]
+                    > 0
+                )
+            result.append(
+                (
+                    examples_first(a, 1, i),
+                    examples_first(d, 1, m, o).movedim(-2, 1),
+                    examples_first(kept, 0),
+                )
+            )
         return result
 
     @cache  # noqa: B019
     def factors(
-        self, name: str, vectors: Vectors, reduce: bool = False, ones: bool = False, max_bytes: float = math.inf
+        self,
+        name: str,
+        vectors: Vectors,
+        reduce: bool = False,
+        ones: bool = False,
+        max_bytes: float = math.inf,
     ) -> tuple[Tensor, Tensor]:
         """`A` and `G` of a layer, one example, one position, one vector at a time.
 
-        Those of a layer of several matrices are block-diagonal. Those of tied weights are the nearest Kronecker product
-        to the sum over roles, where `A` is a mean of theirs with weights that add up to one.
+        Those of a layer of several matrices are block-diagonal. Those of tied weights are the
+        nearest Kronecker product to the sum over roles, where `A` is a mean of theirs with weights
+        that add up to one.
 
         Args:
             name: The layer.
@@ -577,11 +680,16 @@ class Reference:
         layer = next(layer for layer in self.layers if layer.name == name and layer.roles)
         own, *others = layer.roles
         pairs = [self._role(own, vectors, reduce, ones)]
-        # The other role multiplies with the transpose, so that its factors change places; it has no column of ones.
+        # The other role multiplies with the transpose, so that its factors change places; it has no
+        # column of ones.
         for role in others:
             rows, columns = self._role(role, vectors, reduce, False)
-            pairs.append((torch.block_diag(columns, columns.new_zeros(1, 1)) if ones else columns, rows))
-        pairs = [(self._kept(A, layer, max_bytes), self._kept(G, layer, max_bytes)) for A, G in pairs]
+            pairs.append(
+                (torch.block_diag(columns, columns.new_zeros(1, 1)) if ones else columns, rows)
+            )
+        pairs = [
+            (self._kept(A, layer, max_bytes), self._kept(G, layer, max_bytes)) for A, G in pairs
+        ]
         A, G = pairs[0]
         if not others:
             return A, G
@@ -595,14 +703,20 @@ class Reference:
         """The factor if it is small enough, else its diagonal. Of several matrices all count."""
         own = layer.roles[0]
         count = max(use.slot + len(use.matrix) for use in own)
-        return factor if factor.numel() / count * factor.itemsize <= max_bytes else factor.diagonal().diag()
+        return (
+            factor
+            if factor.numel() / count * factor.itemsize <= max_bytes
+            else factor.diagonal().diag()
+        )
 
     @cache  # noqa: B019
     def _own_role(self, layer: Layer, vectors: Vectors, reduce: bool) -> Tensor:
         """`G` of the uses that have the bias."""
         return self._role(layer.roles[0], vectors, reduce, False)[1]
 
-    def _role(self, uses: list[Use], vectors: Vectors, reduce: bool, ones: bool) -> tuple[Tensor, Tensor]:
+    def _role(
+        self, uses: list[Use], vectors: Vectors, reduce: bool, ones: bool
+    ) -> tuple[Tensor, Tensor]:
         pairs = []
         for slot in range(max(use.slot + len(use.matrix) for use in uses)):
             here = [use for use in uses if use.slot <= slot < use.slot + len(use.matrix)]
@@ -610,19 +724,27 @@ class Reference:
         A, G = (torch.block_diag(*parts) for parts in zip(*pairs, strict=True))
         return A, G
 
-    def _matrix(self, uses: list[Use], slot: int, vectors: Vectors, reduce: bool, ones: bool) -> tuple[Tensor, Tensor]:
+    def _matrix(
+        self, uses: list[Use], slot: int, vectors: Vectors, reduce: bool, ones: bool
+    ) -> tuple[Tensor, Tensor]:
         A: Any = 0.0
         G: Any = 0.0
         rows = 0
         for b, v in vectors:
             calls = [
-                (a[slot - use.slot], D[:, slot - use.slot], kept) for use in uses for a, D, kept in self.rows(b, use)
+                (a[slot - use.slot], D[:, slot - use.slot], kept)
+                for use in uses
+                for a, D, kept in self.rows(b, use)
             ]
             for n in range(b.N):
                 a_n, g_n = [], []
                 for a, D, kept in calls:
                     for s in range(a.shape[1]):
-                        masked = b.mask is not None and b.mask.shape[1] == a.shape[1] and not b.mask[n, s]
+                        masked = (
+                            b.mask is not None
+                            and b.mask.shape[1] == a.shape[1]
+                            and not b.mask[n, s]
+                        )
                         if masked or not kept[n, s]:
                             continue
                         a_n.append(torch.cat([a[n, s], a.new_ones(1)]) if ones else a[n, s])
@@ -638,7 +760,8 @@ class Reference:
         return A / rows, self.c * G
 
     def matrix_places(self, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Row and column of every number of a layer's parameters in the layer's matrix `[o, i]` or `[o, i + 1]`.
+        """Row and column of every number of a layer's parameters in the layer's matrix `[o, i]` or
+        `[o, i + 1]`.
 
         Several matrices stand on the diagonal of one large matrix.
         """
@@ -664,7 +787,9 @@ class Reference:
         return torch.cat(rows), torch.cat(columns)
 
     def order(self, keys: Sequence[str]) -> Tensor:
-        """Where every number of a layer's parameters stands in the row-major vector of its matrices `[m, o, i]`."""
+        """Where every number of a layer's parameters stands in the row-major vector of its matrices
+        `[m, o, i]`.
+        """
         r, c = self.matrix_places(keys)
         i = self.layer_of(keys[0]).roles[0][0].matrix.shape[2]
         width = i + (len(keys) > 1) if self.has_weight(keys) else 1
@@ -677,9 +802,14 @@ class Reference:
 
     @cache  # noqa: B019
     def kfac(
-        self, vectors: Vectors, reduce: bool = False, separate: bool = False, max_bytes: float = math.inf
+        self,
+        vectors: Vectors,
+        reduce: bool = False,
+        separate: bool = False,
+        max_bytes: float = math.inf,
     ) -> Tensor:
-        """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others. [P, P]
+        """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others.
+        [P, P]
 
         Factors that take more than `max_bytes` are replaced by their diagonals.
         """
@@ -700,10 +830,16 @@ class Reference:
 
     def from_gradients(self, vectors: Vectors) -> Tensor:
         """`c Σ u uᵀ` over the per-example gradients of all vectors, [P, P]."""
-        return self.c * sum(u.T @ u for u in (self.gradients(b, v).flatten(0, 1) for b, v in vectors))
+        return self.c * sum(
+            u.T @ u for u in (self.gradients(b, v).flatten(0, 1) for b, v in vectors)
+        )
 
-    def corrected_eigenvalues(self, keys: Sequence[str], vectors: Vectors, QG: Tensor, QA: Tensor | None) -> Tensor:
-        """`Λ = c Σ (Q_Gᵀ U Q_A)²` of a layer's per-example gradients `U` [o, i] (i = 1 for a bias by itself)."""
+    def corrected_eigenvalues(
+        self, keys: Sequence[str], vectors: Vectors, QG: Tensor, QA: Tensor | None
+    ) -> Tensor:
+        """`Λ = c Σ (Q_Gᵀ U Q_A)²` of a layer's per-example gradients `U` [o, i] (i = 1 for a bias
+        by itself).
+        """
         rows, columns = self.matrix_places(keys)
         QA = torch.ones(1, 1, dtype=QG.dtype) if QA is None else QA
         total = torch.zeros(len(QG), len(QA), dtype=QG.dtype)

@@ -1,4 +1,6 @@
-"""Counts may be 0-d tensors of integers, as tensors of sizes give them; not floats, not booleans."""
+"""Counts may be 0-d tensors of integers, as tensors of sizes give them; not floats, not
+booleans.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,16 @@ COUNTS: dict[str, Any] = {
     "hutchinson_trace": lambda k: hutchinson_trace(A, k, generator=seeded()),
     "random_vector": lambda k: random_vector(k, generator=seeded()),
     "logdet": lambda k: logdet(A, num_probes=k, num_steps=k, generator=seeded()),
-    "cg": lambda k: CGInverseLinearOperator(A, max_iter=k, tolerance=1.0) @ torch.ones(8, dtype=torch.float64),
+    "cg": lambda k: (
+        CGInverseLinearOperator(A, max_iter=k, tolerance=1.0) @ torch.ones(8, dtype=torch.float64)
+    ),
     "chunk_size": lambda k: GGN(EmpiricalRisk(MODEL, nn.MSELoss(), DATA), chunk_size=k).to_dense(),
-    "MonteCarlo": lambda k: GGN(EmpiricalRisk(MODEL, nn.MSELoss(), DATA), MonteCarlo(k, k)).to_dense(),
-    "KFAC": lambda k: KFACLinearOperator(MODEL, nn.MSELoss(), PARAMS, DATA, mc_samples=k).to_dense(),
+    "MonteCarlo": lambda k: GGN(
+        EmpiricalRisk(MODEL, nn.MSELoss(), DATA), MonteCarlo(k, k)
+    ).to_dense(),
+    "KFAC": lambda k: KFACLinearOperator(
+        MODEL, nn.MSELoss(), PARAMS, DATA, mc_samples=k
+    ).to_dense(),
     "num_data": lambda k: GGN(EmpiricalRisk(MODEL, nn.MSELoss(), DATA, num_data=k)).to_dense(),
 }
 
@@ -48,7 +56,9 @@ def test_tensors_and_numbers(name) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("given", [torch.tensor(6.0), torch.tensor([6]), torch.tensor(True), True, 6.5])
+@pytest.mark.parametrize(
+    "given", [torch.tensor(6.0), torch.tensor([6]), torch.tensor(True), True, 6.5]
+)
 @pytest.mark.parametrize("name", ["chunk_size", "MonteCarlo"])
 def test_what_is_no_count(name, given) -> None:
     with pytest.raises((TypeError, ValueError), match="integer"):

@@ -31,7 +31,9 @@ def room(module: str) -> str | None:
 
 
 def imports(path: Path, package: Path = PACKAGE) -> list[str]:
-    """Every module of the package that a file imports: also delayed imports, and those for type checkers."""
+    """Every module of the package that a file imports: also delayed imports, and those for type
+    checkers.
+    """
     here = ["curvlinops_plus", *path.relative_to(package).parts[:-1]]
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -65,7 +67,9 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
 
 
 def test_imports_point_down() -> None:
-    """So `exact` and `blocks` don't import each other, and only floor 5 could import `classic` (and doesn't)."""
+    """So `exact` and `blocks` don't import each other, and only floor 5 could import `classic` (and
+    doesn't).
+    """
     assert [offence for path in files() for offence in offences(path, imports(path))] == []
 
 
@@ -93,7 +97,9 @@ def test_files_named_in_contributing_exist() -> None:
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert len(named) > 20
-    assert [name for name in named if not any((at / name).exists() for at in (PACKAGE, PACKAGE.parent))] == []
+    assert [
+        name for name in named if not any((at / name).exists() for at in (PACKAGE, PACKAGE.parent))
+    ] == []
 
 
 def test_mutants_have_a_place() -> None:

@@ -25,7 +25,9 @@ from curvlinops_plus import (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-transformers = pytest.importorskip("transformers", reason='transformers is absent: pip install -e ".[models]"')
+transformers = pytest.importorskip(
+    "transformers", reason='transformers is absent: pip install -e ".[models]"'
+)
 transformers.utils.logging.set_verbosity_error()
 
 V, T = 24, 8
@@ -43,7 +45,9 @@ def _seed() -> Any:
 def language_model(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": V}
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **options))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **options)
+    )
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
     return model.to(dtype).eval()
@@ -77,12 +81,18 @@ def test_the_matrix_does_not_depend_on_padding(approximation: Any) -> None:
     L = curvature(risk_of(model, [padded(b, 5) for b in data]), approximation, vectors=Empirical())
     v = torch.randn(K.shape[1], dtype=torch.float64)
     torch.testing.assert_close(L @ v, K @ v, rtol=1e-9, atol=1e-12)
-    without = curvature(EmpiricalRisk(model, LOSS, [padded(b, 5) for b in data]), KFAC, vectors=Empirical())
-    assert not torch.allclose(without @ v, curvature(risk_of(model, data), KFAC, vectors=Empirical()) @ v, rtol=1e-3)
+    without = curvature(
+        EmpiricalRisk(model, LOSS, [padded(b, 5) for b in data]), KFAC, vectors=Empirical()
+    )
+    assert not torch.allclose(
+        without @ v, curvature(risk_of(model, data), KFAC, vectors=Empirical()) @ v, rtol=1e-3
+    )
 
 
 def test_loss_and_gradient_are_those_of_the_model() -> None:
-    """With one batch the model's own loss from `labels` is the risk; its GGN follows the same shift."""
+    """With one batch the model's own loss from `labels` is the risk; its GGN follows the same
+    shift.
+    """
     model, b = language_model(), batch(4)
     own = model(**b).loss
     gradient = torch.autograd.grad(own, list(model.parameters()))
@@ -98,7 +108,9 @@ def test_loss_and_gradient_are_those_of_the_model() -> None:
 def adapted(**options: Any) -> nn.Module:
     """GPT-2 with low-rank corrections that have been trained a little."""
     peft = pytest.importorskip("peft", reason='PEFT is absent: pip install -e ".[models]"')
-    config = peft.LoraConfig(**{"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options)
+    config = peft.LoraConfig(
+        **{"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options
+    )
     model = peft.get_peft_model(language_model(), config).double().eval()
     for name, p in model.named_parameters():
         if "lora_" in name:
@@ -133,7 +145,9 @@ def exact_trace(model: nn.Module, b: dict[str, Tensor], shifted: bool) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters(kind: str) -> None:
-    """Traces are those of autograd for every kind, and the table of the page says which blocks they are."""
+    """Traces are those of autograd for every kind, and the table of the page says which blocks they
+    are.
+    """
     options, expected = KINDS[kind]
     model, b = adapted(**options), batch(4)
     K = curvature(risk_of(model, [b]), EKFAC, vectors=Empirical())
@@ -150,8 +164,15 @@ def test_traces_of_models(kind: str) -> None:
     if kind == "GPT2LMHead":
         model, shifted = language_model(), True
     else:
-        sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "hidden_size": 8}
-        config = transformers.BertConfig(vocab_size=V, num_labels=3, max_position_embeddings=12, **sizes)
+        sizes = {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 12,
+            "hidden_size": 8,
+        }
+        config = transformers.BertConfig(
+            vocab_size=V, num_labels=3, max_position_embeddings=12, **sizes
+        )
         model, shifted = getattr(transformers, kind)(config).double().eval(), False
         for p in model.parameters():
             nn.init.normal_(p, std=0.3)
@@ -164,7 +185,9 @@ def test_traces_of_models(kind: str) -> None:
 
 @pytest.mark.slow
 def test_what_models_do_with_labels() -> None:
-    """A causal model with prompts alone in front, and models that make inputs of their decoder from labels."""
+    """A causal model with prompts alone in front, and models that make inputs of their decoder from
+    labels.
+    """
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     ids = torch.randint(3, 11, (8, 6), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -175,19 +198,40 @@ def test_what_models_do_with_labels() -> None:
     causal, loss = causal.double().eval(), nn.CrossEntropyLoss()
     for p in causal.parameters():
         nn.init.normal_(p, std=0.3)
-    for batch in ({"input_ids": ids, "labels": labels}, {"input_ids": ids.flip(0), "labels": labels.flip(0)}):
+    for batch in (
+        {"input_ids": ids, "labels": labels},
+        {"input_ids": ids.flip(0), "labels": labels.flip(0)},
+    ):
         risk = EmpiricalRisk(causal, loss, [batch])
-        assert abs(risk.loss() - causal(**batch).loss) < 1e-6  # its own takes logits in single precision
+        assert (
+            abs(risk.loss() - causal(**batch).loss) < 1e-6
+        )  # its own takes logits in single precision
         assert curvature(risk, KFAC, vectors=MonteCarlo(1, seed=0)).verify().rows
-    sizes = {"d_model": 4, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4, "max_position_embeddings": 8, "init_std": 0.5}
+    sizes = {
+        "d_model": 4,
+        "encoder_ffn_dim": 4,
+        "decoder_ffn_dim": 4,
+        "max_position_embeddings": 8,
+        "init_std": 0.5,
+    }
     sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
     sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 1)
-    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=11, **sizes, **special))
+    bart = transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=11, **sizes, **special)
+    )
     sizes = {"d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=11, **sizes, **special))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=11, **sizes, **special)
+    )
     other, short = ids.flip(1), ids[:, :4].clone()
     for model, said in (
-        (bart, ["BartFor.*If its outputs depend on them, give.*decoder_input_ids", r"got a target of shape \[8, 4\]"]),
+        (
+            bart,
+            [
+                "BartFor.*If its outputs depend on them, give.*decoder_input_ids",
+                r"got a target of shape \[8, 4\]",
+            ],
+        ),
         (t5, ["T5For.*fails without `labels`.*decoder_input_ids"] * 2),
     ):
         model.double().eval()
@@ -199,7 +243,9 @@ def test_what_models_do_with_labels() -> None:
             assert abs(EmpiricalRisk(model, loss, [batch]).loss() - model(**batch).loss) < 1e-6
 
 
-def trainer_of(model: nn.Module, heard: Any, folder: Path, rows: list[dict[str, Tensor]], **options: Any) -> Any:
+def trainer_of(
+    model: nn.Module, heard: Any, folder: Path, rows: list[dict[str, Tensor]], **options: Any
+) -> Any:
     """A `Trainer` whose forward passes something listens to."""
     pytest.importorskip("accelerate", reason='accelerate is absent: pip install -e ".[models]"')
 
@@ -209,9 +255,13 @@ def trainer_of(model: nn.Module, heard: Any, folder: Path, rows: list[dict[str, 
                 return super().compute_loss(model, inputs, *args, **kwargs)
 
     plain = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    how = {"max_steps": 1, "per_device_train_batch_size": 4} | {k: v for k, v in options.items() if k != "optimizers"}
+    how = {"max_steps": 1, "per_device_train_batch_size": 4} | {
+        k: v for k, v in options.items() if k != "optimizers"
+    }
     arguments = transformers.TrainingArguments(str(folder), **plain, **how)
-    return Listening(model, arguments, train_dataset=rows, optimizers=options.get("optimizers", (None, None)))
+    return Listening(
+        model, arguments, train_dataset=rows, optimizers=options.get("optimizers", (None, None))
+    )
 
 
 def rows_of(b: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -221,7 +271,9 @@ def rows_of(b: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 def test_an_estimator_in_a_trainer_has_the_curvature_of_its_batch(tmp_path: Path) -> None:
     b = batch(4)
     trained = language_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    estimator = CurvatureEstimator(risk_of(trained, [b]), KFAC, vectors=Exact(), decay=0.9, damping=1e-2)
+    estimator = CurvatureEstimator(
+        risk_of(trained, [b]), KFAC, vectors=Exact(), decay=0.9, damping=1e-2
+    )
     before = curvature(risk_of(language_model(), [b]), KFAC, vectors=Exact())
     trainer_of(trained, estimator, tmp_path, rows_of(b)).train()
     v = torch.randn(before.shape[1], dtype=torch.float64)
@@ -229,19 +281,27 @@ def test_an_estimator_in_a_trainer_has_the_curvature_of_its_batch(tmp_path: Path
 
 
 def test_kfac_is_an_optimizer_of_a_trainer(tmp_path: Path) -> None:
-    """One step equals that of a plain loop. The `Trainer` divides by the number of labels before they are shifted."""
+    """One step equals that of a plain loop. The `Trainer` divides by the number of labels before
+    they are shifted.
+    """
     b = batch(4)
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     plain, trained = language_model(**off), language_model(**off)
-    mine, theirs = (KFACOptimizer(m, LOSS, 0.1, vectors=Exact(), mask=attended) for m in (plain, trained))
+    mine, theirs = (
+        KFACOptimizer(m, LOSS, 0.1, vectors=Exact(), mask=attended) for m in (plain, trained)
+    )
     plain.train()
     with mine.listen(b):
         value = plain(**b, num_items_in_batch=int((b["labels"] >= 0).sum())).loss
     value.backward()
     mine.step()
     constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1.0)
-    trainer_of(trained, theirs, tmp_path, rows_of(b), optimizers=(theirs, constant), max_grad_norm=0.0).train()
+    trainer_of(
+        trained, theirs, tmp_path, rows_of(b), optimizers=(theirs, constant), max_grad_norm=0.0
+    ).train()
     assert theirs.last_step is not None
     assert theirs.last_step.examples == 4
     order = torch.stack([p.detach().norm() for p in plain.parameters()])
-    torch.testing.assert_close(torch.stack([p.detach().norm() for p in trained.parameters()]), order, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.stack([p.detach().norm() for p in trained.parameters()]), order, rtol=1e-6, atol=0
+    )

@@ -1,4 +1,6 @@
-"""Every error of ours says what was expected, what came and what to do next; nothing of the user's has changed then."""
+"""Every error of ours says what was expected, what came and what to do next; nothing of the user's
+has changed then.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,21 @@ EXACT = [GGNLinearOperator, HessianLinearOperator, EFLinearOperator, FisherMCLin
 CLASSIC = [*KFACS, *EXACT]
 SAMPLING = [*KFACS, FisherMCLinearOperator]
 X, Y, CE = normal(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]), nn.CrossEntropyLoss()
-P, TWO, GENERIC, ATTENTION = (problem(name) for name in ("mlp", "two outputs", "generic layers", "attention"))
+P, TWO, GENERIC, ATTENTION = (
+    problem(name) for name in ("mlp", "two outputs", "generic layers", "attention")
+)
 TIMES = problem("time first")
 MODEL, W = P.model, P.model[0].weight
-FOREIGN, NAN = torch.zeros(5, 4, dtype=F64), torch.where(torch.arange(24).view(6, 4) == 9, torch.nan, X)
+FOREIGN, NAN = (
+    torch.zeros(5, 4, dtype=F64),
+    torch.where(torch.arange(24).view(6, 4) == 9, torch.nan, X),
+)
 quiet = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 
 
-def risk(model: Any = MODEL, data: Any = None, loss: Any = CE, params: Any = None, **options: Any) -> EmpiricalRisk:
+def risk(
+    model: Any = MODEL, data: Any = None, loss: Any = CE, params: Any = None, **options: Any
+) -> EmpiricalRisk:
     return EmpiricalRisk(model, loss, [(X, Y)] if data is None else data, params, **options)
 
 
@@ -80,7 +89,7 @@ def branch(run: Callable[..., Tensor]) -> Written:
     return Written(run, first=lin(4, 5), second=lin(5, 3))
 
 
-# ------------------------------------------------------------------------------------------- classes of all kinds
+# ----------------------------------------------------------------------------- classes of all kinds
 def function(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return (x @ params["w1"].T).relu() @ params["w2"].T
 
@@ -109,8 +118,12 @@ CLASSES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
 
 
 @quiet
-@pytest.mark.parametrize(("kinds", "given", "error", "words"), CLASSES, ids=[words for *_, words in CLASSES])
-def test_refusals_of_classes(kinds: list[Any], given: dict[str, Any], error: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "given", "error", "words"), CLASSES, ids=[words for *_, words in CLASSES]
+)
+def test_refusals_of_classes(
+    kinds: list[Any], given: dict[str, Any], error: type[Exception], words: str
+) -> None:
     p = given.get("of", P)
     inputs = {"model": p.model, "loss": p.loss, "params": p.params, "data": p.data, **given}
     inputs.pop("of", None)
@@ -120,7 +133,7 @@ def test_refusals_of_classes(kinds: list[Any], given: dict[str, Any], error: typ
             kind(*arguments, **inputs).to_dense()
 
 
-# ---------------------------------------------------------------------------------------------------------- all others
+# --------------------------------------------------------------------------------------- all others
 def batch(*given: Any, **options: Any) -> Any:
     return curvature(risk(data=given, **options), KFAC)
 
@@ -141,7 +154,11 @@ def same_name(x: Tensor) -> Any:
 
 
 def noisy(inner: nn.Module) -> Written:
-    return Written(lambda m, x: m.inner(x * m.scale)[:, :3], inner=inner, scale=nn.Parameter(torch.ones(4).double()))
+    return Written(
+        lambda m, x: m.inner(x * m.scale)[:, :3],
+        inner=inner,
+        scale=nn.Parameter(torch.ones(4).double()),
+    )
 
 
 def reentrant(m: Any, x: Tensor) -> Tensor:
@@ -163,7 +180,9 @@ class Affine(Accumulator):
 
 
 K, E, G = (kind(MODEL, CE, P.params, P.data) for kind in (*KFACS, GGNLinearOperator))
-NORM = EmpiricalRisk(GENERIC.model, GENERIC.loss, GENERIC.data, [GENERIC.model[1].weight, GENERIC.model[1].bias])
+NORM = EmpiricalRisk(
+    GENERIC.model, GENERIC.loss, GENERIC.data, [GENERIC.model[1].weight, GENERIC.model[1].bias]
+)
 AFTER = r'Entry "0.weight": .*got NoneType. Gradients in `.grad` are there after'
 g = torch.ones(1, 1, 1)
 
@@ -230,16 +249,30 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @quiet
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:Using a target size")
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore:Using a target size"
+)
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
 def test_refusals(call: Callable[[], object], error: type[Exception], words: str) -> None:
-    with unchanged(*(p.model for p in (P, TWO, GENERIC, ATTENTION, TIMES))), pytest.raises(error, match=words):
+    with (
+        unchanged(*(p.model for p in (P, TWO, GENERIC, ATTENTION, TIMES))),
+        pytest.raises(error, match=words),
+    ):
         call()
 
 
 @pytest.mark.parametrize(
     "make",
-    [GGN, GGNFactor, Hessian, Jacobian, ActivationHessian, curvature, BlockwiseLinearOperator, CurvatureEstimator],
+    [
+        GGN,
+        GGNFactor,
+        Hessian,
+        Jacobian,
+        ActivationHessian,
+        curvature,
+        BlockwiseLinearOperator,
+        CurvatureEstimator,
+    ],
 )
 def test_model_loss_and_data_in_place_of_a_risk(make: Callable[..., Any]) -> None:
     words = rf"^{make.__name__} takes an EmpiricalRisk, got a Sequential: .* EmpiricalRisk\(model, loss, data\)\.$"
@@ -250,7 +283,7 @@ def test_model_loss_and_data_in_place_of_a_risk(make: Callable[..., Any]) -> Non
         make(risk=MODEL)
 
 
-# ------------------------------------------------------------------------------------------------------ what layers did
+# ---------------------------------------------------------------------------------- what layers did
 def no_grad(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         h = m.first(x)
@@ -277,7 +310,9 @@ DID: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock])
-@pytest.mark.parametrize("vectors", [Exact(), MonteCarlo(2), ForwardOnly()], ids=lambda v: v.fisher_type)
+@pytest.mark.parametrize(
+    "vectors", [Exact(), MonteCarlo(2), ForwardOnly()], ids=lambda v: v.fisher_type
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_layers_did(approximation: Any, vectors: Any, frozen: bool) -> None:
     forward = isinstance(vectors, ForwardOnly)
@@ -289,18 +324,22 @@ def test_what_layers_did(approximation: Any, vectors: Any, frozen: bool) -> None
             curvature(risk(model, params=list(model.parameters())), approximation, vectors=vectors)
 
 
-# ------------------------------------------------------------------------------------------------- right, not refused
+# ------------------------------------------------------------------------------- right, not refused
 
 
 TOKENS = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
 
 
 def test_embeddings_that_scale_gradients() -> None:
-    """Their gradients are the user's; curvature is that without the option, wherever it listens, or is refused."""
+    """Their gradients are the user's; curvature is that without the option, wherever it listens, or
+    is refused.
+    """
     found, dense, grads = [], [], []
     for scales in (True, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)).double()
+        model = nn.Sequential(
+            nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)
+        ).double()
         for vectors in (Exact(), Empirical()):
             estimator = CurvatureEstimator(risk(model, ()), vectors=vectors)
             with estimator.listen((TOKENS, Y)):
@@ -315,14 +354,16 @@ def test_embeddings_that_scale_gradients() -> None:
         table = risk(Written(looks_up, table=model[0].weight, last=model[2]), [(TOKENS, Y)])
         dense.append([kind(table).to_dense() for kind in (GGN, Hessian, Jacobian)])
         if scales:
-            with pytest.warns(CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"):
+            with pytest.warns(
+                CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"
+            ):
                 curvature(table, KFAC)
     torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*dense)
     assert not torch.allclose(*grads)
 
 
-# ------------------------------------------------------------------------------------------------------------- warnings
+# ----------------------------------------------------------------------------------------- warnings
 def broadcast() -> nn.Module:
     query = nn.Buffer(torch.ones(2).double())
     return Written(lambda m, x: m.body(x) + m.code(m.query), body=lin(), code=lin(2), query=query)
@@ -354,7 +395,10 @@ def test_warnings_point_at_the_line_outside_of_the_package() -> None:
         lambda: BlockwiseLinearOperator(risk(model)),
         lambda: CurvatureEstimator(risk(model)).update(data[0]),
         *(lambda kind=kind: kind(model, CE, params, data) for kind in KFACS),
-        *(lambda kind=kind: kind(model, CE, params, data, check_deterministic=False).trace for kind in KFACS),
+        *(
+            lambda kind=kind: kind(model, CE, params, data, check_deterministic=False).trace
+            for kind in KFACS
+        ),
     ]
     for make in makers:
         with pytest.warns(CurvatureWarning, match=r"get their exact diagonal") as caught:
@@ -362,7 +406,7 @@ def test_warnings_point_at_the_line_outside_of_the_package() -> None:
         assert {warning.filename for warning in caught} == {__file__}
 
 
-# ----------------------------------------------------------------------------------------------------- rules and verify
+# --------------------------------------------------------------------------------- rules and verify
 class Kernel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -408,6 +452,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG, ids=[words for *_, words in WRONG])
-def test_wrong_rules_and_likelihoods_are_named(call: Any, error: type[Exception], words: str) -> None:
+def test_wrong_rules_and_likelihoods_are_named(
+    call: Any, error: type[Exception], words: str
+) -> None:
     with unchanged(MODEL, MIXED), pytest.raises(error, match=words):
         call()

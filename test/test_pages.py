@@ -1,7 +1,9 @@
-"""The code of README and of every page of docs/ runs as it is pasted, block after block, and prints what the page says.
+"""The code of README and of every page of docs/ runs as it is pasted, block after block, and prints
+what the page says.
 
-A page is one namespace. What a block prints is compared with the ```text block that follows it, if one does. Blocks of
-another language than `python` (such as `py`, code of other libraries) are shown and not run.
+A page is one namespace. What a block prints is compared with the ```text block that follows it, if
+one does. Blocks of another language than `python` (such as `py`, code of other libraries) are shown
+and not run.
 """
 
 from __future__ import annotations
@@ -37,14 +39,20 @@ SLOW: set[str] = set()
 
 def blocks(page: str) -> list[tuple[str, str | None]]:
     """Each block of code, and what the page says that it prints."""
-    fence = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```$)?", flags=re.DOTALL | re.MULTILINE)
+    fence = re.compile(
+        r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```$)?", flags=re.DOTALL | re.MULTILINE
+    )
     found = [(code, expected or None) for code, expected in fence.findall(page)]
-    assert len(found) == page.count("```python"), "a block of code begins and ends with a line of its own"
+    assert len(found) == page.count("```python"), (
+        "a block of code begins and ends with a line of its own"
+    )
     return found
 
 
 def agrees(expected: str, printed: str) -> bool:
-    """Whether it was printed. Decimals may differ by a tenth, as processors round differently, and training goes on."""
+    """Whether it was printed. Decimals may differ by a tenth, as processors round differently, and
+    training goes on.
+    """
     if doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS):
         return True
     decimal = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
@@ -80,7 +88,9 @@ def with_code() -> list[object]:
     found = []
     for path in PAGES:
         if blocks(path.read_text(encoding="utf-8")):
-            found.append(pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)))
+            found.append(
+                pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
+            )
     return found
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import curvlinops_plus
 
-# What users may import from the top. Adding a name here is a decision; removing one is a breaking change.
+# What users may import from the top. Adding a name here is a decision; removing one is a breaking
+# change.
 NAMES = """
 Accumulator ActivationHessian ActivationHessianLinearOperator AffineRule BlockwiseLinearOperator
 CGInverseLinearOperator CenteredFisherLinearOperator Checkpoint CurvatureEstimator CurvaturePropagation
@@ -55,9 +56,22 @@ def test_star_import_gives_them() -> None:
 
 def taken() -> set[str]:
     """Names that a star import must not shadow."""
-    modules = ["torch", "torch.nn", "torch.linalg", "torch.optim", "torch.func", "torch.distributions", "numpy"]
-    modules += [f"scipy.{part}" for part in ("linalg", "sparse", "sparse.linalg", "optimize", "special", "stats")]
-    names = {name for module in modules for name in dir(importlib.import_module(module))} | set(dir(builtins))
+    modules = [
+        "torch",
+        "torch.nn",
+        "torch.linalg",
+        "torch.optim",
+        "torch.func",
+        "torch.distributions",
+        "numpy",
+    ]
+    modules += [
+        f"scipy.{part}"
+        for part in ("linalg", "sparse", "sparse.linalg", "optimize", "special", "stats")
+    ]
+    names = {name for module in modules for name in dir(importlib.import_module(module))} | set(
+        dir(builtins)
+    )
     return {name for name in names if not name.startswith("_")}
 
 
@@ -68,7 +82,9 @@ def test_star_import_shadows_nothing() -> None:
 
 @cache
 def imported() -> list[set[str]]:
-    """Modules that a new process has after each of four statements, beside what it needs of the required packages."""
+    """Modules that a new process has after each of four statements, beside what it needs of the
+    required packages.
+    """
     statements = (
         "import curvlinops_plus",
         "curvlinops_plus.blocks",
@@ -76,26 +92,34 @@ def imported() -> list[set[str]]:
         "from curvlinops_plus import *",
     )
     code = (
-        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, tqdm\n"
-        "before = set(sys.modules)\n"
-        f"for statement in {statements}: exec(statement); print(*sorted(set(sys.modules) - before))"
+        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, "
+        f"tqdm\nbefore = set(sys.modules)\nfor statement in {statements}: exec(statement); "
+        "print(*sorted(set(sys.modules) - before))"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return [set(line.split()) - set(sys.stdlib_module_names) for line in shown.splitlines()]
 
 
 def test_import_leaves_other_packages_for_later() -> None:
-    """What takes long to import, and is seldom needed, is imported at its first use: parts of SciPy, transformers."""
+    """What takes long to import, and is seldom needed, is imported at its first use: parts of
+    SciPy, transformers.
+    """
     *_, found = imported()
     assert {name.split(".")[0] for name in found} == {"curvlinops_plus"}
     assert "curvlinops_plus.layer.linear" in found
 
 
 def test_names_are_imported_when_they_are_used() -> None:
-    package, room, name, _ = ({".".join(name.split(".")[:2]) for name in found} for found in imported())
+    package, room, name, _ = (
+        {".".join(name.split(".")[:2]) for name in found} for found in imported()
+    )
     assert package == {"curvlinops_plus", "curvlinops_plus.version"}
     assert "curvlinops_plus.blocks" in room
-    assert {f"curvlinops_plus.{room}" for room in ("optim", "applications", "estimate")} & name == set()
+    assert {
+        f"curvlinops_plus.{room}" for room in ("optim", "applications", "estimate")
+    } & name == set()
 
 
 def test_dir_lists_all_names_and_others_are_refused() -> None:
@@ -112,7 +136,9 @@ def test_nothing_is_defined_at_the_top() -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "__version__"])
 def test_documented_with_an_example_and_every_argument(name: str) -> None:
-    """Names in the signature appear in the docstring; a class may refer to another one's list ("as for")."""
+    """Names in the signature appear in the docstring; a class may refer to another one's list ("as
+    for").
+    """
     thing = getattr(curvlinops_plus, name)
     doc = inspect.getdoc(thing) or ""
     assert doc.strip(), f"{name} has no docstring"

@@ -1,4 +1,6 @@
-"""What the site promises: every public name, every page, every example, and no name or message that does not exist."""
+"""What the site promises: every public name, every page, every example, and no name or message that
+does not exist.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def hooks() -> ModuleType:
 
 
 def test_every_public_name_is_in_the_reference(hooks: ModuleType) -> None:
-    shown = [name.removeprefix("curvlinops_plus.") for page in hooks.REFERENCE for name in hooks.full_names(page)]
+    shown = [
+        name.removeprefix("curvlinops_plus.")
+        for page in hooks.REFERENCE
+        for name in hooks.full_names(page)
+    ]
     assert len(shown) == len(set(shown))
     assert {name for name in shown if "." not in name} == set(NAMES) - {"__version__"}
 
@@ -41,13 +47,23 @@ def test_every_name_of_the_reference_exists(hooks: ModuleType) -> None:
     shown = [resolve(name) for page in hooks.REFERENCE for name in hooks.full_names(page)]
     classes = {thing.__name__: thing for thing in shown if isinstance(thing, type)}
     for name, members in hooks.MEMBERS.items():
-        assert [member for member in members.split() if not hasattr(classes[name], member)] == [], name
+        assert [member for member in members.split() if not hasattr(classes[name], member)] == [], (
+            name
+        )
 
 
 def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     """Also checked by a strict build, which needs MkDocs."""
-    named = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    pages = {path.name for path in DOCS.glob("*.md")} | {"gallery.md", "reference/index.md", *hooks.TEXTS.values()}
+    named = set(
+        re.findall(
+            r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    )
+    pages = {path.name for path in DOCS.glob("*.md")} | {
+        "gallery.md",
+        "reference/index.md",
+        *hooks.TEXTS.values(),
+    }
     pages |= {f"reference/{page}.md" for page in hooks.REFERENCE}
     assert named == pages
 
@@ -62,15 +78,19 @@ def test_every_example_has_a_card_and_a_page(hooks: ModuleType) -> None:
 
 
 def test_links_lead_to_files(hooks: ModuleType) -> None:
-    """Relative links, as they are read in the repository; the build checks them and their anchors on the site."""
+    """Relative links, as they are read in the repository; the build checks them and their anchors
+    on the site.
+    """
     for path in [*DOCS.glob("*.md"), *(ROOT / name for name in hooks.TEXTS)]:
-        prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        prose = re.sub(
+            r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
         for target in re.findall(r"\]\((?!\w+:)([^)\s#]+)(?:#[^)\s]*)?\)", prose):
             made = target.startswith("reference/") or target == "gallery.md"
             assert made or (path.parent / target).exists(), f"{path.name}: {target}"
 
 
-# ------------------------------------------------------------------------------------------------- names and messages
+# ------------------------------------------------------------------------------- names and messages
 
 
 def resolve(name: str) -> object:
@@ -103,7 +123,9 @@ def templates() -> list[str]:
             return "".join(map(joined, node.values))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return joined(node.left) + joined(node.right)
-        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+        return (
+            node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+        )
 
     kinds = (ast.JoinedStr, ast.Constant, ast.BinOp)
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
@@ -111,9 +133,13 @@ def templates() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_package() -> None:
-    quoted = re.findall(r"^```error\n(.*?)\n```$", text("troubleshooting"), flags=re.DOTALL | re.MULTILINE)
+    quoted = re.findall(
+        r"^```error\n(.*?)\n```$", text("troubleshooting"), flags=re.DOTALL | re.MULTILINE
+    )
     assert len(quoted) > 25
     everything = templates()
     for message in quoted:
-        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), flags=re.DOTALL)
+        pattern = re.compile(
+            ".*".join(re.escape(part.strip()) for part in message.split("…")), flags=re.DOTALL
+        )
         assert any(pattern.search(template) for template in everything), message

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from curvlinops_plus.applications.attribution import attribution_scores, per_example_gradients, self_influence
+from curvlinops_plus.applications.attribution import (
+    attribution_scores,
+    per_example_gradients,
+    self_influence,
+)
 from curvlinops_plus.applications.laplace import Laplace
 from curvlinops_plus.applications.merging import merge
 from curvlinops_plus.applications.penalty import QuadraticPenalty

@@ -28,34 +28,42 @@ Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 
 
 @takes_risk
-def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Iterator[dict[str, Tensor]]:
+def per_example_gradients(
+    risk: EmpiricalRisk, *, per_term: bool = False
+) -> Iterator[dict[str, Tensor]]:
     """Gradients of the un-reduced loss of each example, one batch of the data after the other.
 
-    Examples come in the order in which the data are read, so with a `DataLoader` in order (`shuffle=False`) the n-th
-    one is `dataset[n]`; `drop_last=True` leaves out the last ones. Data that are shuffled are refused.
+    Examples come in the order in which the data are read, so with a `DataLoader` in order
+    (`shuffle=False`) the n-th one is `dataset[n]`; `drop_last=True` leaves out the last ones. Data
+    that are shuffled are refused.
 
-    The loss of example n is `ℓ_n = Σ_r ℓ(f(x_n)_r, y_{n,r})`, the sum over its terms (tokens, pixels, outputs) of what
-    `reduction="none"` returns, with class weights, ignored targets and so on: nothing is divided by a number of
-    examples or terms. The gradient of the risk is `c Σ_n ∇ℓ_n`, with the factor `c` of its reduction. Of several losses
-    `ℓ_n` is the sum, in which each has its weight relative to the first one under "mean".
+    The loss of example n is `ℓ_n = Σ_r ℓ(f(x_n)_r, y_{n,r})`, the sum over its terms (tokens,
+    pixels, outputs) of what `reduction="none"` returns, with class weights, ignored targets and so
+    on: nothing is divided by a number of examples or terms. The gradient of the risk is `c Σ_n
+    ∇ℓ_n`, with the factor `c` of its reduction. Of several losses `ℓ_n` is the sum, in which each
+    has its weight relative to the first one under "mean".
 
     Modes, buffers and random numbers are restored when the iteration ends.
 
     Args:
-        risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers, and weights of
-            examples are about their mean: neither matters.
-        per_term: The gradient of each loss term by itself, `∇ℓ_{n,r}`: for each token instead of each sequence.
+        risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers,
+            and weights of examples are about their mean: neither matters.
+        per_term: The gradient of each loss term by itself, `∇ℓ_{n,r}`: for each token instead of
+            each sequence.
 
     Yields:
-        For each batch the name of each parameter to `[N, *shape]`, or `[N, R, *shape]` with `per_term`, in the
-        parameters' precision, float32 at least. Parameters that a batch does not use have gradients of zero.
+        For each batch the name of each parameter to `[N, *shape]`, or `[N, R, *shape]` with
+        `per_term`, in the parameters' precision, float32 at least. Parameters that a batch does not
+        use have gradients of zero.
 
     Raises:
-        UnsupportedError: If the loss has no likelihood, examples depend on each other, a layer has no gradients of each
-            example, or the risk has several processes; with `per_term`, of several losses.
+        UnsupportedError: If the loss has no likelihood, examples depend on each other, a layer has
+            no gradients of each example, or the risk has several processes; with `per_term`, of
+            several losses.
         ValueError: If there are no data, or they are shuffled.
 
-    Cost: one forward and one backward pass, with `per_term` R backward passes; memory for the gradients of a batch.
+    Cost: one forward and one backward pass, with `per_term` R backward passes; memory for the
+    gradients of a batch.
 
     Example:
         >>> import torch
@@ -75,48 +83,79 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
     _refuse(risk, per_term)
 
     def gradients() -> Iterator[dict[str, Tensor]]:
-        for found, N, R, factor in _of_batches(risk, per_term, "gradients of examples", LayerBatch.param_grads):
+        for found, N, R, factor in _of_batches(
+            risk, per_term, "gradients of examples", LayerBatch.param_grads
+        ):
             found = with_zeros(found, risk, R, N)
-            yield {key: factor * (t.transpose(0, 1) if per_term else t[0]) for key, t in found.items()}
+            yield {
+                key: factor * (t.transpose(0, 1) if per_term else t[0]) for key, t in found.items()
+            }
 
     return gradients()
 
 
-def with_zeros(found: Mapping[str, Tensor], risk: EmpiricalRisk, V: int, N: int) -> dict[str, Tensor]:
+def with_zeros(
+    found: Mapping[str, Tensor], risk: EmpiricalRisk, V: int, N: int
+) -> dict[str, Tensor]:
     """Gradients `[V, N, *shape]` of all parameters, also of those that a batch did not use."""
     params = risk.params.items()
-    return {key: found[key] if key in found else p.new_zeros(V, N, *p.shape, dtype=risk.dtype) for key, p in params}
+    return {
+        key: found[key] if key in found else p.new_zeros(V, N, *p.shape, dtype=risk.dtype)
+        for key, p in params
+    }
 
 
 def _of_batches(
     risk: EmpiricalRisk, per_term: bool, desc: str, take: Take
 ) -> Iterator[tuple[dict[Any, Tensor], int, int, float]]:
-    """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch by batch.
+    """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch
+    by batch.
 
     Yields:
-        What `take` made of it; the numbers N of examples and R of vectors; and what gradients have to be multiplied by.
+        What `take` made of it; the numbers N of examples and R of vectors; and what gradients have
+        to be multiplied by.
     """
     risk = copy(risk)
     risk.options = replace(risk.options, mask=None)
     with preserve_state(risk.model, risk.data):
         weights, layers = loss_weights(risk), layers_of(risk)
         for batch in risk.batches(desc):
-            batch = replace(batch, weight=None)  # a weight is about the mean over examples, as the mask is
-            found, totals = sent_back(risk, Empirical(per_term=per_term), weights, batch, layers, take)
-            of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
-            yield found, batch.num_examples, totals.terms // totals.examples if per_term else 1, of_loss**0.5
+            batch = replace(
+                batch, weight=None
+            )  # a weight is about the mean over examples, as the mask is
+            found, totals = sent_back(
+                risk, Empirical(per_term=per_term), weights, batch, layers, take
+            )
+            of_loss = max(
+                weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True)
+            )
+            yield (
+                found,
+                batch.num_examples,
+                totals.terms // totals.examples if per_term else 1,
+                of_loss**0.5,
+            )
 
 
 @untraced
 def sent_back(
-    risk: EmpiricalRisk, vectors: Vectors, weights: LossWeights, batch: Batch, layers: list[Layer], take: Take
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    weights: LossWeights,
+    batch: Batch,
+    layers: list[Layer],
+    take: Take,
 ) -> tuple[dict[Any, Tensor], Totals]:
-    """What `take` makes of the layers' batches of one batch, all vectors together; again if functions read parameters.
+    """What `take` makes of the layers' batches of one batch, all vectors together; again if
+    functions read parameters.
 
     The list `layers` is then changed.
     """
     while True:
-        parts, passes = defaultdict[Any, list[Tensor]](list), RecordedPasses(risk, layers, vectors, weights)
+        parts, passes = (
+            defaultdict[Any, list[Tensor]](list),
+            RecordedPasses(risk, layers, vectors, weights),
+        )
 
         def consume(seen: LayerBatch, parts: dict[Any, list[Tensor]] = parts) -> None:
             for key, part in take(seen).items():
@@ -132,13 +171,19 @@ def sent_back(
 
 
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
-    """Refuse what has no gradients of single examples, or of examples whose numbers nobody knows."""
+    """Refuse what has no gradients of single examples, or of examples whose numbers nobody
+    knows.
+    """
     for one in risk.losses:
         _ = one.likelihood  # refuses a loss without one
     if risk.processes.world > 1:
-        raise UnsupportedError("Gradients of each example stay in its process: make a risk without `processes=` there.")
+        raise UnsupportedError(
+            "Gradients of each example stay in its process: make a risk without `processes=` there."
+        )
     if per_term and len(risk.losses) > 1:
-        raise UnsupportedError(f"per_term=True is about the terms of one loss; there are losses {risk.losses.keys}.")
+        raise UnsupportedError(
+            f"per_term=True is about the terms of one loss; there are losses {risk.losses.keys}."
+        )
     require_order(risk)
 
 
@@ -151,39 +196,42 @@ def attribution_scores(
 ) -> Tensor:
     """Influence of training examples on the losses of queries, `∇ℓ_qᵀ P ∇ℓ_n`.
 
-    **Signs.** A large positive score means that the training example helped: it pulls the network to a lower loss of
-    the query, and without it this loss would be higher. A negative one means that it harmed. (The derivative of the
-    query's loss by the example's weight in training has the opposite sign: more weight, less loss.) With `P` the
-    inverse of the curvature of the summed loss, the score is to first order by how much the query's loss rises if the
-    network is trained again without the example; with that of the mean loss, N times as much.
+    **Signs.** A large positive score means that the training example helped: it pulls the network
+    to a lower loss of the query, and without it this loss would be higher. A negative one means
+    that it harmed. (The derivative of the query's loss by the example's weight in training has the
+    opposite sign: more weight, less loss.) With `P` the inverse of the curvature of the summed
+    loss, the score is to first order by how much the query's loss rises if the network is trained
+    again without the example; with that of the mean loss, N times as much.
 
-    Gradients are those of the un-reduced losses, as in `per_example_gradients`: a risk's reduction doesn't matter.
+    Gradients are those of the un-reduced losses, as in `per_example_gradients`: a risk's reduction
+    doesn't matter.
 
     Args:
-        P: A matrix on the space of the parameters, such as `K.inverse(damping)` of a KFAC, EKFAC or diagonal
-            approximation, or `CGInverseLinearOperator(GGN(risk).shift(damping))`. The identity gives inner products of
-            gradients.
+        P: A matrix on the space of the parameters, such as `K.inverse(damping)` of a KFAC, EKFAC or
+            diagonal approximation, or `CGInverseLinearOperator(GGN(risk).shift(damping))`. The
+            identity gives inner products of gradients.
         queries: Risk whose data are the Q queries.
-        train: Risk whose data are the N training examples, of the same model and parameters. Make both of data in
-            order, such as a second `DataLoader` with `shuffle=False`.
-        per_term: Scores of each loss term of a training example, such as each token, from the gradient of its own loss:
-            they add up to those of the examples.
+        train: Risk whose data are the N training examples, of the same model and parameters. Make
+            both of data in order, such as a second `DataLoader` with `shuffle=False`.
+        per_term: Scores of each loss term of a training example, such as each token, from the
+            gradient of its own loss: they add up to those of the examples.
 
     Returns:
-        `[Q, N]`, or `[Q, N, R]` with `per_term`: `[q, n]` is of the q-th query and the n-th training example that are
-        read, so column n is `dataset[n]`. `drop_last=True` leaves out the last columns.
+        `[Q, N]`, or `[Q, N, R]` with `per_term`: `[q, n]` is of the q-th query and the n-th
+        training example that are read, so column n is `dataset[n]`. `drop_last=True` leaves out the
+        last columns.
 
     Raises:
         ValueError: If the risks have different models or parameters, or data are shuffled.
         RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
-    Cost: one pass over each data set, and a product of `P` with Q columns. Memory for Q vectors of parameters.
-    Gradients of training examples are formed in pieces of one layer, whatever their number. `progressbar=True` of a
-    risk shows a bar.
+    Cost: one pass over each data set, and a product of `P` with Q columns. Memory for Q vectors of
+    parameters. Gradients of training examples are formed in pieces of one layer, whatever their
+    number. `progressbar=True` of a risk shows a bar.
 
-    Source: Koh & Liang 2017, "Understanding black-box predictions via influence functions"; Grosse et al. 2023,
-    "Studying large language model generalization with influence functions" (EKFAC).
+    Source: Koh & Liang 2017, "Understanding black-box predictions via influence functions"; Grosse
+    et al. 2023, "Studying large language model generalization with influence functions" (EKFAC).
 
     Example:
         >>> import torch
@@ -200,15 +248,19 @@ def attribution_scores(
     """
     own = train.params
     if queries.model is not train.model or any(
-        key not in own or (own[key] is not p and not torch.equal(own[key], p)) for key, p in queries.params.items()
+        key not in own or (own[key] is not p and not torch.equal(own[key], p))
+        for key, p in queries.params.items()
     ):
         raise ValueError(
-            "Risks of queries and of training examples differ in model or parameters; take train.with_data."
+            "Risks of queries and of training examples differ in model or parameters; take "
+            "train.with_data."
         )
     _refuse(train, per_term)
     gradients = [*per_example_gradients(queries)]
     stacked = {key: torch.cat([part[key] for part in gradients]) for key in queries.params}
-    vectors = {key: v.to(train.dtype) for key, v in _product(P.T, stacked, queries.space).items()}  # [Q, *shape]
+    vectors = {
+        key: v.to(train.dtype) for key, v in _product(P.T, stacked, queries.space).items()
+    }  # [Q, *shape]
     columns: dict[Layer, Tensor] = {}  # [Q, *b, o, i]
 
     def take(seen: LayerBatch) -> dict[Layer, Tensor]:
@@ -226,26 +278,30 @@ def attribution_scores(
 
 
 def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = False) -> Tensor:
-    """Influence of training examples on their own loss, `∇ℓ_nᵀ P ∇ℓ_n`: large for mislabelled and unusual ones.
+    """Influence of training examples on their own loss, `∇ℓ_nᵀ P ∇ℓ_n`: large for mislabelled and
+    unusual ones.
 
-    Signs and factors are those of `attribution_scores`, whose diagonal it is: nonnegative for a positive semi-definite
-    `P`, and large where the network fits the example only because it was trained on it.
+    Signs and factors are those of `attribution_scores`, whose diagonal it is: nonnegative for a
+    positive semi-definite `P`, and large where the network fits the example only because it was
+    trained on it.
 
     Args:
         P: A matrix on the space of the parameters, such as `K.inverse(damping)`.
         train: Risk whose data are the N examples.
-        per_term: The same of each loss term by itself, such as each token; these don't add up to those of the examples.
+        per_term: The same of each loss term by itself, such as each token; these don't add up to
+            those of the examples.
 
     Returns:
-        `[N]`, or `[N, R]` with `per_term`: entry n is of the n-th example that is read, `dataset[n]`; `drop_last=True`
-        leaves out the last ones.
+        `[N]`, or `[N, R]` with `per_term`: entry n is of the n-th example that is read,
+        `dataset[n]`; `drop_last=True` leaves out the last ones.
 
     Raises:
         ValueError: If the data are shuffled.
         RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
-    Cost: one pass over the data; for each batch its gradients, and a product of `P` with as many columns.
+    Cost: one pass over the data; for each batch its gradients, and a product of `P` with as many
+    columns.
 
     Example:
         >>> import torch
@@ -269,7 +325,8 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
 def _product(P: LinearOperator, gradients: Mapping[str, Tensor], space: Space) -> dict[str, Tensor]:
     """`P g` for rows of gradients, key to `[K, *shape]`, and the same of the products."""
     inside, outside = (
-        own if own.shapes.keys() == space.shapes.keys() else space for own in (P.in_space, P.out_space)
+        own if own.shapes.keys() == space.shapes.keys() else space
+        for own in (P.in_space, P.out_space)
     )  # names say what is meant, in any order
     products = (P @ inside.flatten_rows(gradients).T).T
     return outside.unflatten_rows(products.contiguous())

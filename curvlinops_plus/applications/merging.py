@@ -17,31 +17,37 @@ from curvlinops_plus.risk.parameters import inner_model
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def merge(models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damping: Any = None) -> Model:
-    """One network from several of the same architecture: `θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k - θ̄)`.
+def merge(
+    models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damping: Any = None
+) -> Model:
+    """One network from several of the same architecture: `θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k -
+    θ̄)`.
 
-    `θ̄` is the plain average of the parameters, and `θ` the minimum of the quadratic models of all losses together,
-    `Σ_k ½ (θ - θ_k)ᵀ K_k (θ - θ_k)`, with `½ δ |θ - θ̄|²` for directions that no curvature says anything about. With
-    diagonal Fisher matrices it is Fisher merging (Matena & Raffel 2022).
+    `θ̄` is the plain average of the parameters, and `θ` the minimum of the quadratic models of all
+    losses together, `Σ_k ½ (θ - θ_k)ᵀ K_k (θ - θ_k)`, with `½ δ |θ - θ̄|²` for directions that no
+    curvature says anything about. With diagonal Fisher matrices it is Fisher merging (Matena &
+    Raffel 2022).
 
-    Where the sum of the curvatures has an inverse that is taken: in closed form if it is diagonal, dense, or block-
-    diagonal of these; by conjugate gradients with the nearest Kronecker product as preconditioner for blocks that are
-    sums of Kronecker products. Otherwise it is conjugate gradients.
+    Where the sum of the curvatures has an inverse that is taken: in closed form if it is diagonal,
+    dense, or block- diagonal of these; by conjugate gradients with the nearest Kronecker product as
+    preconditioner for blocks that are sums of Kronecker products. Otherwise it is conjugate
+    gradients.
 
     Args:
         models: The networks; best fine-tuned from the same one.
-        curvatures: One symmetric matrix for each, over the same parameters in the same order, as `curvature(risk,
-            KFAC)` of a risk of that network. `2 * K` gives a network double weight.
-        damping: `δ`, a number or a rule, as for `inverse`. Default: `RelativeDamping(0.1)` of the sum. With less,
-            directions that the data say little about are left to noise.
+        curvatures: One symmetric matrix for each, over the same parameters in the same order, as
+            `curvature(risk, KFAC)` of a risk of that network. `2 * K` gives a network double
+            weight.
+        damping: `δ`, a number or a rule, as for `inverse`. Default: `RelativeDamping(0.1)` of the
+            sum. With less, directions that the data say little about are left to noise.
 
     Returns:
         A copy of the first network with the merged parameters. The given ones don't change.
 
     Raises:
-        ValueError: If there are no models, not as many curvatures as models, a curvature is not symmetric or of another
-            network or other values of its parameters, spaces differ, or parameters or buffers that no curvature is of
-            differ between the networks.
+        ValueError: If there are no models, not as many curvatures as models, a curvature is not
+            symmetric or of another network or other values of its parameters, spaces differ, or
+            parameters or buffers that no curvature is of differ between the networks.
 
     Cost: of the inverse, or a product with all curvatures per iteration.
 
@@ -58,16 +64,24 @@ def merge(models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damp
     """
     models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
     if not models or len(models) != len(curvatures):
-        raise ValueError(f"Expected a curvature for each of {len(models)} models, got {len(curvatures)}.")
+        raise ValueError(
+            f"Expected a curvature for each of {len(models)} models, got {len(curvatures)}."
+        )
     for k, (model, K) in enumerate(zip(models, curvatures)):
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
         if (risk := risk_of(K)) and risk.model is not model:
-            raise ValueError(f"curvatures[{k}] is of another network than models[{k}]; bring them in one order.")
+            raise ValueError(
+                f"curvatures[{k}] is of another network than models[{k}]; bring them in one order."
+            )
         require_own_values(K, model, f"curvatures[{k}]")
-    names = [_names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))]
+    names = [
+        _names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))
+    ]
     if any(other != names[0] for other in names):
-        raise ValueError(f"The curvatures are over other parameters: {names[0][:5]} and {names[-1][:5]}.")
+        raise ValueError(
+            f"The curvatures are over other parameters: {names[0][:5]} and {names[-1][:5]}."
+        )
     _require_equal_rest(models, set(names[0]))
     K, total = curvatures[0], cast(LinearOperator, sum(curvatures))
     damping = RelativeDamping(0.1) if damping is None else damping
@@ -79,7 +93,10 @@ def merge(models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damp
         try:
             found = average + total.inverse(damping) @ right
         except NoClosedForm:
-            found = average + cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
+            found = (
+                average
+                + cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
+            )
         merged = copy.deepcopy(models[0])
         own = dict(merged.named_parameters())
         for name, value in zip(names[0], K.in_space.unflatten(found).values()):
@@ -88,13 +105,20 @@ def merge(models: Sequence[Model], curvatures: Sequence[LinearOperator], *, damp
 
 
 def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:
-    """The network's names of the parameters that a curvature is over, in the order of its vectors."""
+    """The network's names of the parameters that a curvature is over, in the order of its
+    vectors.
+    """
     of_model = dict(model.named_parameters())
     names = {id(p): name for name, p in of_model.items()}
     risk = risk_of(K)
     found = K.in_space.names if risk is None else [names[id(p)] for p in risk.own_params.values()]
-    if [of_model[name].shape for name in found if name in of_model] != list(K.in_space.shapes.values()):
-        raise ValueError(f"{what} is over {K.in_space}, and the network has no parameters of these names and shapes.")
+    if [of_model[name].shape for name in found if name in of_model] != list(
+        K.in_space.shapes.values()
+    ):
+        raise ValueError(
+            f"{what} is over {K.in_space}, and the network has no parameters of these names and "
+            "shapes."
+        )
     return found
 
 
@@ -102,16 +126,25 @@ def _require_equal_rest(models: Sequence[nn.Module], merged: set[str]) -> None:
     """Refuse parameters and buffers that differ and are not merged."""
     rest = []
     for model in models:
-        own = {id(p) for name, p in model.named_parameters() if name in merged}  # a shared one has several names
-        rest.append({name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) not in own})
+        own = {
+            id(p) for name, p in model.named_parameters() if name in merged
+        }  # a shared one has several names
+        rest.append(
+            {name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) not in own}
+        )
     for other in rest[1:]:
         differ = [
             name
             for name, t in rest[0].items()
-            if name not in other or (t is not other[name] and not (isinstance(t, Tensor) and t.equal(other[name])))
+            if name not in other
+            or (t is not other[name] and not (isinstance(t, Tensor) and t.equal(other[name])))
         ]
         if differ:
             words = (
-                f"The networks differ in {differ[:5]}, of which there is no curvature. Include parameters in `params`"
+                f"The networks differ in {differ[:5]}, of which there is no curvature. Include "
+                "parameters in `params`"
             )
-            raise ValueError(f"{words} of the risks; make buffers, such as statistics of batch norm, equal before.")
+            raise ValueError(
+                f"{words} of the risks; make buffers, such as statistics of batch norm, equal "
+                "before."
+            )

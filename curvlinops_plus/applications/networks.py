@@ -12,21 +12,29 @@ from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fin
 
 
 def risk_of(K: LinearOperator) -> EmpiricalRisk | None:
-    """What a curvature (or a multiple of one) was computed from; sums, inverses and plain matrices don't know it."""
+    """What a curvature (or a multiple of one) was computed from; sums, inverses and plain matrices
+    don't know it.
+    """
     risk = getattr(K, "risk", None)
     return risk if isinstance(risk, EmpiricalRisk) else None
 
 
 def parameters_of(K: Any) -> Fingerprint:
-    """Of the parameters that a curvature belongs to; blocks that were not computed yet are computed now."""
+    """Of the parameters that a curvature belongs to; blocks that were not computed yet are computed
+    now.
+    """
     _ = getattr(K, "operator", None)
     return getattr(K, "parameters", None) or fingerprint(K.risk)
 
 
 def require_present(risk: EmpiricalRisk, parameters: Fingerprint, what: str) -> None:
-    """Refuse a network that was trained further. Cost: one pass over the memory of the parameters."""
+    """Refuse a network that was trained further. Cost: one pass over the memory of the
+    parameters.
+    """
     if changed := changed_parameters(parameters, fingerprint(risk), 1e-12):
-        raise ValueError(f"The parameters {changed[:3]} have changed since {what} was computed; compute it anew.")
+        raise ValueError(
+            f"The parameters {changed[:3]} have changed since {what} was computed; compute it anew."
+        )
 
 
 def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
@@ -36,4 +44,7 @@ def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
         return
     require_present(risk, parameters_of(K), what)
     if other := [key for key, p in risk.own_params.items() if not equal(risk.params[key], p)]:
-        raise ValueError(f"{what} was computed at other values of {other[:3]} than the network's own; load them first.")
+        raise ValueError(
+            f"{what} was computed at other values of {other[:3]} than the network's own; load them "
+            "first."
+        )

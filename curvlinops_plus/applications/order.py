@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import tensors_of
@@ -23,8 +29,8 @@ def require_order(risk: EmpiricalRisk) -> None:
     Raises:
         ValueError: Naming what shuffles.
 
-    Cost: nothing for lists, iterators and the usual loaders; an unknown sampler is run, and of other iterables the
-    first batch is read twice.
+    Cost: nothing for lists, iterators and the usual loaders; an unknown sampler is run, and of
+    other iterables the first batch is read twice.
     """
     data = risk.data
     if isinstance(data, (*_LISTED, Iterator)):
@@ -33,35 +39,51 @@ def require_order(risk: EmpiricalRisk) -> None:
         cause = _disorder(data)
     if cause:
         raise ValueError(
-            f"Results are listed in the order in which examples are read, and {cause}, so number n would not be "
-            "dataset[n]. Make a second loader for this one, DataLoader(dataset, batch_size=..., shuffle=False), and "
-            "pass risk.with_data(loader); or read the data once, as a list of batches, list(loader)."
+            f"Results are listed in the order in which examples are read, and {cause}, so number n "
+            "would not be dataset[n]. Make a second loader for this one, DataLoader(dataset, "
+            "batch_size=..., shuffle=False), and pass risk.with_data(loader); or read the data "
+            "once, as a list of batches, list(loader)."
         )
 
 
 def _disorder(data: Any) -> str:
     """What reads the data in an order that nobody knows, "" if nothing does."""
     for loader in _loaders(data):
-        if not isinstance(loader.dataset, IterableDataset) and (sampler := _unordered_sampler(loader)) is not None:
+        if (
+            not isinstance(loader.dataset, IterableDataset)
+            and (sampler := _unordered_sampler(loader)) is not None
+        ):
             shuffles = " (shuffle=True)" if type(sampler) is RandomSampler else ""
-            return f"the {type(loader).__name__} has the order of a {type(sampler).__name__}{shuffles}"
-    if getattr(type(data), "__iter__", None) is DataLoader.__iter__ and not isinstance(data.dataset, IterableDataset):
+            return (
+                f"the {type(loader).__name__} has the order of a {type(sampler).__name__}{shuffles}"
+            )
+    if getattr(type(data), "__iter__", None) is DataLoader.__iter__ and not isinstance(
+        data.dataset, IterableDataset
+    ):
         return ""  # its sampler is all that matters
     first, second = _first_batch(data), _first_batch(data)  # random states go on between them
     same = len(first) == len(second) and all(map(_equal, first, second))
-    return "" if same else f"this {type(data).__name__} begins with another batch each time it is read"
+    return (
+        "" if same else f"this {type(data).__name__} begins with another batch each time it is read"
+    )
 
 
 def _loaders(data: Any, depth: int = 3) -> list[DataLoader[Any]]:
     """The data if it is a DataLoader, else those that it wraps."""
     if isinstance(data, DataLoader):
         return [data]
-    wrapped = [part for part in getattr(data, "__dict__", {}).values() if hasattr(part, "__iter__")] if depth else []
+    wrapped = (
+        [part for part in getattr(data, "__dict__", {}).values() if hasattr(part, "__iter__")]
+        if depth
+        else []
+    )
     return [loader for part in wrapped for loader in _loaders(part, depth - 1)]
 
 
 def _unordered_sampler(loader: DataLoader[Any]) -> Any:
-    """The sampler of a loader if the indices that it gives are neither listed nor 0, 1, 2, …; else None."""
+    """The sampler of a loader if the indices that it gives are neither listed nor 0, 1, 2, …; else
+    None.
+    """
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if getattr(type(sampler), "__iter__", None) is BatchSampler.__iter__:
         sampler = sampler.sampler
@@ -69,8 +91,12 @@ def _unordered_sampler(loader: DataLoader[Any]) -> Any:
         return None
     if isinstance(sampler, (RandomSampler, Iterator)):
         return sampler
-    indices = (index for item in sampler for index in (item if isinstance(item, (list, tuple)) else [item]))
-    in_order = all(isinstance(index, (int, np.integer)) and index == n for n, index in enumerate(indices))
+    indices = (
+        index for item in sampler for index in (item if isinstance(item, (list, tuple)) else [item])
+    )
+    in_order = all(
+        isinstance(index, (int, np.integer)) and index == n for n, index in enumerate(indices)
+    )
     return None if in_order else sampler
 
 

@@ -16,23 +16,27 @@ from curvlinops_plus.linalg import LinearOperator, Structure
 class QuadraticPenalty:
     """`½ strength (θ - θ₀)ᵀ K (θ - θ₀)` with the network's parameters `θ` at the time of the call.
 
-    Added to the loss of a new task it keeps what was learnt on an old one: with `K` a Fisher matrix of the old task it
-    is elastic weight consolidation, with its layers whole instead of the diagonal (Ritter et al. 2018). Penalties of
-    several tasks add up: `sum(penalty() for penalty in penalties)`.
+    Added to the loss of a new task it keeps what was learnt on an old one: with `K` a Fisher matrix
+    of the old task it is elastic weight consolidation, with its layers whole instead of the
+    diagonal (Ritter et al. 2018). Penalties of several tasks add up: `sum(penalty() for penalty in
+    penalties)`.
 
-    `K` has the reduction of the old loss. With a mean, `strength=1` weighs as much as the old mean loss.
+    `K` has the reduction of the old loss. With a mean, `strength=1` weighs as much as the old mean
+    loss.
 
     Args:
-        K: A symmetric matrix over the parameters, such as `curvature(risk, KFAC)`, that stays as it is.
-        at: `θ₀`, a vector, dictionary or list. Default: the current parameters (of a risk at other values, these).
+        K: A symmetric matrix over the parameters, such as `curvature(risk, KFAC)`, that stays as it
+            is.
+        at: `θ₀`, a vector, dictionary or list. Default: the current parameters (of a risk at other
+            values, these).
         strength: A factor, of at least 0.
-        params: The parameters themselves, by their names in `K`, for sums, inverses and plain matrices. Default: those
-            of the network that `K` was computed from.
+        params: The parameters themselves, by their names in `K`, for sums, inverses and plain
+            matrices. Default: those of the network that `K` was computed from.
 
     Raises:
         TypeError: If `K` is computed anew from the present parameters in each product, as a `GGN`.
-        ValueError: If `K` is not symmetric, or doesn't tell its network and there are no `params`; if parameters have
-            changed since, and `at` is not given.
+        ValueError: If `K` is not symmetric, or doesn't tell its network and there are no `params`;
+            if parameters have changed since, and `at` is not given.
 
     Cost: a call is a product with `K` and a few vectors; its derivative is another product.
 
@@ -65,15 +69,27 @@ class QuadraticPenalty:
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"Expected a symmetric matrix, got {K.label}.")
         risk = risk_of(K)
-        if isinstance(K, RiskOperator) and any(K.risk.params[key] is p for key, p in K.risk.own_params.items()):
-            words = f"{K.label} is computed in each product from the parameters that the network has then"
-            raise TypeError(f"{words}. Take one that stays: curvature(risk, ...) or A.materialize().")
+        if isinstance(K, RiskOperator) and any(
+            K.risk.params[key] is p for key, p in K.risk.own_params.items()
+        ):
+            words = (
+                f"{K.label} is computed in each product from the parameters that the network has "
+                "then"
+            )
+            raise TypeError(
+                f"{words}. Take one that stays: curvature(risk, ...) or A.materialize()."
+            )
         if risk is None and params is None:
-            words = f"{K.label} doesn't tell the network it was computed from; say which parameters the penalty is of"
+            words = (
+                f"{K.label} doesn't tell the network it was computed from; say which parameters "
+                "the penalty is of"
+            )
             raise ValueError(f"{words}: params=dict(model.named_parameters()).")
         self.K, self.strength, self._risk = K, strength, risk if params is None else None
         #: The parameters, in the order of `K`.
-        self.params: dict[str, Tensor] = dict(params or {}) if self._risk is None else self._risk.own_params
+        self.params: dict[str, Tensor] = (
+            dict(params or {}) if self._risk is None else self._risk.own_params
+        )
         if at is None:
             if risk is not None:
                 require_present(risk, parameters_of(K), K.label)

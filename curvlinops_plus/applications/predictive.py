@@ -1,8 +1,8 @@
 """Covariances of a model's outputs, and averages of predictions over normally distributed outputs.
 
-With `Σ = L Lᵀ` and `φ_{n,c} = Lᵀ J_{n,c}` for example `n` and number `c` of its output, covariances are products of
-these vectors. For regression the predictive distribution is normal again. Class probabilities have no closed form, and
-three approximations are usual.
+With `Σ = L Lᵀ` and `φ_{n,c} = Lᵀ J_{n,c}` for example `n` and number `c` of its output, covariances
+are products of these vectors. For regression the predictive distribution is normal again. Class
+probabilities have no closed form, and three approximations are usual.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def needs_covariance(likelihood: Likelihood, link: str) -> bool:
     """
     links = LINKS.get(type(likelihood))
     if links is None:
-        raise UnsupportedError(f"{likelihood.name} has no predictive distribution here; outputs(X) has their moments.")
+        raise UnsupportedError(
+            f"{likelihood.name} has no predictive distribution here; outputs(X) has their moments."
+        )
     if link not in links:
         raise ValueError(f"link={link!r}; {likelihood.name} has {', '.join(map(repr, links))}.")
     return isinstance(likelihood, CrossEntropy) and link != "probit"
@@ -80,7 +82,8 @@ def predictive(
     samples: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, ...]:
-    """The predictive distribution of each loss term, [N, R, C]: class probabilities, or means and variances.
+    """The predictive distribution of each loss term, [N, R, C]: class probabilities, or means and
+    variances.
 
     Args:
         link: As `needs_covariance` has accepted it.
@@ -96,10 +99,14 @@ def predictive(
         return Normal(m, v + s.clamp(min=likelihood.loss.eps))
     if link == "bridge":
         return (_bridge(mean, spread),)
-    normalise = partial(torch.softmax, dim=-1) if isinstance(likelihood, CrossEntropy) else torch.sigmoid
+    normalise = (
+        partial(torch.softmax, dim=-1) if isinstance(likelihood, CrossEntropy) else torch.sigmoid
+    )
     if link == "probit":
         return (normalise(mean / (1 + math.pi / 8 * spread).sqrt()),)
-    draws = standard_normal(samples, mean.numel(), generator, mean).view(*mean.shape, samples)  # example by example
+    draws = standard_normal(samples, mean.numel(), generator, mean).view(
+        *mean.shape, samples
+    )  # example by example
     if spread.ndim == mean.ndim:
         deviations = spread.sqrt()[..., None] * draws
     else:
@@ -111,15 +118,18 @@ def predictive(
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     """Mean of the Dirichlet distribution whose Laplace approximation in the logits is N(m, S).
 
-    A constant that is added to all logits doesn't matter, so the normal distribution is conditioned on a sum of 0.
+    A constant that is added to all logits doesn't matter, so the normal distribution is conditioned
+    on a sum of 0.
 
-    Source: Hobbhahn, Kristiadi & Hennig 2022, "Fast predictive uncertainty for classification with Bayesian deep
-    networks".
+    Source: Hobbhahn, Kristiadi & Hennig 2022, "Fast predictive uncertainty for classification with
+    Bayesian deep networks".
     """
     K, rows = mean.shape[-1], covariance.sum(-1)
     total = rows.sum(-1, keepdim=True).clamp(min=torch.finfo(mean.dtype).tiny)
     mean = mean - rows * mean.sum(-1, keepdim=True) / total
-    variances = (covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total).clamp(min=torch.finfo(mean.dtype).tiny)
+    variances = (covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total).clamp(
+        min=torch.finfo(mean.dtype).tiny
+    )
     # α_k = (1 - 2/K + exp(m_k) / K² Σ_l exp(-m_l)) / S_kk, in logarithms.
     alpha = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(K)
     if K > 2:
@@ -137,7 +147,8 @@ def output_covariance(
     max_bytes: int,
     then: Callable[[Tensor, Tensor, torch.Size, int | None], tuple[Tensor, ...]],
 ) -> list[Tensor]:
-    """What is made of the outputs for inputs `X`, and of their variances, or (`full`) covariances within loss terms.
+    """What is made of the outputs for inputs `X`, and of their variances, or (`full`) covariances
+    within loss terms.
 
     Args:
         K: The curvature, which knows model and parameters.
@@ -145,8 +156,9 @@ def output_covariance(
         picked: Positions of the parameters that this is about; None for all.
         X: What the model is called with.
         max_bytes: Memory for derivatives of outputs: inputs are cut into chunks.
-        then: Takes the outputs `[N, R, C]` of a chunk, variances `[N, R, C]` or covariances `[N, R, C, C]`, the shape
-            in which the model returns outputs, and its axis of C numbers where it is not the loss's own.
+        then: Takes the outputs `[N, R, C]` of a chunk, variances `[N, R, C]` or covariances `[N, R,
+            C, C]`, the shape in which the model returns outputs, and its axis of C numbers where it
+            is not the loss's own.
 
     Raises:
         ValueError: If there are no inputs.
@@ -164,30 +176,46 @@ def output_covariance(
     take = partial(_projected, root, {}) if by_layer else LayerBatch.param_grads
     weights, results = LossWeights(risk), []
     with preserve_state(risk.model, risk.data):
-        start, step = 0, 1 if isinstance(X, (Tensor, Mapping)) else N  # the first example tells what one takes
+        start, step = (
+            0,
+            1 if isinstance(X, (Tensor, Mapping)) else N,
+        )  # the first example tells what one takes
         while start < N:
             stop = min(start + step, N)
-            batch = Batch(_examples(X, N, start, stop), risk.losses.joined([None]), stop - start, unpack, start)
+            batch = Batch(
+                _examples(X, N, start, stop),
+                risk.losses.joined([None]),
+                stop - start,
+                unpack,
+                start,
+            )
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
             F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
-            phis, _ = sent_back(risk, _Units(), weights, batch, layers, take)  # [R·C, N, k] of each block
+            phis, _ = sent_back(
+                risk, _Units(), weights, batch, layers, take
+            )  # [R·C, N, k] of each block
             if not by_layer:
                 J = risk.space.flatten_rows(with_zeros(phis, risk, F[0].numel(), len(F)))
                 phis = {"": _transposed_times(root, J if picked is None else J[..., picked])}
             phis = [phi.view(*F.shape[1:], len(F), -1).permute(2, 0, 1, 3) for phi in phis.values()]
-            spread = sum((phi @ phi.mT if full else phi.square().sum(-1) for phi in phis), start=torch.zeros(()).to(F))
+            spread = sum(
+                (phi @ phi.mT if full else phi.square().sum(-1) for phi in phis),
+                start=torch.zeros(()).to(F),
+            )
             results.append(then(F, spread, f.shape, axis))
             start, step = stop, max(1, max_bytes // (2 * sum(phi[0].nbytes for phi in phis) + 1))
     return [torch.cat(parts) for parts in zip(*results)]
 
 
-def _projected(root: BlockDiagonal, lengths: dict[Layer, Tensor], seen: LayerBatch) -> dict[str, Tensor]:
+def _projected(
+    root: BlockDiagonal, lengths: dict[Layer, Tensor], seen: LayerBatch
+) -> dict[str, Tensor]:
     """`φ` of each block of a layer, [V, N, k].
 
-    Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is up to a rotation
-    `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it has parameters. The second factor is
-    kept in `lengths` for the further vectors.
+    Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is
+    up to a rotation `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it
+    has parameters. The second factor is kept in `lengths` for the further vectors.
     """
     found = {}
     for group in seen.layer.groups:
@@ -221,10 +249,14 @@ class _Targetless(Likelihood):
         super().__init__(None, "sum")
         self.class_axis = like.class_axis
 
-    def canonical(self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None) -> tuple[Tensor, Tensor]:
+    def canonical(
+        self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         return super().canonical(f, f, num_examples, class_axis)
 
-    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
         return F
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -262,4 +294,7 @@ def _examples(X: Any, N: int, start: int, stop: int) -> Any:
         return X[start:stop]
     if not isinstance(X, Mapping):
         return X
-    return {key: x[start:stop] if isinstance(x, Tensor) and x.ndim and len(x) == N else x for key, x in X.items()}
+    return {
+        key: x[start:stop] if isinstance(x, Tensor) and x.ndim and len(x) == N else x
+        for key, x in X.items()
+    }

@@ -1,4 +1,6 @@
-"""Setting parameters to zero: optimal brain surgeon, of any matrix with an inverse in closed form."""
+"""Setting parameters to zero: optimal brain surgeon, of any matrix with an inverse in closed
+form.
+"""
 
 from __future__ import annotations
 
@@ -26,44 +28,50 @@ def prune(
     damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Set those parameters of a model to zero that raise the loss least, and adjust the others to compensate.
+    """Set those parameters of a model to zero that raise the loss least, and adjust the others to
+    compensate.
 
-    Around the trained parameters θ₀ the loss rises by `½ (θ - θ₀)ᵀ H (θ - θ₀)` with `H = K + damping I`. Each round
-    finds the minimum over the remaining parameters F, with all constraints of this and earlier rounds: the others
-    are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`, the
-    same fraction in each round. No data are read. Sparsities above 80 % need more than one round.
+    Around the trained parameters θ₀ the loss rises by `½ (θ - θ₀)ᵀ H (θ - θ₀)` with `H = K +
+    damping I`. Each round finds the minimum over the remaining parameters F, with all constraints
+    of this and earlier rounds: the others are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those
+    whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`, the same fraction in each round. No data
+    are read. Sparsities above 80 % need more than one round.
 
-    As with the functions of `torch.nn.utils.prune`, the model is changed: a parameter `weight` becomes
-    `weight_orig`, with a buffer `weight_mask` that keeps pruned entries at zero while the model is trained further;
-    `torch.nn.utils.prune.remove(module, "weight")` makes a plain `weight` with the zeros. A hook of the model applies
-    all masks when it is called, including those of parameters that are read without calling their module.
+    As with the functions of `torch.nn.utils.prune`, the model is changed: a parameter `weight`
+    becomes `weight_orig`, with a buffer `weight_mask` that keeps pruned entries at zero while the
+    model is trained further; `torch.nn.utils.prune.remove(module, "weight")` makes a plain `weight`
+    with the zeros. A hook of the model applies all masks when it is called, including those of
+    parameters that are read without calling their module.
 
     Args:
         model: The trained model.
-        K: Its curvature, as `curvature(risk, KFAC)` returns it, on parameters by their names in the model. Those of the
-            model that `K` doesn't contain don't change. With `DiagonalBlock` it is optimal brain damage: the others
-            don't change.
+        K: Its curvature, as `curvature(risk, KFAC)` returns it, on parameters by their names in the
+            model. Those of the model that `K` doesn't contain don't change. With `DiagonalBlock` it
+            is optimal brain damage: the others don't change.
         sparsity: The fraction of the candidates that will be zero.
         rounds: How often saliencies are computed.
         damping: Added to `K`, as in `K.shift(damping)`.
-        candidates: Names of the parameters that may be pruned; others are only adjusted. Default: all of `K`.
+        candidates: Names of the parameters that may be pruned; others are only adjusted. Default:
+            all of `K`.
 
     Returns:
         The mask of each candidate, True where an entry is left.
 
     Raises:
-        ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
-            model doesn't have, or `K` was computed at other values than the model's.
-        NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
-            `K.materialize()` has.
-        UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm and others), or is
-            pruned already.
+        ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name
+            parameters that the model doesn't have, or `K` was computed at other values than the
+            model's.
+        NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small
+            network `K.materialize()` has.
+        UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm
+            and others), or is pruned already.
 
-    Cost: a decomposition of the part of each block that is left in each round: of a block of n parameters, memory for
-    n² numbers, and about 2 n³ operations for all rounds. One round takes one of n (1 - sparsity) parameters alone.
+    Cost: a decomposition of the part of each block that is left in each round: of a block of n
+    parameters, memory for n² numbers, and about 2 n³ operations for all rounds. One round takes one
+    of n (1 - sparsity) parameters alone.
 
-    Source: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon"; LeCun et al.
-    1990, "Optimal brain damage".
+    Source: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain
+    surgeon"; LeCun et al. 1990, "Optimal brain damage".
 
     Example:
         >>> import torch
@@ -84,7 +92,9 @@ def prune(
     _check(places, chosen, sparsity, rounds)
     space = K.in_space
     theta = space.flatten({key: model.get_parameter(key) for key in places}).to(K.dtype)
-    may_go = space.flatten({key: torch.full(shape, float(key in chosen)) for key, shape in space.shapes.items()})
+    may_go = space.flatten(
+        {key: torch.full(shape, float(key in chosen)) for key, shape in space.shapes.items()}
+    )
     may_go = may_go.to(theta.device).bool()
     H = K.shift(damping)
     Hx = H @ theta
@@ -113,7 +123,9 @@ def prune(
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:
-    """Mask all pruned parameters: PyTorch's hooks do so for a module that is called, and only then."""
+    """Mask all pruned parameters: PyTorch's hooks do so for a module that is called, and only
+    then.
+    """
     for module in model.modules():
         for hook in [*module._forward_pre_hooks.values()]:
             if isinstance(hook, torch_prune.BasePruningMethod):
@@ -124,19 +136,40 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
     """For each parameter that `K` knows the modules that hold it, and its names there."""
     require_own_values(K, model, "K")
     own = dict(model.named_parameters(remove_duplicate=False))
-    wrong = [key for key, shape in K.in_space.shapes.items() if key not in own or own[key].shape != shape]
+    wrong = [
+        key for key, shape in K.in_space.shapes.items() if key not in own or own[key].shape != shape
+    ]
     if wrong:
-        raise ValueError(f"The model has no parameters {wrong[:3]} of the shapes that K has; it has {[*own][:5]}.")
-    holders = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        raise ValueError(
+            f"The model has no parameters {wrong[:3]} of the shapes that K has; it has "
+            f"{[*own][:5]}."
+        )
+    holders = [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
     return {key: [(m, name) for m, name, p in holders if p is own[key]] for key in K.in_space.names}
 
 
-def _check(places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], sparsity: float, rounds: int) -> None:
+def _check(
+    places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], sparsity: float, rounds: int
+) -> None:
     if not 0 <= sparsity < 1 or rounds < 1:
-        raise ValueError(f"sparsity={sparsity}, rounds={rounds}; expected a fraction in [0, 1) and at least one round.")
+        raise ValueError(
+            f"sparsity={sparsity}, rounds={rounds}; expected a fraction in [0, 1) and at least one "
+            "round."
+        )
     if unknown := chosen - places.keys():
-        raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
-    for key, module in [(name, module) for name in places if name in chosen for module, _ in places[name]]:
+        raise ValueError(
+            f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}."
+        )
+    for key, module in [
+        (name, module) for name in places if name in chosen for module, _ in places[name]
+    ]:
         if torch_prune.is_pruned(module) or isinstance(module, ParametrizationList):
-            words = f"{key!r} is pruned already, or a weight is computed from it. Leave it out of `candidates`, or make"
-            raise UnsupportedError(f"{words} it plain: torch.nn.utils.prune.remove, remove_parametrizations.")
+            words = (
+                f"{key!r} is pruned already, or a weight is computed from it. Leave it out of "
+                "`candidates`, or make"
+            )
+            raise UnsupportedError(
+                f"{words} it plain: torch.nn.utils.prune.remove, remove_parametrizations."
+            )

@@ -5,7 +5,13 @@ from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.blocks.ekfac import EKFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.per_example import TNT, DiagonalBlock, FullBlock, NearestKronecker, ScaledIdentity
+from curvlinops_plus.blocks.per_example import (
+    TNT,
+    DiagonalBlock,
+    FullBlock,
+    NearestKronecker,
+    ScaledIdentity,
+)
 from curvlinops_plus.blocks.plan import Memory
 from curvlinops_plus.blocks.state import Checkpoint, load, save
 from curvlinops_plus.blocks.verify import Verification

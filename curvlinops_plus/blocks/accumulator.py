@@ -1,8 +1,9 @@
 """Sums over data for one layer: what an approximation is made of.
 
-An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish` turns the sums into
-an operator, or into another accumulator that needs one more sweep over the data. Everything it keeps is a sum, so
-running averages, merging two data sets, resuming and saving are written in `blocks.layer_sums`, once.
+An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish`
+turns the sums into an operator, or into another accumulator that needs one more sweep over the
+data. Everything it keeps is a sum, so running averages, merging two data sets, resuming and saving
+are written in `blocks.layer_sums`, once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Needs:
     """Bytes that the blocks of a layer take: what `Accumulator.needs` returns.
 
     Args:
-        computing: While they are computed: statistics, and what is made of them before the data are read again.
+        computing: While they are computed: statistics, and what is made of them before the data are
+            read again.
         kept: When they are finished.
 
     Example: the second method of an approximation that keeps one number per parameter.
@@ -67,13 +69,15 @@ class _MadeByOperators(ABCMeta):
 class Accumulator(metaclass=_MadeByOperators):
     """Sums over data for one layer, or for one group of its parameters.
 
-    Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which reads
-    `self.value(name)`.
+    Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which
+    reads `self.value(name)`.
 
     Args:
         layer: The layer.
-        group: The parameters that form the block; None if the class handles all of a layer's groups itself.
-        scale: Function of the totals that returns the factor `c` in front of the sum of all loss terms.
+        group: The parameters that form the block; None if the class handles all of a layer's groups
+            itself.
+        scale: Function of the totals that returns the factor `c` in front of the sum of all loss
+            terms.
 
     Example: the diagonal of each layer's mean gradient outer product, from two lines.
         >>> import torch
@@ -91,17 +95,21 @@ class Accumulator(metaclass=_MadeByOperators):
         tensor([1., 1., 1., 1., 1., 1., 1., 1.])
     """
 
-    #: One accumulator per group of parameters. False: one per layer, whose `finish` returns {block name: operator}.
+    #: One accumulator per group of parameters. False: one per layer, whose `finish` returns {block
+    #: name: operator}.
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
     #: Whether gradients must be backpropagated: not with `ForwardOnly()`.
     needs_gradients: ClassVar[bool] = False
-    #: How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some.
+    #: How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it
+    #: saves some.
     sweeps: int = 1
-    #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
+    #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming
+    #: needs.
     changes_basis: ClassVar[bool] = False
-    #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
+    #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that
+    #: they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
@@ -115,7 +123,8 @@ class Accumulator(metaclass=_MadeByOperators):
         self.totals = Totals()
         #: Whether nothing is added any more: values are made in the memory of the sums.
         self.complete = False
-        #: Results of `decompose` that other processes have computed, by the names of `decompositions`.
+        #: Results of `decompose` that other processes have computed, by the names of
+        #: `decompositions`.
         self.decomposed: dict[str, Tensor] = {}
 
     @classmethod
@@ -125,7 +134,9 @@ class Accumulator(metaclass=_MadeByOperators):
 
     @classmethod
     def remark(cls, layer: Layer, **options: Any) -> str:
-        """What an operator's table adds to the name of this approximation, with these options, for a layer."""
+        """What an operator's table adds to the name of this approximation, with these options, for
+        a layer.
+        """
         return ""
 
     @property
@@ -139,16 +150,18 @@ class Accumulator(metaclass=_MadeByOperators):
     def sums(self, sums: dict[str, Tensor]) -> None:
         self.raw, self.halves = sums, set()
 
-    # ----------------------------------------------------------------------------------------------- for subclasses
+    # ------------------------------------------------------------------------------- for subclasses
     @abstractmethod
     def update(self, batch: LayerBatch) -> None:
-        """Add what one mini-batch contributes. Called once per piece of vectors; sums over pieces are right by
-        linearity.
+        """Add what one mini-batch contributes. Called once per piece of vectors; sums over pieces
+        are right by linearity.
         """
 
     @abstractmethod
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        """The block made of the sums, or an accumulator that needs one more sweep. Leaves the sums as they are."""
+        """The block made of the sums, or an accumulator that needs one more sweep. Leaves the sums
+        as they are.
+        """
 
     def add(self, name: str, value: Tensor, count: Tensor | float | None = None) -> None:
         """Add to a running sum.
@@ -156,18 +169,22 @@ class Accumulator(metaclass=_MadeByOperators):
         Args:
             name: Of the sum.
             value: What to add.
-            count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if the sum is scaled
-                like the loss, `c Σ`.
+            count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None
+                if the sum is scaled like the loss, `c Σ`.
         """
         if name in self.raw:
             self.raw[name] += value
         else:
             self.raw[name] = value.clone()  # the caller's tensor may be shared
-        if count is not None:  # in single precision large numbers stop growing, and whole ones would decay in it
+        if (
+            count is not None
+        ):  # in single precision large numbers stop growing, and whole ones would decay in it
             count = count.double() if isinstance(count, Tensor) else count
             self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: float | None = None) -> None:
+    def add_rows(
+        self, name: str, rows: Tensor, ones: bool = False, count: float | None = None
+    ) -> None:
         """Add `rowsᵀ rows` to a running sum.
 
         Args:
@@ -203,13 +220,18 @@ class Accumulator(metaclass=_MadeByOperators):
             value = torch.mul(total, torch.as_tensor(self.scale(self.totals), **like), out=out)
         if self.complete:
             self.counts[name] = 1.0
-        # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
+        # The sum of all entries is finite unless one of them is not, or it overflows: look at each
+        # of them only then.
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
-            raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
+            raise NumericsError(
+                f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries."
+            )
         return value
 
     def decompositions(self) -> dict[str, Tensor]:
-        """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""
+        """The matrices that `finish` decomposes, by name, so that processes can share this work;
+        none by default.
+        """
         return {}
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
@@ -222,25 +244,30 @@ class Accumulator(metaclass=_MadeByOperators):
         return list(self.layer.groups) if self.group is None else [self.group]
 
     def needs(self) -> Needs | None:
-        """How much memory the block takes; None if that is not known. Nothing is computed for it."""
+        """How much memory the block takes; None if that is not known. Nothing is computed for
+        it.
+        """
         return None
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
-        """What is exact of a block: pairs of what the block has and what it must have, for `K.verify()`.
+        """What is exact of a block: pairs of what the block has and what it must have, for
+        `K.verify()`.
 
-        Override it for an approximation with other properties; an empty list if nothing of it is exact. By default the
-        trace, where the batch is one gradient of one position. Sums of several gradients lose it in KFAC, but we know
-        no approximation that does not keep it there, of factors, diagonals or sketches.
+        Override it for an approximation with other properties; an empty list if nothing of it is
+        exact. By default the trace, where the batch is one gradient of one position. Sums of
+        several gradients lose it in KFAC, but we know no approximation that does not keep it there,
+        of factors, diagonals or sketches.
 
         Args:
             block: Made of `batches`.
-            J: Gradients by plain autograd, [V, N, *b, rows, columns], times `√c`: the exact block is
-                `Σ vec(J) vec(J)ᵀ`. V = 0 with `ForwardOnly()`.
-            batches: What `update` got, restricted to the parameters of the block. Their gradients lack `√c`.
+            J: Gradients by plain autograd, [V, N, *b, rows, columns], times `√c`: the exact block
+                is `Σ vec(J) vec(J)ᵀ`. V = 0 with `ForwardOnly()`.
+            batches: What `update` got, restricted to the parameters of the block. Their gradients
+                lack `√c`.
         """
         return [(block.trace, J.square().sum())] if is_one_product(J, batches) else []
 
-    # ------------------------------------------------------------------------------------------------------ for sums
+    # ------------------------------------------------------------------------------------- for sums
     def empty(self) -> Self:
         """The same without anything added to it."""
         other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
@@ -256,28 +283,36 @@ class Accumulator(metaclass=_MadeByOperators):
         return other
 
     def change_basis(self, before: Accumulator) -> None:
-        """Take over the sums of an accumulator of the same sweep, for streaming (see `CurvatureEstimator.refresh`).
+        """Take over the sums of an accumulator of the same sweep, for streaming (see
+        `CurvatureEstimator.refresh`).
 
-        An approximation of several sweeps makes a new accumulator for its second sweep whenever it is refreshed. The
-        batches that the previous one has summed are not read again; this method expresses its sums in the new basis.
+        An approximation of several sweeps makes a new accumulator for its second sweep whenever it
+        is refreshed. The batches that the previous one has summed are not read again; this method
+        expresses its sums in the new basis.
 
         Raises:
-            UnsupportedError: If that is not possible; the approximation needs to see all data in each sweep.
+            UnsupportedError: If that is not possible; the approximation needs to see all data in
+                each sweep.
         """
         raise self.streaming_error()
 
     def streaming_error(self) -> UnsupportedError:
         """What to raise for an approximation that can't be updated batch by batch."""
         return UnsupportedError(
-            f"{self.layer.title}: {type(self).__name__} makes several sweeps over the same data, so it can't be "
-            "updated batch by batch. Use KFAC, EKFAC, DiagonalBlock or FullBlock, or curvature(risk, ...) over a whole "
-            "data set."
+            f"{self.layer.title}: {type(self).__name__} makes several sweeps over the same data, "
+            "so it can't be updated batch by batch. Use KFAC, EKFAC, DiagonalBlock or FullBlock, "
+            "or curvature(risk, ...) over a whole data set."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, divisors and what they depend on, in copies."""
-        counts = {name: x.clone() if isinstance(x, Tensor) else float(x) for name, x in self.counts.items()}
-        constants = {name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None}
+        counts = {
+            name: x.clone() if isinstance(x, Tensor) else float(x)
+            for name, x in self.counts.items()
+        }
+        constants = {
+            name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None
+        }
         sums = {name: total.detach().clone() for name, total in self.sums.items()}
         return {"sums": sums, "counts": counts, "constants": constants}
 
@@ -293,14 +328,22 @@ class Accumulator(metaclass=_MadeByOperators):
 
 
 def is_one_product(J: Tensor, batches: Sequence[LayerBatch]) -> bool:
-    """Whether there is one gradient of one position, `g aᵀ`, which has an exact Kronecker product."""
+    """Whether there is one gradient of one position, `g aᵀ`, which has an exact Kronecker
+    product.
+    """
     roles = batches[0].layer.roles
-    return J.shape[:2] == (1, 1) and (not roles or (len(roles) == 1 and batches[0].grads.shape[2] == 1))
+    return J.shape[:2] == (1, 1) and (
+        not roles or (len(roles) == 1 and batches[0].grads.shape[2] == 1)
+    )
 
 
 def products(block: LinearOperator, J: Tensor) -> tuple[Tensor, Tensor]:
-    """A product with the block, and with `Σ vec(J) vec(J)ᵀ` of each of the `*b` matrices: for `exact_parts`."""
-    X = torch.randn(J.shape[2:], generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(J)
+    """A product with the block, and with `Σ vec(J) vec(J)ᵀ` of each of the `*b` matrices: for
+    `exact_parts`.
+    """
+    X = torch.randn(
+        J.shape[2:], generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).to(J)
     inner = (J * X).sum((-2, -1), keepdim=True)
     return block @ X.flatten(), (inner * J).sum((0, 1)).flatten()
 
@@ -323,10 +366,13 @@ class Approximation:
         if isinstance(given, type) and issubclass(given, Accumulator):
             return cls(given)
         name = given.__name__ if isinstance(given, type) else repr(given)
-        advice = " Not its name: from curvlinops_plus import KFAC." if isinstance(given, str) else ""
+        advice = (
+            " Not its name: from curvlinops_plus import KFAC." if isinstance(given, str) else ""
+        )
         raise ValueError(
-            f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, DiagonalBlock, FullBlock, "
-            f"or one with options such as KFAC.using(kfac_approx='reduce').{advice}"
+            f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, "
+            "DiagonalBlock, FullBlock, or one with options such as "
+            f"KFAC.using(kfac_approx='reduce').{advice}"
         )
 
     def __repr__(self) -> str:

@@ -49,7 +49,13 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
-from curvlinops_plus.risk.function_reads import describe_reads, extent, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.function_reads import (
+    describe_reads,
+    extent,
+    layers_of,
+    look_for_functions,
+    rebuild_reads,
+)
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.risk.record import OutsideReads
@@ -62,24 +68,27 @@ if TYPE_CHECKING:
 class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
-    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. In closed form it has
-    `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping) power(p, damping) sample(generator)`, and
-    adding a multiple of the identity keeps them.
+    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept.
+    In closed form it has `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping)
+    power(p, damping) sample(generator)`, and adding a multiple of the identity keeps them.
 
     Args:
         risk: Model, loss and data.
-        approximation: An approximation for all layers, or a mapping from layer names, globs or module types to one.
+        approximation: An approximation for all layers, or a mapping from layer names, globs or
+            module types to one.
         default: The approximation of layers that the mapping does not name.
         vectors: What is backpropagated through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
-            two evaluations of a few examples have to agree. False: not even these.
+        check_deterministic: True compares the total loss of two passes over the data when blocks
+            are computed. None: two evaluations of a few examples have to agree. False: not even
+            these.
         max_kept_bytes, owned, max_bytes, offload: As for `curvature`.
-        compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
+        compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have
+            changed since.
 
     Raises:
-        RuntimeError: If two passes over the data do not give the same total loss; at the first use of an operator with
-            `compute=False`, if the model's parameters changed before it.
+        RuntimeError: If two passes over the data do not give the same total loss; at the first use
+            of an operator with `compute=False`, if the model's parameters changed before it.
 
     Example:
         >>> import torch
@@ -98,7 +107,8 @@ class BlockwiseLinearOperator(Deferred):
 
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
     adopts_vectors: bool = False
-    #: Whether the blocks were computed from the data of the risk, not from a stream, and not loaded.
+    #: Whether the blocks were computed from the data of the risk, not from a stream, and not
+    #: loaded.
     of_data: bool = False
 
     @takes_risk
@@ -129,7 +139,10 @@ class BlockwiseLinearOperator(Deferred):
         self.renew_plan()
         self.check_deterministic = check_deterministic
         if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
-            raise ValueError(f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps nothing.")
+            raise ValueError(
+                f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps "
+                "nothing."
+            )
         self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
@@ -143,14 +156,17 @@ class BlockwiseLinearOperator(Deferred):
         else:
             self._compute_later()
 
-    # ---------------------------------------------------------------------------------------------------- computing
+    # ------------------------------------------------------------------------------------ computing
     def compute(self) -> Self:
         """Compute all blocks again, with the current parameters. Returns the operator itself."""
         self._compute(fingerprint(self.risk))
         return self
 
-    def _compute(self, parameters: Fingerprint, begun: Sweeps | None = None, max_sweeps: int | None = None) -> None:
-        """Compute the blocks of the present parameters, of which this is the fingerprint. Collective.
+    def _compute(
+        self, parameters: Fingerprint, begun: Sweeps | None = None, max_sweeps: int | None = None
+    ) -> None:
+        """Compute the blocks of the present parameters, of which this is the fingerprint.
+        Collective.
 
         If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
 
@@ -171,8 +187,12 @@ class BlockwiseLinearOperator(Deferred):
                 try:
                     sweeps.run(max_sweeps)
                 except OutsideReads as error:
-                    require_rereadable(self.risk.data, "it is read again for functions that read parameters")
-                    self.learn_reads(error=error)  # raises the error again if it finds no more than was known
+                    require_rereadable(
+                        self.risk.data, "it is read again for functions that read parameters"
+                    )
+                    self.learn_reads(
+                        error=error
+                    )  # raises the error again if it finds no more than was known
                 else:
                     self.confirm_plan()
                     return sweeps
@@ -184,7 +204,9 @@ class BlockwiseLinearOperator(Deferred):
             self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
             self.of_data = True
 
-    def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint) -> None:
+    def _set_blocks(
+        self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint
+    ) -> None:
         """Take these blocks, times `scale`, in the operator's own precision and on its device."""
         layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
         kept = self.kept_on or self.device
@@ -195,14 +217,17 @@ class BlockwiseLinearOperator(Deferred):
         else:
             operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
             operator._keeps_elsewhere = kept != self.device
-        self._operator, self._begun = operator if self.scale == 1 else operator._scale(self.scale), None
+        self._operator, self._begun = (
+            operator if self.scale == 1 else operator._scale(self.scale),
+            None,
+        )
         self.examples, self.parameters = examples, parameters
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""
         self._operator, self._begun, self.parameters = None, None, fingerprint(self.risk)
 
-    # ------------------------------------------------------------------------------------------------------ the plan
+    # ------------------------------------------------------------------------------------- the plan
     def renew_plan(self) -> None:
         """Assign approximations to the layers of the risk, as far as they are known."""
         self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
@@ -216,7 +241,11 @@ class BlockwiseLinearOperator(Deferred):
     def kept_blocks(self) -> list[str]:
         """Names of the blocks that this process keeps."""
         names = [group.name for entry in self.plan for group in entry.layer.groups]
-        return [name for name in names if self.owners is None or self.owners[name] == self.risk.processes.rank]
+        return [
+            name
+            for name in names
+            if self.owners is None or self.owners[name] == self.risk.processes.rank
+        ]
 
     def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
         """Take into the plan how functions read parameters, see `look_for_functions`."""
@@ -225,7 +254,9 @@ class BlockwiseLinearOperator(Deferred):
         self.renew_plan()
 
     def agree_on_reads(self) -> None:
-        """Take over what processes know of functions that read parameters; some may have no examples. Collective."""
+        """Take over what processes know of functions that read parameters; some may have no
+        examples. Collective.
+        """
         own = describe_reads(self.risk.reads)
         found = [one for one in self.risk.processes.gather(own) if one is not None]
         most = max(found, key=extent, default=None)
@@ -234,7 +265,9 @@ class BlockwiseLinearOperator(Deferred):
             self.renew_plan()
 
     def confirm_plan(self) -> None:
-        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and will not change."""
+        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and
+        will not change.
+        """
         if self._confirmed is not self.plan:
             self._confirmed = self.plan
             if replaced := [entry.layer for entry in self.plan if entry.approximation is INSTEAD]:
@@ -246,16 +279,17 @@ class BlockwiseLinearOperator(Deferred):
         options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
         return {f"{name}=": option for name, option in options.items()}
 
-    # -------------------------------------------------------------------------------------------------------- algebra
+    # -------------------------------------------------------------------------------------- algebra
     @property
     def operator(self) -> BlockDiagonal:
         """The blocks as a plain operator, without the network."""
         if self._operator is None:
             if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
                 raise RuntimeError(
-                    f"{self.label} is computed at its first use, and the parameters {changed} have changed since it "
-                    "was made. Call its compute() for the matrix at the present ones, or make it after they change. "
-                    "`curvature` computes at once, and so does check_deterministic=True of the other classes."
+                    f"{self.label} is computed at its first use, and the parameters {changed} have "
+                    "changed since it was made. Call its compute() for the matrix at the present "
+                    "ones, or make it after they change. `curvature` computes at once, and so does "
+                    "check_deterministic=True of the other classes."
                 )
             self._compute(self.parameters, self._begun)
         assert self._operator is not None
@@ -263,7 +297,9 @@ class BlockwiseLinearOperator(Deferred):
 
     @property
     def blocks(self) -> dict[str, LinearOperator]:
-        """Block name to operator. Blocks are named after layers, or after parameters that have a block of their own."""
+        """Block name to operator. Blocks are named after layers, or after parameters that have a
+        block of their own.
+        """
         return dict(self.operator.blocks)
 
     def _with(self, operator: BlockDiagonal) -> Self:
@@ -289,23 +325,29 @@ class BlockwiseLinearOperator(Deferred):
         """`(K + damping·I)⁻¹`, an operator with its own `logdet`, `trace`, `sample`.
 
         Args:
-            damping: A number; a tensor with one value per block; a rule such as `RelativeDamping(0.1)`; or a pair
-                `(λ_A, λ_G)` that is added to the Kronecker factors instead, as `HeuristicDamping` chooses one.
-            use_heuristic_damping: The same as `HeuristicDamping(damping, min=min_damping)`: split the number over the
-                factors by Martens & Grosse 2015, section 6.3. A separate bias block is damped like the gradient factor
-                of its weight.
+            damping: A number; a tensor with one value per block; a rule such as
+                `RelativeDamping(0.1)`; or a pair `(λ_A, λ_G)` that is added to the Kronecker
+                factors instead, as `HeuristicDamping` chooses one.
+            use_heuristic_damping: The same as `HeuristicDamping(damping, min=min_damping)`: split
+                the number over the factors by Martens & Grosse 2015, section 6.3. A separate bias
+                block is damped like the gradient factor of its weight.
             min_damping: Lower bound of each side under the heuristic.
             retry_double_precision: Try a failing Cholesky decomposition once more in float64.
-            use_exact_damping: Accepted for code written for curvlinops, where a plain number damps each factor unless
-                this is True; here it always damps the whole matrix, and a pair each factor.
+            use_exact_damping: Accepted for code written for curvlinops, where a plain number damps
+                each factor unless this is True; here it always damps the whole matrix, and a pair
+                each factor.
 
         Raises:
             SingularMatrixError: If a block is singular and `damping` is 0; names the block.
-            ValueError: If a pair is given together with the heuristic, or either together with exact damping.
+            ValueError: If a pair is given together with the heuristic, or either together with
+                exact damping.
         """
         heuristic = use_heuristic_damping or isinstance(damping, HeuristicDamping)
         if use_exact_damping and (heuristic or isinstance(damping, tuple)):
-            raise ValueError("Either damp the factors (heuristic damping, or a pair) or use exact damping, not both.")
+            raise ValueError(
+                "Either damp the factors (heuristic damping, or a pair) or use exact damping, not "
+                "both."
+            )
         if isinstance(damping, HeuristicDamping):
             min_damping, damping = damping.min, damping.damping
         if not heuristic and not isinstance(damping, tuple):
@@ -314,15 +356,16 @@ class BlockwiseLinearOperator(Deferred):
             raise ValueError("Heuristic and exact damping require a single damping value.")
         if not self.scale > 0:
             raise ValueError(
-                f"Dampings of factors need a positive multiple of the curvature; this is {float(self.scale):g} times "
-                "it. Damp the whole matrix, with a number."
+                "Dampings of factors need a positive multiple of the curvature; this is "
+                f"{float(self.scale):g} times it. Damp the whole matrix, with a number."
             )
         dampings = partial(self._factor_dampings, damping, min_damping)
         found = dampings() if self.owners is None else self.risk.processes.together(dampings)
         return self.operator.inverse(found, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:
-        """Dampings of blocks by a pair, or by a number that is split over factors (Martens & Grosse 2015, section 6.3).
+        """Dampings of blocks by a pair, or by a number that is split over factors (Martens & Grosse
+        2015, section 6.3).
 
         A separate bias block is damped like the gradient factor of its weight.
         """
@@ -335,7 +378,9 @@ class BlockwiseLinearOperator(Deferred):
             names = [group.name for group in entry.layer.groups]
             for name in names:
                 if (block := products.get(name)) is not None:
-                    pair = heuristic_damping(block.A, block.G, resolve(found[name], block), min_damping)
+                    pair = heuristic_damping(
+                        block.A, block.G, resolve(found[name], block), min_damping
+                    )
                     found |= {**dict.fromkeys(names, pair[1]), name: pair}
         return found
 
@@ -346,11 +391,15 @@ class BlockwiseLinearOperator(Deferred):
         return moved
 
     def offload(self, where: str | torch.device = "cpu") -> Self:
-        """The same operator with blocks that are kept on another device; see `BlockDiagonal.offload`."""
+        """The same operator with blocks that are kept on another device; see
+        `BlockDiagonal.offload`.
+        """
         return self._with(self.operator.offload(where))
 
     def split(self, v: Any) -> dict[str, Tensor]:
-        """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
+        """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @
+        K.split(v)[name]`.
+        """
         return self.operator.split(v)
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -358,10 +407,12 @@ class BlockwiseLinearOperator(Deferred):
         return self.operator.merge(parts)
 
     def memory(self) -> Memory:
-        """What the blocks take, layer by layer, in bytes; nothing is computed. Print it for a table in GiB.
+        """What the blocks take, layer by layer, in bytes; nothing is computed. Print it for a table
+        in GiB.
 
-        Its attributes `computing` and `kept` are the sums over all layers: while blocks are computed, and afterwards.
-        Factors that layers share count for each of them, and blocks that processes keep apart as if one had all.
+        Its attributes `computing` and `kept` are the sums over all layers: while blocks are
+        computed, and afterwards. Factors that layers share count for each of them, and blocks that
+        processes keep apart as if one had all.
 
         Raises:
             UnsupportedError: If an approximation of your own does not say what it takes.
@@ -383,12 +434,13 @@ class BlockwiseLinearOperator(Deferred):
         gradient, loss = self.risk.gradient_and_loss()
         return list(gradient.values()), loss
 
-    # ------------------------------------------------------------------------------------------------------- factors
+    # -------------------------------------------------------------------------------------- factors
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
         """Layer name to its parameters' own names and their positions in `params`.
 
-        If modules that share parameters have further ones of the same name, these have the module's name in front.
+        If modules that share parameters have further ones of the same name, these have the module's
+        name in front.
         """
         keys, found = list(self.risk.params), dict[str, dict[str, int]]()
         for entry in self.plan:
@@ -400,7 +452,8 @@ class BlockwiseLinearOperator(Deferred):
         return found
 
     def verify(self, num_examples: int = 3, stored: bool = True) -> Verification:
-        """Check rules, approximations and losses on a few examples, and the operator's blocks, layer by layer.
+        """Check rules, approximations and losses on a few examples, and the operator's blocks,
+        layer by layer.
 
         See `curvlinops_plus.blocks.verify.verify`.
         """
@@ -416,18 +469,22 @@ class BlockwiseLinearOperator(Deferred):
         scale = "" if self.scale == 1 else f", times {self.scale:g}"
         return f"{self.label}, {state}{scale}\n{plan_table(self.plan)}"
 
-    # --------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """All blocks and what they were computed from, in tensors and plain Python.
 
-        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors). Collective
-        if processes keep blocks apart: each gets all of them.
+        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load`
+        (safetensors). Collective if processes keep blocks apart: each gets all of them.
         """
         whole = None if self._operator is None else self._operator.gather()
-        return about(self) | ({} if whole is None else {"blocks": {n: pack(b) for n, b in whole.blocks.items()}})
+        return about(self) | (
+            {} if whole is None else {"blocks": {n: pack(b) for n, b in whole.blocks.items()}}
+        )
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
-        """The same in parts, "state" and one for each block that this process keeps; empty before they are computed."""
+        """The same in parts, "state" and one for each block that this process keeps; empty before
+        they are computed.
+        """
         computed = {} if self._operator is None else self._operator.blocks
         parts = {f"block {n}": {n: pack(computed[n])} if computed else {} for n in self.kept_blocks}
         return {"state": about(self) | ({} if self._operator is None else {"blocks": {}})} | parts
@@ -439,8 +496,8 @@ class BlockwiseLinearOperator(Deferred):
             state_dict: What `state_dict()` returned.
 
         Raises:
-            ValueError: If the state is cut off or foreign, or was computed for another loss, other layers, shapes or
-                options; nothing has changed then.
+            ValueError: If the state is cut off or foreign, or was computed for another loss, other
+                layers, shapes or options; nothing has changed then.
 
         Warns:
             CurvatureWarning: If the parameters changed since.
@@ -467,17 +524,19 @@ class BlockwiseLinearOperator(Deferred):
             state_dict: What `state_dict()` returned.
             model: The network.
             data: Only needed to compute again later.
-            params: The parameters, as when the state was made. Default: those that the state names, in its order;
-                needed if their names were not the model's own.
+            params: The parameters, as when the state was made. Default: those that the state names,
+                in its order; needed if their names were not the model's own.
             loss: Needed for losses that are not built in.
             approximations: Your own `Accumulator` classes among those that the state names.
             vectors: Needed for vectors of your own.
-            owned: Keep only some of the blocks in each of several processes, as for `curvature`. Collective then.
-            risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`: functions are not stored.
+            owned: Keep only some of the blocks in each of several processes, as for `curvature`.
+                Collective then.
+            risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`:
+                functions are not stored.
 
         Raises:
-            ValueError: If the state is foreign, cut off, or does not fit; if it names an approximation or vectors that
-                are neither part of the package nor passed.
+            ValueError: If the state is foreign, cut off, or does not fit; if it names an
+                approximation or vectors that are neither part of the package nor passed.
 
         Warns:
             CurvatureWarning: If the parameters changed since.
@@ -500,21 +559,31 @@ class BlockwiseLinearOperator(Deferred):
                 loss = rebuild_losses(plan["loss"])
             except UnsupportedError as error:
                 raise ValueError(
-                    f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass it: from_state_dict("
-                    "..., loss=...), which is loss_func=... of KFACLinearOperator and the like."
+                    f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass "
+                    "it: from_state_dict(..., loss=...), which is loss_func=... of "
+                    "KFACLinearOperator and the like."
                 ) from error
         params = params_of(state, model) if params is None else params
-        risk = EmpiricalRisk(model, loss, () if data is None else data, params, **state["options"], **risk_options)
+        risk = EmpiricalRisk(
+            model, loss, () if data is None else data, params, **state["options"], **risk_options
+        )
         risk.reads = rebuild_reads(risk, plan["reads"])
         separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
-        names = {layer.name for layer in layers_of(risk, separate)}  # what differs is told when the state is taken
+        names = {
+            layer.name for layer in layers_of(risk, separate)
+        }  # what differs is told when the state is taken
         of_layers = {
             name: Approximation(*from_data(own["approximation"], known, "approximations=[...]"))
             for name, own in plan["layers"].items()
             if name in names
         }
         vectors = vectors_of(plan["vectors"]) if vectors is None else vectors
-        options: Any = {"vectors": vectors, "separate_weight_and_bias": separate, "owned": owned, "compute": False}
+        options: Any = {
+            "vectors": vectors,
+            "separate_weight_and_bias": separate,
+            "owned": owned,
+            "compute": False,
+        }
         K = cls.__new__(cls)
         BlockwiseLinearOperator.__init__(K, risk, of_layers, **options)
         take_state(K, state)
@@ -540,48 +609,56 @@ def curvature(
 
     Args:
         risk: Model, loss and data.
-        approximation: An approximation for all layers (KFAC, EKFAC, NearestKronecker, TNT, DiagonalBlock, FullBlock,
-            ScaledIdentity, your own `Accumulator`), or a mapping from layer names, globs or module types to one. Exact
-            names come before globs, globs before types.
+        approximation: An approximation for all layers (KFAC, EKFAC, NearestKronecker, TNT,
+            DiagonalBlock, FullBlock, ScaledIdentity, your own `Accumulator`), or a mapping from
+            layer names, globs or module types to one. Exact names come before globs, globs before
+            types.
         default: The approximation of layers that the mapping does not name.
-        vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
-            `ForwardOnly()`.
+        vectors: What is backpropagated: `Exact()` (the default), `MonteCarlo(samples, seed)`,
+            `Empirical()`, `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: True compares the total loss of two passes over the data. None: compares two evaluations of
-            a few examples. False: neither, nor outputs of a few examples with the batch's.
-        max_kept_bytes: Memory for keeping layer inputs and output gradients of all data for approximations with a
-            second sweep (EKFAC, `NearestKronecker` by sweeps), which then doesn't run the model again. If they take
-            more than this, 16 MiB by default, none are kept.
-        owned: Each of several processes keeps only some of the blocks, with at most an equal share of the memory plus
-            the largest block. Products and other results are then collective. Without several processes there is no
-            difference.
-        max_bytes: Memory for sums and decompositions of layers that are computed together: layers are computed in
-            groups that fit, each with its own sweeps and the same results. Default: no limit. (The `max_bytes` of an
-            approximation is the limit of one factor or block.)
-        offload: The device on which finished blocks are kept, "cpu"; see `BlockDiagonal.offload`. By default they stay.
+        check_deterministic: True compares the total loss of two passes over the data. None:
+            compares two evaluations of a few examples. False: neither, nor outputs of a few
+            examples with the batch's.
+        max_kept_bytes: Memory for keeping layer inputs and output gradients of all data for
+            approximations with a second sweep (EKFAC, `NearestKronecker` by sweeps), which then
+            doesn't run the model again. If they take more than this, 16 MiB by default, none are
+            kept.
+        owned: Each of several processes keeps only some of the blocks, with at most an equal share
+            of the memory plus the largest block. Products and other results are then collective.
+            Without several processes there is no difference.
+        max_bytes: Memory for sums and decompositions of layers that are computed together: layers
+            are computed in groups that fit, each with its own sweeps and the same results. Default:
+            no limit. (The `max_bytes` of an approximation is the limit of one factor or block.)
+        offload: The device on which finished blocks are kept, "cpu"; see `BlockDiagonal.offload`.
+            By default they stay.
         compute: False computes at first use: `memory()` says before what it will take.
 
     Returns:
         A linear operator with all its blocks.
 
-    Cost: as many sweeps over the data as the approximations need, with `max_bytes` for each group of layers by itself
-    (`memory()` says what they take, nothing warns before memory is short), and the self-check (unless
-    `EmpiricalRisk(..., check=False)`): a forward and two backward passes over three examples.
+    Cost: as many sweeps over the data as the approximations need, with `max_bytes` for each group
+    of layers by itself (`memory()` says what they take, nothing warns before memory is short), and
+    the self-check (unless `EmpiricalRisk(..., check=False)`): a forward and two backward passes
+    over three examples.
 
     Raises:
-        ValueError: If a key of the mapping matches no layer, or a layer never ran; if `max_kept_bytes` is no integer of
-            at least 0.
-        UnsupportedError: If a layer, the loss or an option can't be handled; if a layer alone needs more than
-            `max_bytes` while it is computed; if the examples of a batch depend on each other (batch norm in training
-            mode); if a layer's rule disagrees with autograd on three examples of the first batch. Names the layer.
+        ValueError: If a key of the mapping matches no layer, or a layer never ran; if
+            `max_kept_bytes` is no integer of at least 0.
+        UnsupportedError: If a layer, the loss or an option can't be handled; if a layer alone needs
+            more than `max_bytes` while it is computed; if the examples of a batch depend on each
+            other (batch norm in training mode); if a layer's rule disagrees with autograd on three
+            examples of the first batch. Names the layer.
         NumericsError: If a statistic is not finite; names it and the layer.
-        RuntimeError: If two evaluations of the model, or two passes over the data, disagree (dropout in training mode).
-        TypeError: If `risk` is not an `EmpiricalRisk`, or an approximation is an instance such as `KFAC()` instead of
-            the class.
+        RuntimeError: If two evaluations of the model, or two passes over the data, disagree
+            (dropout in training mode).
+        TypeError: If `risk` is not an `EmpiricalRisk`, or an approximation is an instance such as
+            `KFAC()` instead of the class.
 
     Warns:
-        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors, normalisation
-            layers among them; for each operator that is computed, once. `print(K)` lists them with reasons.
+        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors,
+            normalisation layers among them; for each operator that is computed, once. `print(K)`
+            lists them with reasons.
 
     Example:
         >>> import torch

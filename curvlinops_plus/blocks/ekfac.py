@@ -1,7 +1,8 @@
 """EKFAC: a Kronecker product's eigenvectors with the eigenvalues that fit best.
 
-The eigenvectors of both factors of KFAC stay, and the eigenvalues are `Λ = c Σ_{v,n} (Q_Gᵀ J_{v,n} Q_A)²`, the diagonal
-of the exact block in that basis. The basis of a diagonal factor is the identity.
+The eigenvectors of both factors of KFAC stay, and the eigenvalues are `Λ = c Σ_{v,n} (Q_Gᵀ J_{v,n}
+Q_A)²`, the diagonal of the exact block in that basis. The basis of a diagonal factor is the
+identity.
 
 Source: George et al. 2018.
 """
@@ -14,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
+from curvlinops_plus.blocks.accumulator import (
+    Accumulator,
+    LossScale,
+    Needs,
+    Parts,
+    is_one_product,
+    products,
+)
 from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.layer.squares import multiplied, squared_gradients
@@ -33,23 +41,26 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 
 class EKFAC(KFAC):
-    """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it than KFAC.
+    """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it
+    than KFAC.
 
     Arguments as for `Accumulator`, and:
 
     Args:
-        kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
-            basis.
+        kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are
+            exact in either basis.
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
-        basis_rtol: Eigenvectors of a factor are not resolved where the rest of it has no diagonal entry above
-            `basis_rtol` times the largest: an arbitrary orthogonal basis is used there, which keeps the trace exact but
-            increases the distance to the block. By default they are exact up to rounding.
+        basis_rtol: Eigenvectors of a factor are not resolved where the rest of it has no diagonal
+            entry above `basis_rtol` times the largest: an arbitrary orthogonal basis is used there,
+            which keeps the trace exact but increases the distance to the block. By default they are
+            exact up to rounding.
 
     Raises:
         ValueError: If `basis_rtol` is not from 0 to 1.
 
-    Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
-    for the second sweep if they take up to `max_kept_bytes` of `curvature`; model and data are not run again then.
+    Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over
+    all data are kept for the second sweep if they take up to `max_kept_bytes` of `curvature`; model
+    and data are not run again then.
 
     Example:
         >>> import torch
@@ -96,13 +107,18 @@ class EKFAC(KFAC):
         parts = [(block.trace, J.square().sum())]
         if isinstance(block, Eigendecomposed):  # its diagonal in its own basis, if that is one
             Q, columns = block.basis, J.flatten(2).flatten(0, 1).T
-            parts = [(block.values, (Q.T @ columns).square().sum(1)), (Q @ (Q.T @ columns), columns)]
+            parts = [
+                (block.values, (Q.T @ columns).square().sum(1)),
+                (Q @ (Q.T @ columns), columns),
+            ]
         if is_one_product(J, batches) and not any(form.diagonal for form in self.forms.values()):
             parts.append(products(block, J))
         return parts
 
     def decompositions(self) -> dict[str, Tensor]:
-        return {name: factor for name, factor in self.factors().items() if not self.forms[name].diagonal}
+        return {
+            name: factor for name, factor in self.factors().items() if not self.forms[name].diagonal
+        }
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
         try:
@@ -127,7 +143,9 @@ class Correction(Accumulator):
     changes_basis = True
     constants = ("QG", "QA")
 
-    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None) -> None:
+    def __init__(
+        self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None
+    ) -> None:
         super().__init__(layer, None, scale)
         self.QG, self.QA = QG, QA
 
@@ -153,7 +171,9 @@ class Correction(Accumulator):
         return blocks
 
     def change_basis(self, before: Accumulator) -> None:
-        """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
+        """The diagonal, in the new basis, of the block that the old basis and its eigenvalues
+        make.
+        """
         assert isinstance(before, Correction)
         for group in self.layer.groups:
             total = before.sums[group.name]
@@ -175,17 +195,22 @@ def _eigenvectors(Q: Tensor | None, size: int, batch: Sequence[int], like: Tenso
 
 
 def compute_eigenvalue_correction_linear_weight_sharing(
-    g: Tensor, ggT_eigvecs: Tensor, a: Tensor | None, aaT_eigvecs: Tensor | None, _force_strategy: str | None = None
+    g: Tensor,
+    ggT_eigvecs: Tensor,
+    a: Tensor | None,
+    aaT_eigvecs: Tensor | None,
+    _force_strategy: str | None = None,
 ) -> Tensor:
-    """Diagonal of the sum of per-example gradient outer products of a linear layer, in a Kronecker basis.
+    """Diagonal of the sum of per-example gradient outer products of a linear layer, in a Kronecker
+    basis.
 
     Args:
         g: Output gradients [N, S, o], S positions that share the weight.
         ggT_eigvecs: Basis of the rows [o, o].
         a: Inputs [N, S, i]; not read if `aaT_eigvecs` is None.
         aaT_eigvecs: Basis of the columns [i, i], or None for a bias.
-        _force_strategy: "gramian" never forms a gradient per example (S² (o + i) numbers each instead of o·i);
-            "per_example_gradients" does, in pieces; None decides by memory.
+        _force_strategy: "gramian" never forms a gradient per example (S² (o + i) numbers each
+            instead of o·i); "per_example_gradients" does, in pieces; None decides by memory.
 
     Returns:
         [o, i], or [o] for a bias.
@@ -206,7 +231,9 @@ def compute_eigenvalue_correction_linear_weight_sharing(
         return (g.sum(1) @ ggT_eigvecs).square().sum(0)
     assert a is not None
     (_, S, o), i = g.shape, a.shape[2]
-    if _force_strategy == "gramian" or (_force_strategy is None and S > 1 and S**2 * (o + i) < o * i):
+    if _force_strategy == "gramian" or (
+        _force_strategy is None and S > 1 and S**2 * (o + i) < o * i
+    ):
         g, a = g @ ggT_eigvecs, a @ aaT_eigvecs
         pairs_g = (g[:, :, None] * g[:, None]).flatten(0, 2)
         pairs_a = (a[:, :, None] * a[:, None]).flatten(0, 2)

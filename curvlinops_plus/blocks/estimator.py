@@ -36,46 +36,53 @@ T = TypeVar("T")
 class CurvatureEstimator:
     """A running estimate of a risk's block-diagonal curvature that takes one batch at a time.
 
-    Statistics are sums, so batches add up to the data set that they make: after a pass over the data, `operator` is
-    what `curvature(risk, ...)` computes from it (at fixed parameters; and except for EKFAC, see below). With `decay`
-    ρ < 1 they are exponential moving averages with normalised weights, `Σ_k ρ^{t-k} n_k x_k / Σ_k ρ^{t-k} n_k`, where
-    `x_k` is the mean over the `n_k` examples (or loss terms) of batch k: the first update returns the statistic itself,
-    and no bias needs correcting. A layer's average is over the steps that have called it; others leave it as it is.
+    Statistics are sums, so batches add up to the data set that they make: after a pass over the
+    data, `operator` is what `curvature(risk, ...)` computes from it (at fixed parameters; and
+    except for EKFAC, see below). With `decay` ρ < 1 they are exponential moving averages with
+    normalised weights, `Σ_k ρ^{t-k} n_k x_k / Σ_k ρ^{t-k} n_k`, where `x_k` is the mean over the
+    `n_k` examples (or loss terms) of batch k: the first update returns the statistic itself, and no
+    bias needs correcting. A layer's average is over the steps that have called it; others leave it
+    as it is.
 
-    EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
-    later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors
-    and transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that
-    need several sweeps over the same data are refused.
+    EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which
+    is sent twice; later eigenvalues are summed in this basis until `refresh`, which computes the
+    eigenvectors of the current factors and transforms the eigenvalues: they become the diagonal of
+    the old block in the new basis. Approximations that need several sweeps over the same data are
+    refused.
 
-    If the self-check finds in a later batch that the gradients of a layer can't be told, a warning names it, nothing
-    more is added to it, and its block is the identity from the next `refresh` on: `inverse()` leaves its gradient as it
-    is, divided by one plus the damping.
+    If the self-check finds in a later batch that the gradients of a layer can't be told, a warning
+    names it, nothing more is added to it, and its block is the identity from the next `refresh` on:
+    `inverse()` leaves its gradient as it is, divided by one plus the damping.
 
-    The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
-    between, whatever is added.
+    The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It
+    does not change in between, whatever is added.
 
-    With `reduction="sum"` batches are matrices of which the average is taken. A batch that is added with `decay=1`
-    belongs to the one before it, like one more micro-batch of the same step: these add up.
+    With `reduction="sum"` batches are matrices of which the average is taken. A batch that is added
+    with `decay=1` belongs to the one before it, like one more micro-batch of the same step: these
+    add up.
 
     Args:
-        risk: Model, loss and options. Its `data` is only read for functions that read parameters; `()` is fine.
+        risk: Model, loss and options. Its `data` is only read for functions that read parameters;
+            `()` is fine.
         approximation: As for `curvature`.
         default: As for `curvature`.
         vectors: As for `curvature`; random ones draw new numbers for every batch.
         separate_weight_and_bias: Give every parameter its own block.
         decay: ρ, in (0, 1]. With `reduction="sum"`, 1 adds batches up, and less averages them.
         damping: Of the inverse; anything that `K.inverse(damping)` takes.
-        leave_out_uncalled: Layers that no batch has called yet are left out: `operator` and `inverse()` have the
-            parameters of the others, and `uncalled` lists them. By default both refuse.
+        leave_out_uncalled: Layers that no batch has called yet are left out: `operator` and
+            `inverse()` have the parameters of the others, and `uncalled` lists them. By default
+            both refuse.
 
     Raises:
         ValueError: If `decay` is not in (0, 1].
 
-    Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen` saves the forward
-    pass. Memory: the statistics, up to three times while a batch is added, whatever the number of updates.
+    Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen`
+    saves the forward pass. Memory: the statistics, up to three times while a batch is added,
+    whatever the number of updates.
 
-    Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8; George et al. 2018,
-    section 3.2 (EKFAC with running averages).
+    Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8;
+    George et al. 2018, section 3.2 (EKFAC with running averages).
 
     Example:
         >>> import torch
@@ -110,18 +117,24 @@ class CurvatureEstimator:
         _check_decay(decay)
         self.decay, self.damping, self.leave_out_uncalled = decay, damping, leave_out_uncalled
         options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
-        self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
+        self._blank = BlockwiseLinearOperator(
+            risk, approximation, vectors=vectors, compute=False, **options
+        )
         self.risk, self.vectors = self._blank.risk, self._blank.vectors
         self.reset()
 
-    #: The layers with their approximations. How functions read parameters is known after the first batch.
+    #: The layers with their approximations. How functions read parameters is known after the first
+    #: batch.
     plan = property(lambda self: self._blank.plan)
 
     def reset(self) -> None:
         """Start again, with the first random numbers."""
         self._sums = Sums(self.plan, self._scale)
-        self._begins_anew = False  # whether all processes do, with other layers, of which some may not know yet
-        #: The number of the step, and of examples of this process in it, which random numbers depend on.
+        self._begins_anew = (
+            False  # whether all processes do, with other layers, of which some may not know yet
+        )
+        #: The number of the step, and of examples of this process in it, which random numbers
+        #: depend on.
         self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk)
@@ -134,32 +147,38 @@ class CurvatureEstimator:
         c = self.risk.scale(totals)
         return c / totals.steps if self.risk.losses.reduction == "sum" and totals.steps else c
 
-    # ------------------------------------------------------------------------------------------------------ updating
+    # ------------------------------------------------------------------------------------- updating
     def update(self, batch: Any, decay: float | None = None) -> None:
-        """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
+        """Add one batch, with a separate forward pass that leaves the model, its buffers and random
+        state unchanged.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
-            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike, and
-                micro-batches after the first one of a step count as one batch with it.
+            decay: For this update, instead of the estimator's. With 1 during the first steps these
+                weigh alike, and micro-batches after the first one of a step count as one batch with
+                it.
 
         Raises:
-            ValueError: If the batch can't be read, or has no examples, which some of several processes may lack.
-            NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
-                then.
+            ValueError: If the batch can't be read, or has no examples, which some of several
+                processes may lack.
+            NumericsError: If one of its statistics is NaN or infinite; names layer and statistic.
+                Nothing has changed then.
         """
         self._add_by_own_pass(self.risk.read(batch, self.updates), decay)
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
-        """Record one batch from your forward pass: call the model once in this context, and go backward afterwards.
+        """Record one batch from your forward pass: call the model once in this context, and go
+        backward afterwards.
 
-        Vectors are backpropagated through the model's graph when the context ends, which stays for your backward pass.
-        Nothing is added if the block raises. If your pass can't be recorded (position tables of one row,
-        embeddings with `scale_grad_by_freq`), another pass is made, with other random numbers.
+        Vectors are backpropagated through the model's graph when the context ends, which stays for
+        your backward pass. Nothing is added if the block raises. If your pass can't be recorded
+        (position tables of one row, embeddings with `scale_grad_by_freq`), another pass is made,
+        with other random numbers.
 
         Args:
-            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
+            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with
+                "labels".
             decay: As for `update`.
 
         Raises:
@@ -183,22 +202,38 @@ class CurvatureEstimator:
         return any(use.without_rule for entry in self._blank.plan for use in entry.layer.uses)
 
     def hear(self, batch: Batch, records: bool = True) -> Hearing:
-        """Record a call of the model by the user, from `begin` to `end`, and `add` it when its targets are known."""
-        # With fully sharded parameters the layers have other tensors in it, and scaled gradients are no derivatives.
+        """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
+        targets are known.
+        """
+        # With fully sharded parameters the layers have other tensors in it, and scaled gradients
+        # are no derivatives.
         modules = (use.module for entry in self._blank.plan for use in entry.layer.uses)
         scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
         records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
-        return Hearing(batch, self._passes(own_pass=False) if records else None, self._add, self._add_by_own_pass)
+        return Hearing(
+            batch,
+            self._passes(own_pass=False) if records else None,
+            self._add,
+            self._add_by_own_pass,
+        )
 
     def _passes(self, own_pass: bool = True) -> RecordedPasses:
         """Passes in which layers are recorded."""
         layers = [entry.layer for entry in self._blank.plan]
         ignored = self._sums.withdrawn
         return RecordedPasses(
-            self.risk, layers, self.vectors, self._weights, own_pass, repeatable=False, ignored=ignored
+            self.risk,
+            layers,
+            self.vectors,
+            self._weights,
+            own_pass,
+            repeatable=False,
+            ignored=ignored,
         )
 
-    def _add_by_own_pass(self, batch: Batch, decay: float | None, error: OutsideReads | None = None) -> None:
+    def _add_by_own_pass(
+        self, batch: Batch, decay: float | None, error: OutsideReads | None = None
+    ) -> None:
         """Add a batch by a pass of our own; an error says what is wrong with the layers."""
         if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
@@ -207,9 +242,13 @@ class CurvatureEstimator:
         while True:
             if error is not None and self.updates:
                 self._withdraw(error)
-            elif error is not None or (batch.num_examples and self._looks_first):  # which changes the layers
+            elif error is not None or (
+                batch.num_examples and self._looks_first
+            ):  # which changes the layers
                 if batch.num_examples:
-                    self._blank.learn_reads(batch, error)  # raises it again if it finds no more than was known
+                    self._blank.learn_reads(
+                        batch, error
+                    )  # raises it again if it finds no more than was known
                 else:  # other processes have them, and tell what they find
                     self.risk.reads = None
                     self._blank.renew_plan()
@@ -229,13 +268,17 @@ class CurvatureEstimator:
                 error, cause = found, f"{found} Nor does a module around it tell. "
             except NoExampleGradients as refusal:
                 raise UnsupportedError(
-                    f"{cause}{refusal.fact} In training loops leave parameters that are read around it to another "
-                    "optimizer (`params=`)."
+                    f"{cause}{refusal.fact} In training loops leave parameters that are read "
+                    "around it to another optimizer (`params=`)."
                 ) from refusal
 
     def _withdraw(self, error: OutsideReads) -> None:
-        """Add nothing more to layers of which a batch shows, after others, that their statistics are not right."""
-        layers = [layer for layer in self._sums.layers if not layer.params.keys().isdisjoint(error.keys)]
+        """Add nothing more to layers of which a batch shows, after others, that their statistics
+        are not right.
+        """
+        layers = [
+            layer for layer in self._sums.layers if not layer.params.keys().isdisjoint(error.keys)
+        ]
         if self._sums.withdrawn.issuperset(layers):
             raise UnsupportedError(str(error)) from error
         self._sums.withdrawn.update(layers)
@@ -247,7 +290,9 @@ class CurvatureEstimator:
         )
 
     def _add(self, show: Show, decay: float | None = None) -> None:
-        """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
+        """Sum one batch by itself, then add it to the running sums: an error before that changes
+        nothing.
+        """
         decay = self.decay if decay is None else decay
         _check_decay(decay)
         step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
@@ -266,7 +311,9 @@ class CurvatureEstimator:
         self._blank.confirm_plan()
 
     def _first(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
-        """The sums of a batch from which, with those of other processes, bases follow, as of EKFAC. Collective."""
+        """The sums of a batch from which, with those of other processes, bases follow, as of EKFAC.
+        Collective.
+        """
         processes = self.risk.processes
 
         def first() -> tuple[Sums, Totals] | OutsideReads:
@@ -287,7 +334,7 @@ class CurvatureEstimator:
             raise found
         return found
 
-    # ------------------------------------------------------------------------------------------------------ processes
+    # ------------------------------------------------------------------------------------ processes
     @property
     def called_in_step(self) -> set[int]:
         """Indices of the layers that the open step has called."""
@@ -302,7 +349,8 @@ class CurvatureEstimator:
         self._add(lambda draws, consume: Totals())
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Work by all processes on their estimators, whose moving averages must have the same weights. Collective.
+        """Work by all processes on their estimators, whose moving averages must have the same
+        weights. Collective.
 
         A process without any batch has nothing to weigh.
         """
@@ -313,28 +361,35 @@ class CurvatureEstimator:
                 self._agree_on_reads()
                 self.enter(set[int]().union(*processes.gather(self.called_in_step)))
                 self._agree_on_withdrawn()
-                averages = [t.steps for layer, t in self._sums.totals.items() if layer not in self._sums.withdrawn]
+                averages = [
+                    t.steps
+                    for layer, t in self._sums.totals.items()
+                    if layer not in self._sums.withdrawn
+                ]
                 told = processes.gather((self.updates, averages))
                 if len({str(weights) for updates, weights in told if updates}) > 1:
                     raise ProcessError(
-                        "The processes have made other numbers of steps, or called other layers in them: updates and "
-                        f"weights of batches in each layer's moving average are {told}. All have to make the same "
-                        "number of steps, which call the same layers; further micro-batches of a step are added with "
-                        "decay=1."
+                        "The processes have made other numbers of steps, or called other layers in "
+                        "them: updates and weights of batches in each layer's moving average are "
+                        f"{told}. All have to make the same number of steps, which call the same "
+                        "layers; further micro-batches of a step are added with decay=1."
                     )
             return work()
 
         return self.risk.together(agreed, over_data=False, same=self._blank.described)
 
     def _agree_on_reads(self) -> None:
-        """Take over how functions read parameters from processes that have found more of it. Collective."""
+        """Take over how functions read parameters from processes that have found more of it.
+        Collective.
+        """
         plan = self.plan
         self._blank.agree_on_reads()
         if self.plan is not plan:
             if self._sums.called:
                 raise UnsupportedError(
-                    "Functions that read parameters were found by other processes, whose batches call other parts of "
-                    "the model. Statistics of other layers don't add up. Begin with batches that call all."
+                    "Functions that read parameters were found by other processes, whose batches "
+                    "call other parts of the model. Statistics of other layers don't add up. Begin "
+                    "with batches that call all."
                 )
             self._sums = Sums(self.plan, self._scale)
 
@@ -344,15 +399,17 @@ class CurvatureEstimator:
         mine = {k for k, layer in enumerate(sums.layers) if layer in sums.withdrawn}
         sums.withdrawn = {sums.layers[k] for k in mine.union(*self.risk.processes.gather(mine))}
 
-    # ------------------------------------------------------------------------------------------------------- reading
+    # -------------------------------------------------------------------------------------- reading
     @property
     def operator(self) -> BlockwiseLinearOperator:
-        """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
+        """The curvature of all batches until now, like that of `curvature`; later updates don't
+        change it.
 
         Of several processes: that of the batches of all. Collective.
 
         Raises:
-            ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
+            ValueError: If nothing was added yet, or a layer was never called (see
+                `leave_out_uncalled`).
         """
         return self._together(lambda: self._operator(self._sums.over(self.risk.processes)))
 
@@ -364,20 +421,26 @@ class CurvatureEstimator:
 
     @property
     def withdrawn(self) -> list[str]:
-        """Names of the layers whose statistics a later batch has shown to be wrong; their blocks are identities."""
+        """Names of the layers whose statistics a later batch has shown to be wrong; their blocks
+        are identities.
+        """
         return [layer.name for layer in self._sums.layers if layer in self._sums.withdrawn]
 
     def refresh(self, damping: Any = None) -> None:
-        """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.
+        """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
+        Collective.
 
         Args:
-            damping: Of the inverse from now on, as for `K.inverse`, such as `HeuristicDamping(λ)`. Default: as before.
+            damping: Of the inverse from now on, as for `K.inverse`, such as `HeuristicDamping(λ)`.
+                Default: as before.
 
         Raises:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        renewed = self._together(lambda: self._renewed(self.damping if damping is None else damping))
+        renewed = self._together(
+            lambda: self._renewed(self.damping if damping is None else damping)
+        )
         self._sums, self._snapshot, self._inverse, self.damping = renewed
 
     def _renewed(self, damping: Any) -> tuple[Sums, BlockwiseLinearOperator, LinearOperator, Any]:
@@ -392,22 +455,30 @@ class CurvatureEstimator:
     def _operator(self, sums: Sums) -> BlockwiseLinearOperator:
         """The curvature that these sums make."""
         if not any(self.risk.processes.gather(self.updates)):
-            raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
+            raise ValueError(
+                "The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, "
+                "first."
+            )
         called = sums.called
         layer = next((layer for layer in sums.layers if layer not in called), None)
         if layer is not None and not self.leave_out_uncalled:
             raise ValueError(
-                f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
-                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other "
-                f"layers; `uncalled` lists what is left out, {self.uncalled} now."
+                f"{layer.title} was never called in {self.updates} updates, so its parameters "
+                f"{list(layer.params)} have no curvature yet. CurvatureEstimator(..., "
+                "leave_out_uncalled=True) makes operators of the other layers; `uncalled` lists "
+                f"what is left out, {self.uncalled} now."
             )
         K = _with_layers(self._blank, [layer.name for layer in called])
-        K._set_blocks(sums.blocks(), sum(self.risk.processes.gather(self.examples)), fingerprint(self.risk))
+        K._set_blocks(
+            sums.blocks(), sum(self.risk.processes.gather(self.examples)), fingerprint(self.risk)
+        )
         return K
 
     @property
     def refreshed(self) -> BlockwiseLinearOperator:
-        """The curvature at the last `refresh`, whose decompositions are kept; a ValueError before the first."""
+        """The curvature at the last `refresh`, whose decompositions are kept; a ValueError before
+        the first.
+        """
         if self._snapshot is None:
             raise ValueError("The estimator was not refreshed yet: call `refresh(damping)` first.")
         return self._snapshot
@@ -416,26 +487,32 @@ class CurvatureEstimator:
         """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:
-            damping: Default: that of the last refresh, whose inverse is kept. Another number takes its
-                eigendecompositions; what damps single factors decomposes these each time.
+            damping: Default: that of the last refresh, whose inverse is kept. Another number takes
+                its eigendecompositions; what damps single factors decomposes these each time.
         """
         if self._snapshot is None:
             self.refresh(damping)
-        if damping is not None and damping is not self.damping and difference(plain(damping), plain(self.damping)):
+        if (
+            damping is not None
+            and damping is not self.damping
+            and difference(plain(damping), plain(self.damping))
+        ):
             return self.refreshed.inverse(damping)
         if self._inverse is None:
             self._inverse = self.refreshed.inverse(self.damping)
         return self._inverse
 
-    # --------------------------------------------------------------------------------------------- merging and saving
+    # --------------------------------------------------------------------------- merging and saving
     def merge(self, other: CurvatureEstimator) -> None:
-        """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
+        """Add the sums of another estimator of the same network: at ρ = 1 the union of two data
+        sets.
 
-        Random numbers continue from this estimator's; the inverse stays that of its last refresh. Batches of the same
-        steps are parts of one, as with several processes: with `reduction="sum"` they add up.
+        Random numbers continue from this estimator's; the inverse stays that of its last refresh.
+        Batches of the same steps are parts of one, as with several processes: with
+        `reduction="sum"` they add up.
 
-        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of the other
-        one are projected into this basis, which preserves their sum.
+        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last
+        refresh. Those of the other one are projected into this basis, which preserves their sum.
 
         Raises:
             ValueError: If the two approximate differently. Nothing has changed then.
@@ -444,16 +521,20 @@ class CurvatureEstimator:
             return
         mine, theirs = ({**plan_of(one._blank), "decay": one.decay} for one in (self, other))
         if found := difference(mine, theirs):
-            raise ValueError("Can't merge estimators that differ in {}: {!r} and {!r}.".format(*found))
+            raise ValueError(
+                "Can't merge estimators that differ in {}: {!r} and {!r}.".format(*found)
+            )
         self._sums = self._sums.merged(other._sums)
         self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue, in tensors and plain Python: sums, bases, random state, the last refresh.
+        """All that is needed to continue, in tensors and plain Python: sums, bases, random state,
+        the last refresh.
 
-        Of several processes the same state in all, so that any number of them may go on from it. Collective.
-        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
+        Of several processes the same state in all, so that any number of them may go on from it.
+        Collective. `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and
+        `load` (safetensors).
         """
         return self._together(self._state)
 
@@ -479,18 +560,28 @@ class CurvatureEstimator:
         Damping that is neither number nor tensor is not in the state: this estimator's own is used.
 
         Raises:
-            ValueError: If it is cut off, foreign, or of another network or other approximations; nothing has changed.
+            ValueError: If it is cut off, foreign, or of another network or other approximations;
+                nothing has changed.
         """
         state = checked(state)
-        if missing := {"decay", "updates", "weight", "draws", "damping", "sums", "refreshed"} - state.keys():
-            raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off, or not that of an estimator?")
+        if (
+            missing := {"decay", "updates", "weight", "draws", "damping", "sums", "refreshed"}
+            - state.keys()
+        ):
+            raise ValueError(
+                f"The state lacks {sorted(missing)}; is the file cut off, or not that of an "
+                "estimator?"
+            )
         if state["updates"] and not state["sums"].get("layers"):
             raise ValueError(
-                "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save "
-                "and load Checkpoint(estimator) there."
+                "The state has updates, and no statistics of them. Was it loaded by "
+                "torch.distributed.checkpoint? Save and load Checkpoint(estimator) there."
             )
         if state["decay"] != self.decay:
-            raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {self.decay}.")
+            raise ValueError(
+                f"State mismatch in the decay: the state has {state['decay']}, this one "
+                f"{self.decay}."
+            )
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
             blank, snapshot = copy.copy(self._blank), None
@@ -501,8 +592,14 @@ class CurvatureEstimator:
         sums = Sums(blank.plan, self._scale)
         sums.load_state_dict(state["sums"])
         # What functions read belongs to the sums.
-        self.risk.reads, self._blank.plan, self._blank._reads = blank.risk.reads, blank.plan, blank._reads
-        first = self.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
+        self.risk.reads, self._blank.plan, self._blank._reads = (
+            blank.risk.reads,
+            blank.plan,
+            blank._reads,
+        )
+        first = (
+            self.risk.processes.rank == 0
+        )  # what was summed before belongs to it; others go on from zero
         self._sums = sums if first else sums.without_data()
         self._snapshot, self._inverse = snapshot, None
         step, drawn = state["draws"]
@@ -520,11 +617,17 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
     """A copy that has only these layers (all of them, if it has none of these), without blocks."""
     K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
     if 0 < len(plan) < len(blank.plan):
-        K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
+        K.plan, K.risk = (
+            plan,
+            K.risk.restricted([key for entry in plan for key in entry.layer.params]),
+        )
         K.in_space = K.risk.space
     return K
 
 
 def _check_decay(decay: float) -> None:
     if not 0 < decay <= 1:
-        raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
+        raise ValueError(
+            f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old "
+            "ones."
+        )

@@ -7,13 +7,14 @@ For a layer with rows `a_{n,s}` and gradients `g_{v,n,s}` of the un-reduced loss
 
 the block is `G ⊗ A` on the row-major vector of the weight, `W ↦ G W A`.
 
-Sources: Martens & Grosse 2015, Grosse & Martens 2016 (convolutions), Eschenhagen et al. 2023 (expand and reduce).
+Sources: Martens & Grosse 2015, Grosse & Martens 2016 (convolutions), Eschenhagen et al. 2023
+(expand and reduce).
 
-Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor of an embedding is a
-diagonal matrix of relative frequencies, since its rows are one-hot; of a factor that would be larger than `max_bytes`,
-such as `G` of a head with a large vocabulary, only the diagonal is kept; and for a
-weight that is read in two roles (an embedding and the head tied to it) the block is the Kronecker product nearest to
-the sum over roles.
+Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor
+of an embedding is a diagonal matrix of relative frequencies, since its rows are one-hot; of a
+factor that would be larger than `max_bytes`, such as `G` of a head with a large vocabulary, only
+the diagonal is kept; and for a weight that is read in two roles (an embedding and the head tied to
+it) the block is the Kronecker product nearest to the sum over roles.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
+from curvlinops_plus.blocks.accumulator import (
+    Accumulator,
+    LossScale,
+    Needs,
+    Parts,
+    is_one_product,
+    products,
+)
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure, nearest_kronecker
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    Kronecker,
+    LinearOperator,
+    Structure,
+    nearest_kronecker,
+)
 from curvlinops_plus.linalg.dense import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
@@ -44,7 +59,8 @@ class FactorForm:
 
     Attributes:
         shape: Of its matrices, `[*b, d, d]`.
-        diagonal: Whether only the diagonal is kept: of sparse rows, and of matrices above `max_bytes`.
+        diagonal: Whether only the diagonal is kept: of sparse rows, and of matrices above
+            `max_bytes`.
         bytes: Of its matrices.
         kept: Bytes of what is kept.
     """
@@ -63,18 +79,23 @@ def factor_forms(layer: Layer, max_bytes: int) -> dict[str, FactorForm]:
         for name, d in {"G": o, "A": i}.items() if layer.weight in group.keys else [("G", o)]:
             row = prod(batch) * layer.accumulation_dtype.itemsize * d
             diagonal = (name == "A" and layer.sparse) or row * d > max_bytes
-            forms[name] = FactorForm((*batch, d, d), diagonal, row * d, row if diagonal else row * d)
+            forms[name] = FactorForm(
+                (*batch, d, d), diagonal, row * d, row if diagonal else row * d
+            )
     return forms
 
 
 class KFAC(Accumulator):
-    """Kronecker-factored approximate curvature of an affine layer. Arguments as for `Accumulator`, and:
+    """Kronecker-factored approximate curvature of an affine layer. Arguments as for `Accumulator`,
+    and:
 
     Args:
-        kfac_approx: "expand" treats positions that share the weight as separate examples; "reduce" averages inputs
-            and sums gradients over them first. An embedding's input factor is diagonal in both.
-        max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a head with 50 000
-            rows, are diagonal: the diagonal of the block stays the same. `print(K)` says where.
+        kfac_approx: "expand" treats positions that share the weight as separate examples; "reduce"
+            averages inputs and sums gradients over them first. An embedding's input factor is
+            diagonal in both.
+        max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a
+            head with 50 000 rows, are diagonal: the diagonal of the block stays the same.
+            `print(K)` says where.
 
     Raises:
         ValueError: If `kfac_approx` is neither.
@@ -106,9 +127,12 @@ class KFAC(Accumulator):
     ) -> None:
         super().__init__(layer, group, scale)
         if kfac_approx not in ("expand", "reduce"):
-            raise ValueError(f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'.")
+            raise ValueError(
+                f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'."
+            )
         self.reduce, weight = kfac_approx == "reduce", layer.weight
-        #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
+        #: The group that has the weight: its columns are those of A. None if only the bias is
+        #: tracked.
         self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes)
@@ -137,12 +161,17 @@ class KFAC(Accumulator):
                 a = None if of_A.diagonal else own.stacked_inputs(self.reduce)
                 if a is not None:
                     self.add_rows(name, a, ones=own.bias, count=float(len(a)))
-                elif not (self.reduce or of_A.diagonal) and (packed := own.packed_gram()) is not None:
+                elif (
+                    not (self.reduce or of_A.diagonal) and (packed := own.packed_gram()) is not None
+                ):
                     self.add(_PACKED, *packed)
                 else:
                     self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
             if batch.num_vectors and of_G is not None:
-                name, g = f"G{number or ''}", None if of_G.diagonal else role.stacked_grads(self.reduce)
+                name, g = (
+                    f"G{number or ''}",
+                    None if of_G.diagonal else role.stacked_grads(self.reduce),
+                )
                 if g is None:
                     self.add(name, role.grad_gram(self.reduce, of_G.diagonal))
                 else:
@@ -160,14 +189,24 @@ class KFAC(Accumulator):
         return blocks
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
-        # Of several positions the factors, by their definition, from rows whose products check (a) compares.
-        roles = [[role for role in same if role.calls] for same in zip(*[batch.roles() for batch in batches])]
+        # Of several positions the factors, by their definition, from rows whose products check (a)
+        # compares.
+        roles = [
+            [role for role in same if role.calls]
+            for same in zip(*[batch.roles() for batch in batches])
+        ]
         pairs = [self._plain_factors(same, J.shape[2:]) for same in roles if same]
         if len(self.layer.roles) == 1:
             ((G, A),) = pairs
-            X = torch.linspace(-1, 2, J.shape[2:].numel(), dtype=J.dtype, device=J.device).view(J.shape[2:]).sin()
+            X = (
+                torch.linspace(-1, 2, J.shape[2:].numel(), dtype=J.dtype, device=J.device)
+                .view(J.shape[2:])
+                .sin()
+            )
             parts = [(block @ X.flatten(), (G @ X @ A).flatten())]
-            exact = is_one_product(J, batches) and not any(form.diagonal for form in self.forms.values())
+            exact = is_one_product(J, batches) and not any(
+                form.diagonal for form in self.forms.values()
+            )
             return [*parts, products(block, J)] if exact else parts
         if not isinstance(block, Kronecker):  # of a bias, made for the weight
             return []
@@ -176,8 +215,12 @@ class KFAC(Accumulator):
         inner = torch.stack([(left * G).sum() * (right * A).sum() for G, A in pairs]).sum()
         return [(block.frobenius_norm.square(), inner)]
 
-    def _plain_factors(self, batches: Sequence[LayerBatch], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The factors of one role for a block of matrices `[*b, rows, columns]`: of all rows, by plain products."""
+    def _plain_factors(
+        self, batches: Sequence[LayerBatch], shape: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The factors of one role for a block of matrices `[*b, rows, columns]`: of all rows, by
+        plain products.
+        """
         first, (*b, rows, columns) = batches[0], shape
         transposed = first.role is not None and first.role.transposed
         like: Any = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
@@ -202,7 +245,8 @@ class KFAC(Accumulator):
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.
 
-        Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
+        Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum
+        over roles.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         for number, role in enumerate(self.layer.roles):
@@ -211,7 +255,9 @@ class KFAC(Accumulator):
             if of_G in self.raw:
                 G = self.value(of_G)
             else:
-                G = torch.ones(form.shape[:-1], dtype=self.layer.accumulation_dtype, device=self.layer.device)
+                G = torch.ones(
+                    form.shape[:-1], dtype=self.layer.accumulation_dtype, device=self.layer.device
+                )
                 G = G if form.diagonal else torch.diag_embed(G)
             if self.weight_group is None:
                 return {"G": G}
@@ -220,7 +266,10 @@ class KFAC(Accumulator):
                 assert isinstance(use.rule, AffineRule)
                 ones = self.layer.bias in self.weight_group.keys
                 A = use.rule.unpack_gram(use.module, self.value(_PACKED), ones)
-                return {"G": G, "A": A if rows is None else (rows * self.value("A") + more * A) / (rows + more)}
+                return {
+                    "G": G,
+                    "A": A if rows is None else (rows * self.value("A") + more * A) / (rows + more),
+                }
             if len(self.layer.roles) == 1:
                 return {"G": G, "A": self.value(of_A)}
             if of_A in self.raw:  # a module may never have been called
@@ -231,7 +280,9 @@ class KFAC(Accumulator):
 
 
 def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
-    """A factor of a role in the form that the layer's has; columns that the role does not have are zero."""
+    """A factor of a role in the form that the layer's has; columns that the role does not have are
+    zero.
+    """
     missing = form.shape[-1] - factor.shape[-1]
     if form.diagonal:
         return torch.nn.functional.pad(factor, (0, missing))
@@ -239,7 +290,15 @@ def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
     return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
 
 
-def _of_size(M: Tensor, size: int, form: FactorForm | None) -> Tensor:  # [*b, d, d] -> [*b, size, size]
-    """A factor with zeros for columns that a role does not have, and where the layer keeps only a diagonal."""
+def _of_size(
+    M: Tensor, size: int, form: FactorForm | None
+) -> Tensor:  # [*b, d, d] -> [*b, size, size]
+    """A factor with zeros for columns that a role does not have, and where the layer keeps only a
+    diagonal.
+    """
     M = torch.nn.functional.pad(M, (0, size - M.shape[-1]) * 2)
-    return M * torch.eye(size, dtype=M.dtype, device=M.device) if form is not None and form.diagonal else M
+    return (
+        M * torch.eye(size, dtype=M.dtype, device=M.device)
+        if form is not None and form.diagonal
+        else M
+    )

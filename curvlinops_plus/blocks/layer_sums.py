@@ -1,7 +1,7 @@
 """Sums over a stream of batches, layer by layer.
 
-One batch, the running average with its open step, the sums of other processes, a loaded state and the union of two
-streams are all objects of one class.
+One batch, the running average with its open step, the sums of other processes, a loaded state and
+the union of two streams are all objects of one class.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ _COUNTED = ("examples", "terms", "loss_count", "steps")
 
 
 class Sums:
-    """For each layer of a plan stages of named sums, one for each sweep of its approximation, and totals.
+    """For each layer of a plan stages of named sums, one for each sweep of its approximation, and
+    totals.
 
-    Those after the first one exist as soon as the layer was called. A stream consists of steps, of one batch or a few:
-    a layer is decayed once in each step that calls it, and counts all examples of such steps.
+    Those after the first one exist as soon as the layer was called. A stream consists of steps, of
+    one batch or a few: a layer is decayed once in each step that calls it, and counts all examples
+    of such steps.
 
     Args:
         plan: The layers.
@@ -54,7 +56,9 @@ class Sums:
 
     def __init__(self, plan: Sequence[LayerPlan], scale: LossScale) -> None:
         self.layers = [entry.layer for entry in plan]
-        self.stages: dict[Layer, list[Stage]] = {entry.layer: [entry.accumulators(scale)] for entry in plan}
+        self.stages: dict[Layer, list[Stage]] = {
+            entry.layer: [entry.accumulators(scale)] for entry in plan
+        }
         self.device = self.layers[0].device.type
         self.withdrawn: set[Layer] = set()
         self._forget()
@@ -71,7 +75,11 @@ class Sums:
             layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
             for layer, stages in self.stages.items()
         }
-        other.totals, other.entered, other.step = dict(self.totals), set(self.entered), _joined(Totals(), self.step)
+        other.totals, other.entered, other.step = (
+            dict(self.totals),
+            set(self.entered),
+            _joined(Totals(), self.step),
+        )
         other.withdrawn = set(self.withdrawn)
         return other
 
@@ -87,24 +95,31 @@ class Sums:
         return other
 
     def without_data(self) -> Self:
-        """No sums in the same steps, which have called the same layers: for a process that shares those of another."""
+        """No sums in the same steps, which have called the same layers: for a process that shares
+        those of another.
+        """
         other = self._each(Accumulator.empty)
         for layer, own in self.totals.items():
-            other.totals[layer] = Totals(called=set(own.called), weights=own.weights, steps=own.steps)
+            other.totals[layer] = Totals(
+                called=set(own.called), weights=own.weights, steps=own.steps
+            )
         other.step = Totals()
         return other
 
     def consume(self, batch: LayerBatch, last: bool = False) -> None:
         """Add what a layer received: to all its stages, or to the last one."""
-        for a in (a for stage in self.stages[batch.layer][-1 if last else 0 :] for a in stage.values()):
+        for a in (
+            a for stage in self.stages[batch.layer][-1 if last else 0 :] for a in stage.values()
+        ):
             a.update(batch if a.group is None else batch.restrict(a.group))
 
-    # ------------------------------------------------------------------------------------------------ batches of steps
+    # ----------------------------------------------------------------------------- batches of steps
     def see(self, show: Show, processes: Alone | None, totals: Totals | None = None) -> Totals:
         """Add a first batch, and once more to layers that take their bases from it, as EKFAC does.
 
         Args:
-            processes: Those whose batches determine these bases. Collective. None: this one must not make any.
+            processes: Those whose batches determine these bases. Collective. None: this one must
+                not make any.
             totals: Of the batch, if it was added already.
 
         Raises:
@@ -115,25 +130,38 @@ class Sums:
         while waiting := self.waiting:
             whole = self if processes is None else self.over(processes)
             late = [layer for layer in whole.called if layer in waiting]
-            if not late or not float(whole.totals[late[0]].loss_count) > 0:  # without a term there are no gradients
+            if (
+                not late or not float(whole.totals[late[0]].loss_count) > 0
+            ):  # without a term there are no gradients
                 break
             if processes is None:
                 raise UnsupportedError(
-                    f"{late[0].title} was called by no process in the first update with terms, and is called now. "
-                    "EKFAC's eigenvectors have to be the same in all processes, and these agree on them in that update "
-                    "only. Use KFAC for this layer, or begin with batches that call it."
+                    f"{late[0].title} was called by no process in the first update with terms, and "
+                    "is called now. EKFAC's eigenvectors have to be the same in all processes, and "
+                    "these agree on them in that update only. Use KFAC for this layer, or begin "
+                    "with batches that call it."
                 )
-            decompose_together([a for layer in late for a in whole._of(layer, -1).values()], processes)
+            decompose_together(
+                [a for layer in late for a in whole._of(layer, -1).values()], processes
+            )
             with plain_mode(self.device):
                 for layer in late:  # the stage that follows from the sums of the last one
                     self.stages[layer].append(whole._following(layer))
-            show(lambda batch, late=late: self.consume(batch, last=True) if batch.layer in late else None)
+            show(
+                lambda batch, late=late: (
+                    self.consume(batch, last=True) if batch.layer in late else None
+                )
+            )
         return totals
 
     @property
     def waiting(self) -> set[Layer]:
         """The layers that need one more stage."""
-        several = {layer for layer, own in self.stages.items() if any(a.sweeps > 1 for a in own[-1].values())}
+        several = {
+            layer
+            for layer, own in self.stages.items()
+            if any(a.sweeps > 1 for a in own[-1].values())
+        }
         return several - self.withdrawn
 
     def _following(self, layer: Layer, number: int = 0) -> Stage:
@@ -152,7 +180,8 @@ class Sums:
         return found
 
     def add(self, batch: Sums, totals: Totals, decay: float) -> None:
-        """Add the sums of one batch, which are taken over: to the open step with `decay=1`, else to a new one.
+        """Add the sums of one batch, which are taken over: to the open step with `decay=1`, else to
+        a new one.
 
         Raises:
             ValueError: If several losses had other weights before; nothing has changed then.
@@ -161,7 +190,9 @@ class Sums:
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
         if decay != 1:
-            if self.open and not self.entered and not self.step.examples:  # one of several processes, without examples
+            if (
+                self.open and not self.entered and not self.step.examples
+            ):  # one of several processes, without examples
                 self.enter(range(len(self.layers)))  # others call what they did
             self.step, self.decay, self.entered = Totals(), decay, set()
         self.open = True
@@ -172,20 +203,28 @@ class Sums:
             self._take(batch)
 
     def enter(self, called: Iterable[int]) -> None:
-        """The open step calls layers, by their indices: what was before is decayed, and all of the step counts."""
+        """The open step calls layers, by their indices: what was before is decayed, and all of the
+        step counts.
+        """
         late = [self.layers[k] for k in set(called) - self.entered]
         self.entered |= set(called)
         self._join(late, self.step, self.decay, 1.0)
         if self.decay != 1:
-            accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
+            accumulators = [
+                a for layer in late for stage in self.stages[layer] for a in stage.values()
+            ]
             if tensors := [total for a in accumulators for total in a.raw.values()]:
                 with plain_mode(self.device):
                     torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
             for a in accumulators:
                 a.counts = {name: count * self.decay for name, count in a.counts.items()}
 
-    def _join(self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0) -> None:
-        """Add to the totals of layers, which are one object for those that steps have called together."""
+    def _join(
+        self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0
+    ) -> None:
+        """Add to the totals of layers, which are one object for those that steps have called
+        together.
+        """
         joined: dict[int, Totals] = {}
         for layer in layers:
             own = self.totals[layer]
@@ -194,7 +233,9 @@ class Sums:
             self.totals[layer] = joined[id(own)]
 
     def _take(self, other: Sums) -> None:
-        """Add other sums, whose tensors are these afterwards where there were none; not their totals."""
+        """Add other sums, whose tensors are these afterwards where there were none; not their
+        totals.
+        """
         totals: list[Tensor] = []
         values: list[Tensor] = []
         for mine, stages in zip(self.stages.values(), other.stages.values(), strict=True):
@@ -215,7 +256,8 @@ class Sums:
             torch._foreach_add_(totals, values)  # pyright: ignore[reportPrivateImportUsage]
 
     def merged(self, other: Sums) -> Self:
-        """The sums of both; eigenvalues of the other are carried into the bases of these. Neither changes.
+        """The sums of both; eigenvalues of the other are carried into the bases of these. Neither
+        changes.
 
         A layer that one of them calls in the step that it is in was called by both.
 
@@ -233,16 +275,22 @@ class Sums:
             mine._take(theirs)
         return mine
 
-    # -------------------------------------------------------------------------------------------------------- reading
+    # -------------------------------------------------------------------------------------- reading
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, or that are withdrawn, in the order of the plan."""
         totals, withdrawn = self.totals, self.withdrawn
-        return [layer for k, layer in enumerate(self.layers) if k in totals[layer].called or layer in withdrawn]
+        return [
+            layer
+            for k, layer in enumerate(self.layers)
+            if k in totals[layer].called or layer in withdrawn
+        ]
 
     @property
     def begins(self) -> bool:
-        """Whether a batch of now makes the bases that an approximation needs before it can be summed."""
+        """Whether a batch of now makes the bases that an approximation needs before it can be
+        summed.
+        """
         return all(len(own) == 1 for own in self.stages.values()) and bool(self.waiting)
 
     def blocks(self) -> dict[str, LinearOperator]:
@@ -257,7 +305,9 @@ class Sums:
                 if isinstance(result, Accumulator):
                     if not (result.changes_basis and accumulator.sweeps > 1):
                         raise accumulator.streaming_error()
-                    result = result.finish()  # no term has counted yet, and with "sum" that is a matrix, too
+                    result = (
+                        result.finish()
+                    )  # no term has counted yet, and with "sum" that is a matrix, too
                 assert not isinstance(result, Accumulator)
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
         return blocks
@@ -270,15 +320,16 @@ class Sums:
         """
         sums = [(a, name, total) for a in self._accumulators() for name, total in a.raw.items()]
         norms = torch._foreach_norm([t for *_, t in sums]) if sums else []  # pyright: ignore[reportPrivateImportUsage]
-        # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
+        # If the sum of squares is finite, so are all entries; else look at them, since it may have
+        # overflown by itself.
         if not sums or isfinite(torch.stack(norms).square().sum()):
             return
         for a, name, total in sums:
             if not bool(total.isfinite().all()):
                 raise NumericsError(
-                    f"{a.layer.title}: the statistic {name!r} of this batch has NaN or infinite entries. The batch was "
-                    "not added, the estimator is as before it. Look for NaN in the batch, for an overflow, or for "
-                    "parameters that diverged."
+                    f"{a.layer.title}: the statistic {name!r} of this batch has NaN or infinite "
+                    "entries. The batch was not added, the estimator is as before it. Look for NaN "
+                    "in the batch, for an overflow, or for parameters that diverged."
                 )
 
     def over(self, processes: Alone) -> Self:
@@ -296,13 +347,16 @@ class Sums:
         return whole
 
     def renewed(self, processes: Alone) -> tuple[Self, Self]:
-        """These sums, and those over all processes, with eigenvalues in the bases that follow from the factors of now.
+        """These sums, and those over all processes, with eigenvalues in the bases that follow from
+        the factors of now.
 
         Collective.
         """
         whole = self.over(processes)
         several = [layer for layer, stages in whole.stages.items() if len(stages) > 1]
-        decompose_together([a for layer in several for a in whole._of(layer, 0).values()], processes)
+        decompose_together(
+            [a for layer in several for a in whole._of(layer, 0).values()], processes
+        )
 
         def changed(layer: Layer) -> list[Stage]:
             first, *others = whole.stages[layer]
@@ -314,10 +368,14 @@ class Sums:
         return (new if whole is self else self._in_bases_of(new)), new
 
     def _in_bases_of(self, other: Sums) -> Self:
-        """The same sums, with eigenvalues in the bases of others of the same plan, where these have some."""
+        """The same sums, with eigenvalues in the bases of others of the same plan, where these have
+        some.
+        """
         new = copy.copy(self)
         new.stages = {}
-        for (layer, (first, *stages)), (_, *theirs) in zip(self.stages.items(), other.stages.values(), strict=True):
+        for (layer, (first, *stages)), (_, *theirs) in zip(
+            self.stages.items(), other.stages.values(), strict=True
+        ):
             carried = map(_in_basis, theirs, [*stages, *[None] * len(theirs)])
             new.stages[layer] = [first, *carried, *stages[len(theirs) :]]
         return new
@@ -331,13 +389,18 @@ class Sums:
     def _accumulators(self) -> Iterator[Accumulator]:
         return (a for stages in self.stages.values() for stage in stages for a in stage.values())
 
-    # --------------------------------------------------------------------------------------------------------- saving
+    # --------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
-        """All sums and totals, in tensors and plain Python: position of the layer, number of the stage, block name."""
+        """All sums and totals, in tensors and plain Python: position of the layer, number of the
+        stage, block name.
+        """
         layers = {
             f"{self.layers.index(layer)}": {
                 "totals": _plain(self.totals[layer]),
-                "stages": [{name: a.state_dict() for name, a in stage.items()} for stage in self.stages[layer]],
+                "stages": [
+                    {name: a.state_dict() for name, a in stage.items()}
+                    for stage in self.stages[layer]
+                ],
             }
             for layer in self.called
         }
@@ -355,12 +418,20 @@ class Sums:
                     self.stages[layer].append(self._following(layer))
                 for name, accumulator in self.stages[layer][number].items():
                     accumulator.load_state_dict(stage[name])
-        self.step, self.decay, self.entered = _totals(state["step"]), state["decay"], set(state["entered"])
-        self.withdrawn = {self.layers[k] for k in state.get("withdrawn", ())}  # earlier versions withdrew none
+        self.step, self.decay, self.entered = (
+            _totals(state["step"]),
+            state["decay"],
+            set(state["entered"]),
+        )
+        self.withdrawn = {
+            self.layers[k] for k in state.get("withdrawn", ())
+        }  # earlier versions withdrew none
 
 
 def _in_basis(stage: Stage, before: Stage | None) -> Stage:
-    """An empty stage like this one with the sums of another one of the same number, expressed in its basis."""
+    """An empty stage like this one with the sums of another one of the same number, expressed in
+    its basis.
+    """
     found = {name: accumulator.empty() for name, accumulator in stage.items()}
     for name, accumulator in found.items():
         if before is not None and before[name].sums:
@@ -375,7 +446,9 @@ def _identity(layer: Layer, group: Group) -> LinearOperator:
 
 
 def _joined(one: Totals, other: Totals, decay: float = 1.0, steps: float = 0.0) -> Totals:
-    """The totals of both, of which the first ones are decayed, and belong to that many steps more."""
+    """The totals of both, of which the first ones are decayed, and belong to that many steps
+    more.
+    """
     new = replace(one, called=set(one.called), reached=set(one.reached))
     new.decay(decay)
     new.steps += steps

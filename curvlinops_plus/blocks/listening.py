@@ -18,7 +18,8 @@ from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passe
 from curvlinops_plus.risk.record import Consumer, OutsideReads
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-# Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
+# Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
+# as it is called.
 Show = Callable[[Draws, Consumer], Totals]
 
 
@@ -37,22 +38,28 @@ class PassStart:
     def now(cls, model: nn.Module) -> PassStart:
         """The state of now."""
         buffers = [
-            (m, name, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+            (m, name, b.detach().clone())
+            for m in model.modules()
+            for name, b in m._buffers.items()
+            if b is not None
         ]
         return cls(RandomState.now(), buffers)
 
     def restore(self) -> None:
-        """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""
+        """Begin with the same; inside `preserve_state`, which brings the model's own buffers
+        back.
+        """
         self.random.restore()
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
 
 
 class Hearing:
-    """One call of the model by the user: `begin`, the call, `end`, then `add` with its targets, or `close`.
+    """One call of the model by the user: `begin`, the call, `end`, then `add` with its targets, or
+    `close`.
 
-    The user's pass goes on as it would without that. Where it can't be recorded as it is, the batch is added by a pass
-    of our own.
+    The user's pass goes on as it would without that. Where it can't be recorded as it is, the batch
+    is added by a pass of our own.
 
     Args:
         batch: The batch; targets may come later.
@@ -68,16 +75,26 @@ class Hearing:
         sums: Callable[[Show, float | None], None],
         own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
     ) -> None:
-        self.batch, self._passes, self._sums, self._own_pass, self._output = batch, passes, sums, own_pass, None
+        self.batch, self._passes, self._sums, self._own_pass, self._output = (
+            batch,
+            passes,
+            sums,
+            own_pass,
+            None,
+        )
         self._contexts, self._phase = ExitStack(), ExitStack()
         if passes is not None:
             self._contexts.enter_context(passes.hooked())
-            self._contexts.enter_context(self._phase)  # the call, then the time until vectors are sent
+            self._contexts.enter_context(
+                self._phase
+            )  # the call, then the time until vectors are sent
 
     def begin(self) -> None:
         """The model is about to be called."""
         if self._passes is not None:
-            self._phase.enter_context(_eagerly())  # hooks of a compiled model that ran before never fire
+            self._phase.enter_context(
+                _eagerly()
+            )  # hooks of a compiled model that ran before never fire
             self._phase.enter_context(self._passes.recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
@@ -116,13 +133,15 @@ class Hearing:
         trained = passes.vectors.backward and any(p.requires_grad for p in risk.params.values())
         if trained and not any(f.requires_grad for f in outputs[0]):
             raise recorder.doubt or ValueError(
-                "The output of the model has no graph, so nothing can be backpropagated from it. Is there a "
-                "`.detach()` in the model?"
+                "The output of the model has no graph, so nothing can be backpropagated from it. "
+                "Is there a `.detach()` in the model?"
             )
         if recorder.doubt is not None:
             return False
 
-        kept = [(f, f.grad) for f in outputs[0] if f.retains_grad]  # by the user, for gradients that are the user's
+        kept = [
+            (f, f.grad) for f in outputs[0] if f.retains_grad
+        ]  # by the user, for gradients that are the user's
         try:
             with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
                 self._sums(partial(passes.send_back, batch, outputs, keep_graph=True), decay)
@@ -130,7 +149,8 @@ class Hearing:
             if "backward through the graph a second time" not in str(error):
                 raise
             raise ValueError(
-                "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+                "The graph of the model's output is gone. Call `loss.backward()` after the block, "
+                "not inside."
             ) from error
         finally:
             for f, grad in kept:
@@ -140,7 +160,9 @@ class Hearing:
 
 @contextmanager
 def _eagerly() -> Iterator[None]:
-    """`eager`, left when this is dropped, too, as a generator is: a model that raises never returns."""
+    """`eager`, left when this is dropped, too, as a generator is: a model that raises never
+    returns.
+    """
     with eager:
         yield
 
@@ -170,6 +192,6 @@ def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
         yield
     if calls != 1:
         raise ValueError(
-            f"The model was called {calls} times inside `listen`, expected once, on the batch that `listen` was "
-            "given. Call it once there; evaluate outside."
+            f"The model was called {calls} times inside `listen`, expected once, on the batch that "
+            "`listen` was given. Call it once there; evaluate outside."
         )

@@ -1,9 +1,11 @@
-"""Blocks made of per-example gradients: the exact diagonal, the whole block, and Kronecker products near to it.
+"""Blocks made of per-example gradients: the exact diagonal, the whole block, and Kronecker products
+near to it.
 
-With `J [o, i]` the gradient of one example for one vector backpropagated, as a matrix, the exact block of an affine
-layer is `F = c Σ vec(J) vec(J)ᵀ`. The Kronecker products that keep its trace (`TNT`) or are nearest to it are made of
-its two contractions, `c Σ J A Jᵀ` and `c Σ Jᵀ G J`; `[*b]` stands for the matrices of a layer that has several (groups
-of a convolution). A multiple of the identity needs no gradients.
+With `J [o, i]` the gradient of one example for one vector backpropagated, as a matrix, the exact
+block of an affine layer is `F = c Σ vec(J) vec(J)ᵀ`. The Kronecker products that keep its trace
+(`TNT`) or are nearest to it are made of its two contractions, `c Σ J A Jᵀ` and `c Σ Jᵀ G J`; `[*b]`
+stands for the matrices of a layer that has several (groups of a convolution). A multiple of the
+identity needs no gradients.
 """
 
 from __future__ import annotations
@@ -15,9 +17,23 @@ from math import isfinite, prod
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs, Parts, is_one_product, products
+from curvlinops_plus.blocks.accumulator import (
+    Accumulator,
+    LossScale,
+    Needs,
+    Parts,
+    is_one_product,
+    products,
+)
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    Structure,
+)
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
@@ -29,7 +45,8 @@ def _numbers(accumulator: Accumulator) -> int:
 
 
 class DiagonalBlock(Accumulator):
-    """The exact diagonal of a layer's block: `c Σ_v Σ_n J²`, entry by entry. Arguments as for `Accumulator`.
+    """The exact diagonal of a layer's block: `c Σ_v Σ_n J²`, entry by entry. Arguments as for
+    `Accumulator`.
 
     Cost: one sweep; per-example gradients in pieces of a few megabytes.
 
@@ -83,7 +100,9 @@ class FullBlock(Accumulator):
 
     needs_gradients = True
 
-    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
+    def __init__(
+        self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30
+    ) -> None:
         super().__init__(layer, group, scale)
         dim = _numbers(self)
         size = dim * dim * layer.accumulation_dtype.itemsize
@@ -109,12 +128,14 @@ class FullBlock(Accumulator):
 
 
 class ScaledIdentity(Accumulator):
-    """The identity times a number, whatever the data: a layer with this block is not preconditioned.
+    """The identity times a number, whatever the data: a layer with this block is not
+    preconditioned.
 
     Arguments as for `Accumulator`, and:
 
     Args:
-        scale: The number, 1 by default. (The factor of the loss, which other blocks carry, does not enter.)
+        scale: The number, 1 by default. (The factor of the loss, which other blocks carry, does not
+            enter.)
 
     Raises:
         ValueError: If `scale` is negative or not finite.
@@ -151,17 +172,20 @@ class ScaledIdentity(Accumulator):
     def finish(self) -> LinearOperator:
         assert self.group is not None
         size = (self.group.layout.dim,)
-        return self.number * IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype)
+        return self.number * IdentityLinearOperator(
+            [size], self.layer.device, self.layer.accumulation_dtype
+        )
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         return [(block.diagonal(), J.new_full((block.shape[0],), self.number))]
 
 
-# --------------------------------------------------------------------------------------------------- Kronecker products
+# ------------------------------------------------------------------------------- Kronecker products
 
 
 class KroneckerBlock(Accumulator):
-    """A base for approximations with one Kronecker product per block. Arguments as for `Accumulator`, and:
+    """A base for approximations with one Kronecker product per block. Arguments as for
+    `Accumulator`, and:
 
     Args:
         max_factor_bytes: The largest factor that is built.
@@ -169,14 +193,16 @@ class KroneckerBlock(Accumulator):
     Raises:
         UnsupportedError: If a factor would be larger.
 
-    A separate bias block is one matrix, which is kept exactly: `c Σ ĝ ĝᵀ` of the gradients summed over positions.
-    Subclasses define the block of the weight.
+    A separate bias block is one matrix, which is kept exactly: `c Σ ĝ ĝᵀ` of the gradients summed
+    over positions. Subclasses define the block of the weight.
     """
 
     affine = True
     needs_gradients = True
 
-    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_factor_bytes: int) -> None:
+    def __init__(
+        self, layer: Layer, group: Group | None, scale: LossScale, max_factor_bytes: int
+    ) -> None:
         super().__init__(layer, group, scale)
         assert group is not None
         *batch, o, i = self.shape = group.layout.matrix_shape
@@ -186,9 +212,9 @@ class KroneckerBlock(Accumulator):
         for name, size in self.factor_bytes.items():
             if size > max_factor_bytes:
                 raise UnsupportedError(
-                    f"{layer.title}: its factor {name} takes {size / 2**30:.1f} GiB, above the limit of "
-                    f"{max_factor_bytes} bytes. Use KFAC, EKFAC or DiagonalBlock for this layer, which take diagonals, "
-                    f"or give {type(self).__name__} a larger limit."
+                    f"{layer.title}: its factor {name} takes {size / 2**30:.1f} GiB, above the "
+                    f"limit of {max_factor_bytes} bytes. Use KFAC, EKFAC or DiagonalBlock for this "
+                    f"layer, which take diagonals, or give {type(self).__name__} a larger limit."
                 )
 
     def update(self, batch: LayerBatch) -> None:
@@ -225,16 +251,19 @@ class KroneckerBlock(Accumulator):
 class TNT(KroneckerBlock):
     """The trace-normalised Kronecker block `G ⊗ A / tr(F)` with `G = c Σ J Jᵀ` and `A = c Σ Jᵀ J`.
 
-    Its trace is the exact block's, since `tr G = tr A = tr F`. Without weight sharing `A` is the mean of
-    `‖g‖² a aᵀ`: each input is weighted by its squared gradient norm. Arguments as for `Accumulator`, and:
+    Its trace is the exact block's, since `tr G = tr A = tr F`. Without weight sharing `A` is the
+    mean of `‖g‖² a aᵀ`: each input is weighted by its squared gradient norm. Arguments as for
+    `Accumulator`, and:
 
     Args:
         max_bytes: The largest factor that is built, 2 GiB by default.
 
     Raises:
-        UnsupportedError: If a factor would be larger than `max_bytes`, or nothing is backpropagated.
+        UnsupportedError: If a factor would be larger than `max_bytes`, or nothing is
+            backpropagated.
 
-    Cost: one sweep; for layers with many positions per-example gradients in pieces of a few megabytes.
+    Cost: one sweep; for layers with many positions per-example gradients in pieces of a few
+    megabytes.
 
     Source: Ren and Goldfarb 2021, "Tensor Normal Training for Deep Learning Models".
 
@@ -248,7 +277,9 @@ class TNT(KroneckerBlock):
         True
     """
 
-    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
+    def __init__(
+        self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30
+    ) -> None:
         super().__init__(layer, group, scale, max_bytes)
 
     def add_weight(self, batch: LayerBatch) -> None:
@@ -264,35 +295,45 @@ class TNT(KroneckerBlock):
         if not isinstance(block, Kronecker):
             return [(block.trace, J.square().sum())]
         G, A, matrices = block.G, block.A, J.flatten(0, 1)
-        of_G, of_A = A.traces()[..., None, None] * G.matrices(), G.traces()[..., None, None] * A.matrices()
-        return [(of_G, (matrices @ matrices.mT).sum(0)), (of_A, (matrices.mT @ matrices).sum(0))]  # partial traces
+        of_G, of_A = (
+            A.traces()[..., None, None] * G.matrices(),
+            G.traces()[..., None, None] * A.matrices(),
+        )
+        return [
+            (of_G, (matrices @ matrices.mT).sum(0)),
+            (of_A, (matrices.mT @ matrices).sum(0)),
+        ]  # partial traces
 
 
 class NearestKronecker(KroneckerBlock):
-    """The Kronecker product `G ⊗ A` nearest to a layer's exact block: no KFAC is nearer. Also known as KFOC.
+    """The Kronecker product `G ⊗ A` nearest to a layer's exact block: no KFAC is nearer. Also known
+    as KFOC.
 
-    Rearranged, with pairs of rows against pairs of columns, a Kronecker product has rank one, and the best one is the
-    leading singular pair of that matrix `R(F)`, whose products are the two contractions. Blocks up to `max_bytes` are
-    formed and decomposed. For larger ones the data is read again: the first sweep computes KFAC's `A`, and each one
-    after it the best factor for the other one given, `G`, `A`, `G`, …. Both factors are symmetric and positive
-    semi-definite, with equal mean eigenvalues. Arguments as for `Accumulator`, and:
+    Rearranged, with pairs of rows against pairs of columns, a Kronecker product has rank one, and
+    the best one is the leading singular pair of that matrix `R(F)`, whose products are the two
+    contractions. Blocks up to `max_bytes` are formed and decomposed. For larger ones the data is
+    read again: the first sweep computes KFAC's `A`, and each one after it the best factor for the
+    other one given, `G`, `A`, `G`, …. Both factors are symmetric and positive semi-definite, with
+    equal mean eigenvalues. Arguments as for `Accumulator`, and:
 
     Args:
-        power_iterations: Sweeps after KFAC's for blocks that are not formed. The distance to `F` never grows; what it
-            has above the least shrinks by `(σ₂/σ₁)²` per sweep, with `σ` the singular values of `R(F)`. With one it is
-            at most KFAC's already.
-        max_bytes: The largest block that is formed, 64 MiB by default; 0 for none. The decomposition takes seconds at
-            that size.
+        power_iterations: Sweeps after KFAC's for blocks that are not formed. The distance to `F`
+            never grows; what it has above the least shrinks by `(σ₂/σ₁)²` per sweep, with `σ` the
+            singular values of `R(F)`. With one it is at most KFAC's already.
+        max_bytes: The largest block that is formed, 64 MiB by default; 0 for none. The
+            decomposition takes seconds at that size.
         max_factor_bytes: The largest factor that is built, 2 GiB by default.
 
     Raises:
         ValueError: If `power_iterations` is less than one.
-        UnsupportedError: If a factor would be larger than `max_factor_bytes`, or nothing is backpropagated.
+        UnsupportedError: If a factor would be larger than `max_factor_bytes`, or nothing is
+            backpropagated.
 
-    Cost: one sweep and `o² i²` numbers, or `1 + power_iterations` sweeps and no more memory than KFAC.
+    Cost: one sweep and `o² i²` numbers, or `1 + power_iterations` sweeps and no more memory than
+    KFAC.
 
-    Sources: Van Loan and Pitsianis 1993, "Approximation with Kronecker products"; Schnaus et al. 2021, "Kronecker-
-    factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
+    Sources: Van Loan and Pitsianis 1993, "Approximation with Kronecker products"; Schnaus et al.
+    2021, "Kronecker- factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
 
     Example:
         >>> import torch
@@ -319,7 +360,9 @@ class NearestKronecker(KroneckerBlock):
     ) -> None:
         super().__init__(layer, group, scale, max_factor_bytes)
         if power_iterations < 1:
-            raise ValueError(f"power_iterations={power_iterations}: expected at least 1. Without any it is KFAC.")
+            raise ValueError(
+                f"power_iterations={power_iterations}: expected at least 1. Without any it is KFAC."
+            )
         self.power_iterations = power_iterations
         *batch, o, i = self.shape
         self.block_bytes = prod(batch) * (o * i) ** 2 * layer.accumulation_dtype.itemsize
@@ -330,7 +373,9 @@ class NearestKronecker(KroneckerBlock):
     def needs(self) -> Needs:
         factors = super().needs().kept
         # The block in two forms and its decomposition, or KFAC's factors and those of a sweep.
-        return Needs(3 * self.block_bytes * (self.formed and self.has_weight) + 2 * factors, factors)
+        return Needs(
+            3 * self.block_bytes * (self.formed and self.has_weight) + 2 * factors, factors
+        )
 
     def add_weight(self, batch: LayerBatch) -> None:
         if self.formed:
@@ -342,14 +387,17 @@ class NearestKronecker(KroneckerBlock):
 
     def finish_weight(self) -> LinearOperator | Accumulator:
         if self.formed:
-            F = self.value("F").unflatten(-1, self.shape[-2:]).unflatten(-3, self.shape[-2:])  # [*b, o, i, p, j]
+            F = (
+                self.value("F").unflatten(-1, self.shape[-2:]).unflatten(-3, self.shape[-2:])
+            )  # [*b, o, i, p, j]
             return kronecker(*nearest_to_matrix(F.transpose(-3, -2)))
         A = self.value("A")
         A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
         return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
 
     def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
-        # No multiple of it is nearer: it is at a right angle to what is missing. So after any number of sweeps.
+        # No multiple of it is nearer: it is at a right angle to what is missing. So after any
+        # number of sweeps.
         columns = J.flatten(2).flatten(0, 1).T
         return [(block.frobenius_norm.square(), (columns * (block @ columns)).sum())]
 
@@ -357,7 +405,8 @@ class NearestKronecker(KroneckerBlock):
 class PowerStep(Accumulator):
     """One of `NearestKronecker`'s sweeps: the best factor for the other one given.
 
-    `argmin_G |F - G ⊗ A| = c Σ J A Jᵀ / |A|²`, and likewise for `A`: half a step of the power iteration on `R(F)`.
+    `argmin_G |F - G ⊗ A| = c Σ J A Jᵀ / |A|²`, and likewise for `A`: half a step of the power
+    iteration on `R(F)`.
 
     Args:
         given: That factor.
@@ -369,7 +418,13 @@ class PowerStep(Accumulator):
     constants = ("given",)
 
     def __init__(
-        self, layer: Layer, group: Group | None, scale: LossScale, given: Tensor, side: str, left: int
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: LossScale,
+        given: Tensor,
+        side: str,
+        left: int,
     ) -> None:
         super().__init__(layer, group, scale)
         self.given, self.side, self.sweeps = given, side, left
@@ -383,7 +438,14 @@ class PowerStep(Accumulator):
         if self.sweeps == 1:
             return kronecker(*((found, self.given) if self.side == "A" else (self.given, found)))
         found, _ = balanced(found, self.given)
-        return PowerStep(self.layer, self.group, self.scale, found, "G" if self.side == "A" else "A", self.sweeps - 1)
+        return PowerStep(
+            self.layer,
+            self.group,
+            self.scale,
+            found,
+            "G" if self.side == "A" else "A",
+            self.sweeps - 1,
+        )
 
 
 def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i]
@@ -398,17 +460,21 @@ def contraction(batch: LayerBatch, name: str, other: Tensor | None = None) -> Te
     Args:
         other: The symmetric matrix between them; default: the identity.
 
-    Cost: without weight sharing that of two Gram matrices, otherwise `o i (o + i)` operations per example and vector,
-    or those of the rows where these are fewer.
+    Cost: without weight sharing that of two Gram matrices, otherwise `o i (o + i)` operations per
+    example and vector, or those of the rows where these are fewer.
     """
     if _by_rows(batch):
         a, g = batch.inputs, batch.grads  # [N, S, *b, i], [V, N, S, *b, o]
         assert isinstance(a, Tensor)
         rows, x = (g, a[None]) if name == "G" else (a[None], g)
         y = x if other is None else torch.einsum("vns...i,...ij->vns...j", x, other)
-        between = torch.einsum("vns...i,vnt...i->vn...st", y, x).sum(0)  # positions that share the weight
+        between = torch.einsum("vns...i,vnt...i->vn...st", y, x).sum(
+            0
+        )  # positions that share the weight
         # It belongs to a vector if g is inside.
-        total = torch.einsum("vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, rows), rows)
+        total = torch.einsum(
+            "vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, rows), rows
+        )
         return (total + total.mT) / 2
     total = None
     for piece in batch.pieces():
@@ -424,5 +490,8 @@ def _by_rows(batch: LayerBatch) -> bool:
     """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
     if len(batch.layer.roles) > 1 or batch.layer.sparse:
         return False
-    S, (o, i) = batch.grads.shape[2], (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:]
+    S, (o, i) = (
+        batch.grads.shape[2],
+        (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:],
+    )
     return S * (o + i) <= max(o * i, o + i)

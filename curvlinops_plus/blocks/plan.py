@@ -1,4 +1,6 @@
-"""Which approximation each layer gets, what it takes, and which process keeps it: before anything is computed."""
+"""Which approximation each layer gets, what it takes, and which process keeps it: before anything
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,12 @@ class LayerPlan:
 def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[LayerPlan]:
     """Decide for every layer: exact name, then glob, then type, then the default.
 
-    Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker approximation was
-    meant; `warn_of_replaced` says so, and `plan_table` gives the reasons.
+    Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker
+    approximation was meant; `warn_of_replaced` says so, and `plan_table` gives the reasons.
 
     Args:
-        approximation: An approximation, or a mapping from layer names, globs or module types to one.
+        approximation: An approximation, or a mapping from layer names, globs or module types to
+            one.
         default: For layers that the mapping does not name.
 
     Raises:
@@ -58,14 +61,18 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
             if keys and keys[0] in [use.name for use in layer.uses]:
                 why = _why_not_affine(layer)
                 advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
-                raise UnsupportedError(f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
+                raise UnsupportedError(
+                    f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}"
+                )
             chosen = INSTEAD
         plan.append(LayerPlan(layer, chosen))
     for key in rules:
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
-                f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}. A key is a name, a glob or the class of a module."
+                f"No layer matches {key!r}. Layers with parameters here: "
+                f"{[layer.name for layer in layers]}, of types "
+                f"{sorted({_type_name(layer) for layer in layers})}. A key is a name, a glob or "
+                "the class of a module."
             )
     return plan
 
@@ -75,8 +82,9 @@ def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
     if refused := [entry for entry in plan if entry.approximation.kind.needs_gradients]:
         kinds = ", ".join(f"{_type_name(entry.layer)}: ScaledIdentity" for entry in refused)
         raise UnsupportedError(
-            f"{refused[0].layer.title}: {refused[0].approximation!r} is made of gradients, and ForwardOnly() sends "
-            f"nothing back. Use Exact(), MonteCarlo() or Empirical(), or curvature(risk, {{{kinds}}}, ...)."
+            f"{refused[0].layer.title}: {refused[0].approximation!r} is made of gradients, and "
+            "ForwardOnly() sends nothing back. Use Exact(), MonteCarlo() or Empirical(), or "
+            f"curvature(risk, {{{kinds}}}, ...)."
         )
 
 
@@ -84,9 +92,10 @@ def warn_of_replaced(replaced: Sequence[Layer], number: int) -> None:
     """Warn of layers without Kronecker factors, among this number."""
     first = replaced[0]
     warn(
-        f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-        f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
-        f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+        f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of "
+        f"Kronecker factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} "
+        f"({_type_name(first)}: {_why_not_affine(first)}). Print the operator for a table with "
+        "the reasons.",
         CurvatureWarning,
         stacklevel=level_of_user(),
     )
@@ -97,11 +106,17 @@ INSTEAD = Approximation(DiagonalBlock)
 
 
 def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:
-    """The keys that match a layer: names first, then globs, then types, the nearest ancestor first."""
+    """The keys that match a layer: names first, then globs, then types, the nearest ancestor
+    first.
+    """
     names = [use.name for use in layer.uses]
     ancestors = [type(use.owner).__mro__ for use in layer.uses]
     exact = [key for key in keys if key in names]
-    globs = [key for key in keys if isinstance(key, str) and any(fnmatchcase(name, key) for name in names)]
+    globs = [
+        key
+        for key in keys
+        if isinstance(key, str) and any(fnmatchcase(name, key) for name in names)
+    ]
     types = [key for key in keys if isinstance(key, type) and any(key in mro for mro in ancestors)]
     types.sort(key=lambda key: min(mro.index(key) for mro in ancestors if key in mro))
     return [*exact, *globs, *types]
@@ -115,20 +130,35 @@ def _why_not_affine(layer: Layer) -> str:
     if layer.tied:
         names = [use.name for use in layer.uses]
         biases = {use.keys.get("bias") for use in layer.uses}
-        what = "as different matrices" if len(biases) == 1 else "with different biases, or as different matrices"
+        what = (
+            "as different matrices"
+            if len(biases) == 1
+            else "with different biases, or as different matrices"
+        )
         return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
         return (
-            f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, see "
-            "rows in an order of their own, or have a rule that autograd contradicts"
+            f"{list(use.keys.values())} are read by functions without a rule, make a table for all "
+            "examples, see rows in an order of their own, or have a rule that autograd contradicts"
         )
-    return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
+    return (
+        why_generic(use.owner)
+        or f"its rule {type(use.rule).__name__} is not that of an affine layer"
+    )
 
 
 def plan_table(plan: list[LayerPlan]) -> str:
     """One line per layer: modules, rules, parameters, approximation, sizes of the blocks."""
-    heads = ("layer", "module", "rule", "parameters", "approximation", "blocks", "why no Kronecker factors")
+    heads = (
+        "layer",
+        "module",
+        "rule",
+        "parameters",
+        "approximation",
+        "blocks",
+        "why no Kronecker factors",
+    )
     rows = []
     for entry in plan:
         layer = entry.layer
@@ -137,7 +167,9 @@ def plan_table(plan: list[LayerPlan]) -> str:
         rules = "+".join(type(use.rule).__name__ for use in layer.uses)
         name, params = layer.name or "(model)", ", ".join(layer.params)
         remark = entry.approximation.kind.remark(layer, **entry.approximation.options)
-        approximation = f"{entry.approximation!r}, {remark}" if remark else repr(entry.approximation)
+        approximation = (
+            f"{entry.approximation!r}, {remark}" if remark else repr(entry.approximation)
+        )
         why = _why_not_affine(layer) if entry.approximation is INSTEAD else ""
         rows.append((name, modules, rules, params, approximation, sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
@@ -147,10 +179,13 @@ def plan_table(plan: list[LayerPlan]) -> str:
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table, with columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 @dataclass(frozen=True)
 class Memory:
     """Bytes that the blocks of an operator take, layer by layer. Printed, it is a table.
@@ -180,7 +215,10 @@ class Memory:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "computing", "kept")]
-        rows += [(name or "(model)", gib(own.computing), gib(own.kept)) for name, own in self.layers.items()]
+        rows += [
+            (name or "(model)", gib(own.computing), gib(own.kept))
+            for name, own in self.layers.items()
+        ]
         return "\n".join(table([*rows, ("all, GiB", gib(self.computing), gib(self.kept))]))
 
 
@@ -196,10 +234,13 @@ def memory_of(plan: Sequence[LayerPlan]) -> Memory:
         known = [needs for needs in own if needs is not None]
         if len(known) < len(own):
             raise UnsupportedError(
-                f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it takes. Define its "
-                "method `needs()`, which returns Needs(computing, kept) in bytes, or leave out `max_bytes`."
+                f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it "
+                "takes. Define its method `needs()`, which returns Needs(computing, kept) in "
+                "bytes, or leave out `max_bytes`."
             )
-        layers[entry.layer.name] = Needs(sum(needs.computing for needs in known), sum(needs.kept for needs in known))
+        layers[entry.layer.name] = Needs(
+            sum(needs.computing for needs in known), sum(needs.kept for needs in known)
+        )
     return Memory(layers)
 
 
@@ -213,7 +254,9 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[
         UnsupportedError: If a layer alone needs more; names it.
     """
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ValueError(f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit.")
+        raise ValueError(
+            f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit."
+        )
     groups: list[list[LayerPlan]] = []
     left: list[int] = []
     needs = memory_of(plan).layers
@@ -221,8 +264,9 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[
         needed = needs[entry.layer.name].computing
         if needed > max_bytes:
             raise UnsupportedError(
-                f"{entry.layer.title}: {entry.approximation!r} needs {gib(needed)} GiB while it is computed, more "
-                f"than max_bytes={max_bytes} ({gib(max_bytes)} GiB). Use KFAC or DiagonalBlock for it."
+                f"{entry.layer.title}: {entry.approximation!r} needs {gib(needed)} GiB while it is "
+                f"computed, more than max_bytes={max_bytes} ({gib(max_bytes)} GiB). Use KFAC or "
+                "DiagonalBlock for it."
             )
         if not groups or needed > left[-1]:
             groups.append([])
@@ -233,14 +277,18 @@ def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[
 
 
 def owners_of(plan: Sequence[LayerPlan], world: int) -> dict[str, int]:
-    """The rank of the process that keeps each accumulator, and its blocks: the largest first, to whoever has least."""
+    """The rank of the process that keeps each accumulator, and its blocks: the largest first, to
+    whoever has least.
+    """
     accumulators = {name: a for entry in plan for name, a in entry.accumulators().items()}
     sizes = [
         sum(group.layout.dim for group in a.groups) if (needs := a.needs()) is None else needs.kept
         for a in accumulators.values()
     ]
     ranks = schedule(sizes, world)
-    of_blocks = {group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups}
+    of_blocks = {
+        group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups
+    }
     return dict(zip(accumulators, ranks, strict=True)) | of_blocks
 
 

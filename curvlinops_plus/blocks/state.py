@@ -1,8 +1,10 @@
-"""States: what operators and estimators are, in tensors and plain Python, and what can be made of it again.
+"""States: what operators and estimators are, in tensors and plain Python, and what can be made of
+it again.
 
-A state is `{"version", "plan", "options", "scale", "fingerprint"}`, and "blocks" of an operator or "sums" of an
-estimator. The plan says what the numbers are of, and is compared with that of whoever loads them; what was found out
-about functions that read parameters belongs to it. Classes are stored as `{"kind": name, "options": {...}}`.
+A state is `{"version", "plan", "options", "scale", "fingerprint"}`, and "blocks" of an operator or
+"sums" of an estimator. The plan says what the numbers are of, and is compared with that of whoever
+loads them; what was found out about functions that read parameters belongs to it. Classes are
+stored as `{"kind": name, "options": {...}}`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,25 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Approximation
 from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.per_example import TNT, DiagonalBlock, FullBlock, NearestKronecker, ScaledIdentity
+from curvlinops_plus.blocks.per_example import (
+    TNT,
+    DiagonalBlock,
+    FullBlock,
+    NearestKronecker,
+    ScaledIdentity,
+)
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
-from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk import (
+    CurvaturePropagation,
+    Empirical,
+    Exact,
+    ForwardOnly,
+    MonteCarlo,
+    Vectors,
+)
 from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, require_module
 
@@ -40,7 +55,7 @@ APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, 
 VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
 
 
-# --------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 def as_data(given: Approximation | Vectors) -> dict[str, Any]:
     """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
 
@@ -53,14 +68,19 @@ def as_data(given: Approximation | Vectors) -> dict[str, Any]:
     if isinstance(given, Approximation):
         kind, options = given.kind, given.options
     elif is_dataclass(given):  # fields that are not shown don't change the numbers
-        kind, options = type(given), {field.name: getattr(given, field.name) for field in fields(given) if field.repr}
+        kind, options = (
+            type(given),
+            {field.name: getattr(given, field.name) for field in fields(given) if field.repr},
+        )
     else:
         kind, options = type(given), vars(given)
     return {"kind": kind.__name__, "options": plain(options)}
 
 
 def plain(option: Any) -> Any:
-    """An option as a tensor or plain Python; `{"repr": text}` for what can be compared and not made again."""
+    """An option as a tensor or plain Python; `{"repr": text}` for what can be compared and not made
+    again.
+    """
     if isinstance(option, Enum):
         return plain(option.value)
     if isinstance(option, Tensor):
@@ -69,13 +89,20 @@ def plain(option: Any) -> Any:
         return {str(key): plain(item) for key, item in option.items()}
     if isinstance(option, (list, tuple)):
         return [plain(item) for item in option]
-    for kind, made in {bool: bool, str: str, Integral: int, Real: float}.items():  # numbers of NumPy, too
+    for kind, made in {
+        bool: bool,
+        str: str,
+        Integral: int,
+        Real: float,
+    }.items():  # numbers of NumPy, too
         if isinstance(option, kind):
             return made(option)
     return {"repr": repr(option)} if option is not None else None
 
 
-def from_data(data: Mapping[str, Any], known: Iterable[type], argument: str) -> tuple[type, dict[str, Any]]:
+def from_data(
+    data: Mapping[str, Any], known: Iterable[type], argument: str
+) -> tuple[type, dict[str, Any]]:
     """The class and the options that `as_data` described.
 
     Raises:
@@ -83,25 +110,34 @@ def from_data(data: Mapping[str, Any], known: Iterable[type], argument: str) -> 
     """
     kinds, kind, options = {each.__name__: each for each in known}, data["kind"], data["options"]
     if kind not in kinds:
-        raise ValueError(f"{kind} is not part of curvlinops_plus. Pass it: from_state_dict(..., {argument}).")
+        raise ValueError(
+            f"{kind} is not part of curvlinops_plus. Pass it: from_state_dict(..., {argument})."
+        )
     for name, option in options.items():
         if isinstance(option, Mapping) and option.keys() == {"repr"}:
             raise ValueError(
-                f"The option {name}={option['repr']} of {kind} is neither a tensor nor plain Python, so the state does "
-                "not hold it. Make the operator with this option, and call load_state_dict."
+                f"The option {name}={option['repr']} of {kind} is neither a tensor nor plain "
+                "Python, so the state does not hold it. Make the operator with this option, and "
+                "call load_state_dict."
             )
     return kinds[kind], dict(options)
 
 
 def difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
-    """Where two nested values differ first, and both parts; tensors up to the rounding of another dtype."""
+    """Where two nested values differ first, and both parts; tensors up to the rounding of another
+    dtype.
+    """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in [*one, *(key for key in other if key not in one)]:
-            if found := difference(one.get(key), other.get(key), f"{where}, {key!r}" if where else str(key)):
+            if found := difference(
+                one.get(key), other.get(key), f"{where}, {key!r}" if where else str(key)
+            ):
                 return found
         return None
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.shape == other.shape and torch.allclose(one.cpu().double(), other.cpu().double(), rtol=1e-6)
+        same = one.shape == other.shape and torch.allclose(
+            one.cpu().double(), other.cpu().double(), rtol=1e-6
+        )
     elif isinstance(one, list) and isinstance(other, list):
         same = len(one) == len(other) and not any(difference(a, b) for a, b in zip(one, other))
     else:
@@ -134,14 +170,18 @@ def keys_of(plan: Mapping[str, Any]) -> set[str]:
 
 
 def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] | None:
-    """The model's parameters that a state is of, in the order of its vectors; None if not all keys are the model's own
-    names.
+    """The model's parameters that a state is of, in the order of its vectors; None if not all keys
+    are the model's own names.
     """
     owned, keys = dict(require_module(model).named_parameters()), keys_of(state["plan"])
-    return {key: owned[key] for key in state["fingerprint"] if key in keys} if keys <= owned.keys() else None
+    return (
+        {key: owned[key] for key in state["fingerprint"] if key in keys}
+        if keys <= owned.keys()
+        else None
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------- operators
 def about(K: Any) -> dict[str, Any]:
     """The state of an operator without its blocks."""
     names = ("num_data", "num_per_example_loss_terms", "progressbar")
@@ -163,11 +203,13 @@ def checked(state: Any) -> Mapping[str, Any]:
     """
     if not isinstance(state, Mapping) or "plan" not in state:
         raise ValueError(
-            "This is not a state of `curvature` or of a CurvatureEstimator: expected what their state_dict() returns, "
-            f"as load(path) reads it, got a {type(state).__name__}."
+            "This is not a state of `curvature` or of a CurvatureEstimator: expected what their "
+            f"state_dict() returns, as load(path) reads it, got a {type(state).__name__}."
         )
     if state.get("version") != VERSION:
-        raise ValueError(f"The state has version {state.get('version')}; this package reads version {VERSION}.")
+        raise ValueError(
+            f"The state has version {state.get('version')}; this package reads version {VERSION}."
+        )
     if missing := {"options", "scale", "fingerprint", "examples"} - state.keys():
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
     return state
@@ -178,7 +220,9 @@ def take_state(K: Any, given: Any) -> None:
     state = checked(given)
     plan, fitting = state["plan"], copy.copy(K)
     fitting.risk = copy.copy(K.risk)  # the caller's stays as it is
-    if difference(plan["reads"], describe_reads(K.risk.reads)):  # looked and found nothing is not "not looked"
+    if difference(
+        plan["reads"], describe_reads(K.risk.reads)
+    ):  # looked and found nothing is not "not looked"
         fitting.risk.reads = rebuild_reads(K.risk, plan["reads"])
         fitting.renew_plan()
     mine = plan_of(fitting)
@@ -188,33 +232,42 @@ def take_state(K: Any, given: Any) -> None:
     if keys_of(plan) != keys_of(mine):
         more, fewer = sorted(keys_of(plan) - keys_of(mine)), sorted(keys_of(mine) - keys_of(plan))
         raise ValueError(
-            f"State mismatch in the parameters: only the state has {more[:5]}, only this operator {fewer[:5]}. Both "
-            "have to be of the same model and parameters: say params=, in EmpiricalRisk or from_state_dict, as a "
-            "dict if the names were yours."
+            f"State mismatch in the parameters: only the state has {more[:5]}, only this operator "
+            f"{fewer[:5]}. Both have to be of the same model and parameters: say params=, in "
+            "EmpiricalRisk or from_state_dict, as a dict if the names were yours."
         )
     if found := difference(plan, mine):
         where, theirs, ours = found
-        raise ValueError(f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}.")
+        raise ValueError(
+            f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}."
+        )
     blocks = None
     if "blocks" in state:
         if missing := [name for name in fitting.kept_blocks if name not in state["blocks"]]:
             raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
         blocks = {name: unpack(state["blocks"][name], K.device) for name in fitting.kept_blocks}
-    if changed_parameters(state["fingerprint"], fingerprint(K.risk), 1e-5):  # the rounding of another dtype
+    if changed_parameters(
+        state["fingerprint"], fingerprint(K.risk), 1e-5
+    ):  # the rounding of another dtype
         warn(
-            "The model's parameters differ from those that this state was computed at; its blocks describe the old "
-            "ones.",
+            "The model's parameters differ from those that this state was computed at; its blocks "
+            "describe the old ones.",
             CurvatureWarning,
             stacklevel=level_of_user(),
         )
     fitting.risk.options = replace(K.risk.options, **state["options"])
-    vars(K).update({name: getattr(fitting, name) for name in ("risk", "plan", "owners", "vectors", "_reads")})
+    vars(K).update(
+        {name: getattr(fitting, name) for name in ("risk", "plan", "owners", "vectors", "_reads")}
+    )
     if blocks is None:
         K._compute_later()
     else:
         K.scale = 1.0
         K._set_blocks(blocks, state["examples"], state["fingerprint"])
-        K.scale, K.structure = state["scale"], Structure.PSD if state["scale"] >= 0 else Structure.SYMMETRIC
+        K.scale, K.structure = (
+            state["scale"],
+            Structure.PSD if state["scale"] >= 0 else Structure.SYMMETRIC,
+        )
 
 
 def vectors_of(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
@@ -223,15 +276,16 @@ def vectors_of(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Ve
     return kind(**options)
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 def save(state: Any, path: str | PathLike[str]) -> None:
     """Write a `state_dict` as one safetensors file; `load` reads it.
 
-    Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata. A file that is
-    there is replaced when the new one is complete.
+    Tensors are stored under their keys joined by "/", everything else as JSON in the file's
+    metadata. A file that is there is replaced when the new one is complete.
 
-    Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all processes have to
-    call it. Process 0 writes the file, for which all get all blocks; `Checkpoint` saves them apart.
+    Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all
+    processes have to call it. Process 0 writes the file, for which all get all blocks; `Checkpoint`
+    saves them apart.
 
     Args:
         state: What `state_dict()` returned, or an operator or estimator that has one.
@@ -253,8 +307,8 @@ def save(state: Any, path: str | PathLike[str]) -> None:
 
     if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
         raise TypeError(
-            f"save takes a state_dict, or what has one such as the operators of `curvature`, and then a path; a "
-            f"{type(state).__name__} has none."
+            "save takes a state_dict, or what has one such as the operators of `curvature`, and "
+            f"then a path; a {type(state).__name__} has none."
         )
     thing: Any = state
     processes: Any = Alone()
@@ -263,9 +317,12 @@ def save(state: Any, path: str | PathLike[str]) -> None:
 
     def write() -> None:
         tensors: dict[str, Tensor] = {}
-        tree = json.dumps(_detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors))
+        tree = json.dumps(
+            _detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors)
+        )
         if processes.rank == 0:
-            # An operator that was loaded from this path goes on with the old file: its tensors are mapped from it.
+            # An operator that was loaded from this path goes on with the old file: its tensors are
+            # mapped from it.
             unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
             try:
                 save_file(tensors, unfinished, metadata={"format": FORMAT, "state": tree})
@@ -299,7 +356,9 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
+            raise ValueError(
+                f"{path} is a safetensors file, but not one that curvlinops_plus wrote."
+            )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
     return _attach(json.loads(metadata["state"]), tensors)
 
@@ -311,7 +370,12 @@ def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"$tensor": path}
     if isinstance(node, Mapping):
         names = {key: str(key).replace("%", "%25").replace("/", "%2F") for key in node}
-        return {"$dict": [[key, _detach(x, f"{path}/{names[key]}".lstrip("/"), tensors)] for key, x in node.items()]}
+        return {
+            "$dict": [
+                [key, _detach(x, f"{path}/{names[key]}".lstrip("/"), tensors)]
+                for key, x in node.items()
+            ]
+        }
     if isinstance(node, (list, tuple)):
         items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]
         return {"$tuple" if isinstance(node, tuple) else "$list": items}
@@ -331,16 +395,19 @@ def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class Checkpoint:
-    """Something with a state, as `torch.distributed.checkpoint` saves and loads it, on any number of processes.
+    """Something with a state, as `torch.distributed.checkpoint` saves and loads it, on any number
+    of processes.
 
-    That module asks what is to be loaded for its own state first, and loads what it finds there. An estimator without
-    any batch has no statistics to be found, so its whole state is one entry here. An operator of `curvature` has one
-    for each block: processes that keep blocks apart (`owned=True`) save and load their own ones only.
+    That module asks what is to be loaded for its own state first, and loads what it finds there. An
+    estimator without any batch has no statistics to be found, so its whole state is one entry here.
+    An operator of `curvature` has one for each block: processes that keep blocks apart
+    (`owned=True`) save and load their own ones only.
 
     Args:
         thing: A `CurvatureEstimator`, an operator, a `KFACOptimizer`.
 
-    Cost: the state in memory once more while it is saved or loaded. All processes have to save and load together.
+    Cost: the state in memory once more while it is saved or loaded. All processes have to save and
+    load together.
 
     Example:
         >>> from curvlinops_plus import CurvatureEstimator, EmpiricalRisk
@@ -370,7 +437,9 @@ class Checkpoint:
         Raises:
             ValueError: As for that which has it.
         """
-        parts = {name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()}
+        parts = {
+            name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()
+        }
         state = parts.pop("state")
         if "blocks" in state:
             for part in parts.values():

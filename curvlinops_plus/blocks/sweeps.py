@@ -24,8 +24,8 @@ from curvlinops_plus.risk.losses import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.sweep import sweep
 
-# The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
-# eigendecompositions and memory count.
+# The default memory for what stays between sweeps. On small networks the second sweep is what costs
+# time, on large ones eigendecompositions and memory count.
 KEPT_BYTES = 2**24
 
 # Accumulators of a layer by block names, as `LayerPlan.accumulators` makes them.
@@ -33,12 +33,13 @@ Stage = dict[str, Accumulator]
 
 
 class Sweeps:
-    """Sweeps over the data, for one group of layers after the other, and the blocks that are finished so far.
+    """Sweeps over the data, for one group of layers after the other, and the blocks that are
+    finished so far.
 
     Args:
         K: The `BlockwiseLinearOperator` whose blocks they are, with its plan and options.
-        max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
-            must not change until then.
+        max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or
+            nothing. Model and data must not change until then.
 
     Attributes:
         groups: Of each group the layers that need a sweep, with their accumulators for it.
@@ -51,7 +52,11 @@ class Sweeps:
     def __init__(self, K: Any, max_kept_bytes: int = 0) -> None:
         self.K, self.risk = K, K.risk
         self.layers = [entry.layer for entry in K.plan]
-        groups, left = ([K.plan], max_kept_bytes) if K.max_bytes is None else groups_within(K.plan, K.max_bytes)
+        groups, left = (
+            ([K.plan], max_kept_bytes)
+            if K.max_bytes is None
+            else groups_within(K.plan, K.max_bytes)
+        )
         self.groups: list[dict[Layer, Stage]] = [
             {entry.layer: entry.accumulators(K.risk.scale) for entry in group} for group in groups
         ]
@@ -66,20 +71,23 @@ class Sweeps:
     def run(self, max_sweeps: int | None = None) -> None:
         """Sweep until all blocks are finished.
 
-        With the operator's `check_deterministic` the total loss of the first two passes over the data is compared;
-        unless `max_sweeps` is given, a single one is followed by a forward pass for that. None: two evaluations of a
-        few examples have to agree. False: not even these.
+        With the operator's `check_deterministic` the total loss of the first two passes over the
+        data is compared; unless `max_sweeps` is given, a single one is followed by a forward pass
+        for that. None: two evaluations of a few examples have to agree. False: not even these.
 
         Args:
             max_sweeps: Stop after this number of sweeps.
 
         Raises:
-            ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
-                only once and are needed again.
+            ValueError: If a layer never ran, a second pass sees another number of examples, or the
+                data can be read only once and are needed again.
             NumericsError: If a statistic is not finite; names layer and statistic.
             RuntimeError: If two passes disagree.
         """
-        last, check = None if max_sweeps is None else self._number + max_sweeps, self.K.check_deterministic
+        last, check = (
+            None if max_sweeps is None else self._number + max_sweeps,
+            self.K.check_deterministic,
+        )
         with preserve_state(self.risk.model, self.risk.data):
             while self._number != last:
                 if not self.groups[self._group]:
@@ -93,7 +101,9 @@ class Sweeps:
             if check and last is None and len(self.totals) == 1:
                 advice = ", or check_deterministic=False"
                 require_rereadable(self.risk.data, "the determinism check reads it again", advice)
-                again = sweep(self.risk, [], ForwardOnly(), lambda batch: None, desc="determinism check")
+                again = sweep(
+                    self.risk, [], ForwardOnly(), lambda batch: None, desc="determinism check"
+                )
                 require_same(self.risk, self.totals[0], again)
 
     def _sweep(self, stages: dict[Layer, Stage]) -> None:
@@ -124,27 +134,42 @@ class Sweeps:
         self._kept = kept = Kept(self._max_bytes, again) if keeps else None
         if self._weights is None and vectors.backward:
             self._weights = loss_weights(risk)
-        # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
-        # do not depend on groups and on what is kept.
+        # All layers, also those that are finished or come later: so vectors are sent in the same
+        # pieces, and numbers do not depend on groups and on what is kept.
         repeatable = self.K.check_deterministic is not False
-        totals = sweep(risk, self.layers, vectors, consume, desc=desc, weights=self._weights, repeatable=repeatable)
-        for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
-            layer = next((layer for index, layer in enumerate(self.layers) if index not in reached), None)
+        totals = sweep(
+            risk,
+            self.layers,
+            vectors,
+            consume,
+            desc=desc,
+            weights=self._weights,
+            repeatable=repeatable,
+        )
+        for problem, reached in (
+            ("was never called", totals.called),
+            ("does not reach the output", totals.reached),
+        ):
+            layer = next(
+                (layer for index, layer in enumerate(self.layers) if index not in reached), None
+            )
             if layer is not None:
                 raise ValueError(
-                    f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
-                    f"{list(layer.params)} have no curvature here. Leave "
-                    "them out of `params`, or check the model's forward."
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, "
+                    f"so its parameters {list(layer.params)} have no curvature here. Leave them "
+                    "out of `params`, or check the model's forward."
                 )
         if self.totals and totals.examples != self.totals[0].examples:
             raise ValueError(
-                f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
-                "every sweep must see the same data."
+                f"`data` gave {self.totals[0].examples} examples in one sweep and "
+                f"{totals.examples} in the next; every sweep must see the same data."
             )
         self.totals.append(totals)
 
     def _finish(self, stages: dict[Layer, Stage]) -> dict[Layer, Stage]:
-        """Make blocks of sums, which are given up as soon as they are used; what needs another sweep. Collective."""
+        """Make blocks of sums, which are given up as soon as they are used; what needs another
+        sweep. Collective.
+        """
         processes, owners, device = self.risk.processes, self.K.owners, self.K.kept_on
         accumulators = [a for stage in stages.values() for a in stage.values()]
         if processes.world > 1:
@@ -172,19 +197,23 @@ class Sweeps:
                     continue
                 blocks = {name: result} if isinstance(result, LinearOperator) else result
                 self.blocks |= (
-                    blocks if device is None else {n: b.to(device, self.risk.dtype) for n, b in blocks.items()}
+                    blocks
+                    if device is None
+                    else {n: b.to(device, self.risk.dtype) for n, b in blocks.items()}
                 )
         return pending
 
 
 class Kept:
-    """What layers received in a sweep, which the next one sends them again: cheaper than running the model once more.
+    """What layers received in a sweep, which the next one sends them again: cheaper than running
+    the model once more.
 
-    All of it is dropped when it becomes too large. For data in lists, which stay where they are: a loader may fill one
-    memory for all batches.
+    All of it is dropped when it becomes too large. For data in lists, which stay where they are: a
+    loader may fill one memory for all batches.
 
     Args:
-        max_bytes: The largest memory that it may hold. A tensor that several layers read counts once.
+        max_bytes: The largest memory that it may hold. A tensor that several layers read counts
+            once.
         layers: The layers whose batches are kept.
     """
 
@@ -223,31 +252,51 @@ def _copied(batch: LayerBatch) -> LayerBatch:
 
 
 def costs_of(stage: Stage) -> float:
-    """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main thread."""
-    if not all(type(a).decompose is not Accumulator.decompose and a.layer.device.type == "cpu" for a in stage.values()):
+    """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main
+    thread.
+    """
+    if not all(
+        type(a).decompose is not Accumulator.decompose and a.layer.device.type == "cpu"
+        for a in stage.values()
+    ):
         return 0.0
-    sizes = (size for a in stage.values() for group in a.groups for size in group.layout.matrix_shape[-2:])
+    sizes = (
+        size
+        for a in stage.values()
+        for group in a.groups
+        for size in group.layout.matrix_shape[-2:]
+    )
     return float(sum(10 * size**3 for size in sizes))
 
 
-# ---------------------------------------------------------------------------------------------------- several processes
+# -------------------------------------------------------------------------------- several processes
 
 
 def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) -> None:
     """Replace sums and divisors by those over all processes, in place. Collective.
 
-    A sum that is missing in some processes, such as that of a layer that their data do not call, counts as zero there.
+    A sum that is missing in some processes, such as that of a layer that their data do not call,
+    counts as zero there.
 
     Args:
         accumulators: The same ones, in the same order, in all processes.
     """
     shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
-    counts = [{n: c.cpu() if isinstance(c, Tensor) else c for n, c in a.counts.items()} for a in accumulators]
+    counts = [
+        {n: c.cpu() if isinstance(c, Tensor) else c for n, c in a.counts.items()}
+        for a in accumulators
+    ]
     told = processes.gather((shapes, counts))
     for k, a in enumerate(accumulators):
         sums, device = a.sums, a.layer.device
-        for name, (shape, dtype) in {n: like for theirs, _ in told for n, like in theirs[k].items()}.items():
-            sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in {
+            n: like for theirs, _ in told for n, like in theirs[k].items()
+        }.items():
+            sums[name] = (
+                sums[name].contiguous()
+                if name in sums
+                else torch.zeros(shape, dtype=dtype, device=device)
+            )
         for name in {n: None for _, theirs in told for n in theirs[k]}:
             count = sum(theirs[k].get(name, 0.0) for _, theirs in told)
             a.counts[name] = count.to(device) if isinstance(count, Tensor) else count
@@ -255,30 +304,43 @@ def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) ->
 
 
 def decompose_together(accumulators: Sequence[Accumulator], processes: Alone) -> None:
-    """Spread the decompositions that `finish` needs over processes. Collective; arguments as above."""
+    """Spread the decompositions that `finish` needs over processes. Collective; arguments as
+    above.
+    """
     if processes.world > 1:
         jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
         found = _spread(
-            processes, [M for *_, M in jobs], lambda k: [jobs[k][0].decompose(*jobs[k][1:])], lambda k: [jobs[k][2]]
+            processes,
+            [M for *_, M in jobs],
+            lambda k: [jobs[k][0].decompose(*jobs[k][1:])],
+            lambda k: [jobs[k][2]],
         )
         for (a, name, _), (result,) in zip(jobs, found, strict=True):
             a.decomposed[name] = result
 
 
 def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, processes: Alone) -> None:
-    """Spread the eigendecompositions over processes that inverses of Kronecker products with this damping need.
+    """Spread the eigendecompositions over processes that inverses of Kronecker products with this
+    damping need.
 
     They are remembered by the factors, so that `inverse` and `power` find them. Collective.
 
     Args:
         blocks: The same ones in all processes.
-        damping: Of the inverse. If it is more than numbers, factors may be inverted without eigendecompositions.
+        damping: Of the inverse. If it is more than numbers, factors may be inverted without
+            eigendecompositions.
     """
     numbers = damping.values() if isinstance(damping, Mapping) else [damping]
     if processes.world == 1 or not all(isinstance(number, (Real, Tensor)) for number in numbers):
         return
-    of_products = [f for block in blocks.values() if isinstance(block, Kronecker) for f in (block.G, block.A)]
-    factors = list({id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}.values())
+    of_products = [
+        f for block in blocks.values() if isinstance(block, Kronecker) for f in (block.G, block.A)
+    ]
+    factors = list(
+        {
+            id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD
+        }.values()
+    )
 
     def eigh(k: int) -> list[Tensor]:
         values, Q = factors[k].eigh()
@@ -287,11 +349,17 @@ def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, proces
     matrices = [f.matrix for f in factors]
     found = _spread(processes, matrices, eigh, lambda k: [matrices[k][..., 0], matrices[k]])
     for factor, (values, Q) in zip(factors, found, strict=True):
-        factor.remember_eigh(values, Q)  # also where it was computed: products depend on how it is stored, in the bits
+        factor.remember_eigh(
+            values, Q
+        )  # also where it was computed: products depend on how it is stored, in the bits
 
 
-def _spread(processes: Alone, matrices: Sequence[Tensor], compute: Any, like: Any) -> list[Sequence[Tensor]]:
-    """`compute(k)` of each matrix, by one process, at a cost of `d³`; tensors as `like(k)` returns. Collective."""
+def _spread(
+    processes: Alone, matrices: Sequence[Tensor], compute: Any, like: Any
+) -> list[Sequence[Tensor]]:
+    """`compute(k)` of each matrix, by one process, at a cost of `d³`; tensors as `like(k)` returns.
+    Collective.
+    """
     costs = [float(M.numel() * M.shape[-1]) for M in matrices]
     mine = lambda jobs: side_by_side(compute, jobs, lambda k: 10 * costs[k])  # noqa: E731
     return processes.spread(costs, mine, like)

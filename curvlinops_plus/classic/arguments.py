@@ -1,4 +1,6 @@
-"""From the arguments of curvlinops' classes to an `EmpiricalRisk`, and the options that they name by strings."""
+"""From the arguments of curvlinops' classes to an `EmpiricalRisk`, and the options that they name
+by strings.
+"""
 
 from __future__ import annotations
 
@@ -60,22 +62,30 @@ class FunctionModule(nn.Module):
         ValueError: If `params` is no mapping.
     """
 
-    def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
         if isinstance(function, EmpiricalRisk) or not callable(function):
             raise TypeError(
-                f"The model is a {type(function).__name__}; expected a torch.nn.Module, or a function (params, X) -> "
-                "outputs. Of a risk take curvature(risk, KFAC), GGN(risk) and the like."
+                f"The model is a {type(function).__name__}; expected a torch.nn.Module, or a "
+                "function (params, X) -> outputs. Of a risk take curvature(risk, KFAC), GGN(risk) "
+                "and the like."
             )
         if not isinstance(params, Mapping):
             raise ValueError(
-                "A model that is a function needs `params` as a dict; it is called as model_func(params, X)."
+                "A model that is a function needs `params` as a dict; it is called as "
+                "model_func(params, X)."
             )
         self.function, self.keys = function, list(params)
         for index, p in enumerate(params.values()):
-            own = p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
+            own = (
+                p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
+            )
             self.register_parameter(f"p{index}", own)
 
     def forward(self, X: Any) -> Any:
         """The function's result with the module's parameters."""
-        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)
+        return self.function(
+            {key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X
+        )

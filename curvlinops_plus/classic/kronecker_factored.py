@@ -1,4 +1,6 @@
-"""KFAC, EKFAC and KFOC, their inverse, and the diagonal: names, arguments, order and defaults of curvlinops 3.0.1."""
+"""KFAC, EKFAC and KFOC, their inverse, and the diagonal: names, arguments, order and defaults of
+curvlinops 3.0.1.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from curvlinops_plus.blocks.per_example import DiagonalBlock, NearestKronecker
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
 from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Deferred, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg import (
+    Deferred,
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Kronecker,
+    LinearOperator,
+    Structure,
+)
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.parameters import fingerprint
 
@@ -27,43 +37,52 @@ if TYPE_CHECKING:
 
 
 class KFACLinearOperator(BlockwiseLinearOperator):
-    """Kronecker-factored approximate curvature (KFAC) of the Fisher or generalized Gauss-Newton matrix.
+    """Kronecker-factored approximate curvature (KFAC) of the Fisher or generalized Gauss-Newton
+    matrix.
 
     Layers without Kronecker factors get their exact diagonal, and one warning lists them.
 
     Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs`, whose layers are its matrix products,
-            convolutions and embeddings with parameters.
-        loss_func: `MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, or any loss with a registered likelihood.
-        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own. A
-            function is called with the dict; under a module's own names a dict may hold other values.
-        data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings
-            with `labels`.
+        model_func: The network: a module, or a function `(params, X) -> outputs`, whose layers are
+            its matrix products, convolutions and embeddings with parameters.
+        loss_func: `MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, or any loss with a registered
+            likelihood.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under
+            names of your own. A function is called with the dict; under a module's own names a dict
+            may hold other values.
+        data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is
+            needed), or of mappings with `labels`.
         progressbar: Show a bar on every loop over the data.
-        check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise factors are
-            computed at first use, which refuses parameters that have changed since.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+            Otherwise factors are computed at first use, which refuses parameters that have changed
+            since.
         seed: Where the random draws start.
-        fisher_type: "type-2" (exact), "mc" (labels drawn from the model), "empirical" or "forward-only".
+        fisher_type: "type-2" (exact), "mc" (labels drawn from the model), "empirical" or
+            "forward-only".
         mc_samples: Draws per example for "mc".
         kfac_approx: "expand" or "reduce".
-        num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
+        num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of
+            the loss.
         separate_weight_and_bias: Weight and bias have blocks of their own.
         num_data: Replaces the number of examples in the scale of the loss.
         batch_size_fn: Number of examples of an input that is not a tensor.
-        max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
-        owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
+        max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone
+            keeps nothing.
+        owned: As for `curvature`: of several processes each keeps only some blocks, and has the
+            factors of these.
         max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
         offload: As for `curvature`: where finished blocks are kept, "cpu".
-        risk_options: Keyword options of `EmpiricalRisk`, such as `output`, `mask`, `weight`, `shift_labels`,
-            `processes`.
+        risk_options: Keyword options of `EmpiricalRisk`, such as `output`, `mask`, `weight`,
+            `shift_labels`, `processes`.
 
     Raises:
-        ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or `mc_samples` with
-            anything but "mc".
-        RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
+        ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or
+            `mc_samples` with anything but "mc".
+        RuntimeError: If two passes over the data disagree, or the parameters changed before the
+            first use.
 
-    Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only); the determinism check
-    is one more forward pass.
+    Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only);
+    the determinism check is one more forward pass.
 
     Sources: Martens & Grosse 2015; Grosse & Martens 2016; Eschenhagen et al. 2023.
 
@@ -105,17 +124,28 @@ class KFACLinearOperator(BlockwiseLinearOperator):
     ) -> None:
         fisher_type, expand = FisherType(fisher_type), KFACType(kfac_approx) is KFACType.EXPAND
         if fisher_type is not FisherType.MC and mc_samples != 1:
-            raise ValueError(f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing.")
+            raise ValueError(
+                f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing."
+            )
         vectors: Vectors = Empirical() if fisher_type is FisherType.EMPIRICAL else ForwardOnly()
         if fisher_type is FisherType.MC:
             vectors = MonteCarlo(mc_samples, seed)
         elif fisher_type is FisherType.TYPE2:
-            # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times
-            # the passes. Per-example gradients need every term by itself.
+            # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for
+            # each saves R times the passes. Per-example gradients need every term by itself.
             vectors = Exact(signs=self._APPROXIMATION is KFAC and expand, seed=seed)
         risk_options["num_per_example_loss_terms"] = num_per_example_loss_terms
         super().__init__(
-            build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options),
+            build_risk(
+                model_func,
+                loss_func,
+                params,
+                data,
+                progressbar,
+                num_data,
+                batch_size_fn,
+                **risk_options,
+            ),
             self._APPROXIMATION if expand else self._APPROXIMATION.using(kfac_approx="reduce"),
             vectors=vectors,
             separate_weight_and_bias=separate_weight_and_bias,
@@ -134,25 +164,37 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         self.compute()
 
     def _factors(self, side: str, eigenvectors: bool = False) -> Mapping[str, Any]:
-        """Layer name to one kind of factor: the tensors of the blocks, which may be written to in place."""
+        """Layer name to one kind of factor: the tensors of the blocks, which may be written to in
+        place.
+        """
         found: dict[str, Tensor] = {}
         for entry in self.plan:
             layer, blocks = entry.layer, self.operator.blocks
             own = issubclass(entry.approximation.kind, self._APPROXIMATION)
-            for group in sorted(layer.groups, key=lambda group: layer.weight in group.keys) if own else ():
+            for group in (
+                sorted(layer.groups, key=lambda group: layer.weight in group.keys) if own else ()
+            ):
                 block = blocks.get(group.name)  # others may be kept by other processes
                 if isinstance(block, Eigendecomposed) == eigenvectors:
                     basis = block.basis if isinstance(block, Eigendecomposed) else block
-                    factor = getattr(basis, side, None) if isinstance(basis, Kronecker) or side == "A" else basis
+                    factor = (
+                        getattr(basis, side, None)
+                        if isinstance(basis, Kronecker) or side == "A"
+                        else basis
+                    )
                     if isinstance(factor, Dense):
                         found[layer.name] = factor.matrix
-                    elif isinstance(factor, Diagonal) and not eigenvectors:  # whose eigenvectors are the identity's
+                    elif (
+                        isinstance(factor, Diagonal) and not eigenvectors
+                    ):  # whose eigenvectors are the identity's
                         found[layer.name] = factor.vector
         return MappingProxyType(found)
 
     @property
     def input_covariances(self) -> Mapping[str, Any]:
-        """Layer name to the live input factor `A`; layers whose weight is not in `params` have none."""
+        """Layer name to the live input factor `A`; layers whose weight is not in `params` have
+        none.
+        """
         return self._factors("A")
 
     @property
@@ -178,7 +220,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         Args:
             state_dict: What `state_dict()` returned.
             model_func: The network.
-            params: The parameters, as when the state was made. None: those that the state names, in its order.
+            params: The parameters, as when the state was made. None: those that the state names, in
+                its order.
             data: For recomputing later; None is fine.
             check_deterministic: Whether computing anew will compare two passes.
             batch_size_fn: As in the constructor.
@@ -202,16 +245,18 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 class EKFACLinearOperator(KFACLinearOperator):
     """Eigenvalue-corrected KFAC (EKFAC) of the Fisher or generalized Gauss-Newton matrix.
 
-    The eigenvectors are KFAC's, the eigenvalues the diagonal of the exact block in that basis: its trace is the exact
-    block's trace, and it is never further from the exact block than KFAC. Arguments as for `KFACLinearOperator`,
-    without "forward-only".
+    The eigenvectors are KFAC's, the eigenvalues the diagonal of the exact block in that basis: its
+    trace is the exact block's trace, and it is never further from the exact block than KFAC.
+    Arguments as for `KFACLinearOperator`, without "forward-only".
 
-    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two sweeps. Inputs and
-    gradients of all layers over all data are kept for the second sweep if they take up to `max_kept_bytes` (not between
-    calls of `compute_kronecker_factors` and `compute_eigenvalue_correction`, the parameters may change there); model
-    and data are not run again then, and the determinism check is one forward pass.
+    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the
+    two sweeps. Inputs and gradients of all layers over all data are kept for the second sweep if
+    they take up to `max_kept_bytes` (not between calls of `compute_kronecker_factors` and
+    `compute_eigenvalue_correction`, the parameters may change there); model and data are not run
+    again then, and the determinism check is one forward pass.
 
-    Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis".
+    Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored
+    Eigenbasis".
 
     Example:
         >>> import torch
@@ -227,21 +272,24 @@ class EKFACLinearOperator(KFACLinearOperator):
     _APPROXIMATION = EKFAC
 
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters.
+        """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same
+        parameters.
 
         Raises:
-            UnsupportedError: With `max_bytes`, whose groups of layers are finished one after the other.
+            UnsupportedError: With `max_bytes`, whose groups of layers are finished one after the
+                other.
         """
         if self.max_bytes is not None:
             raise UnsupportedError(
-                f"max_bytes={self.max_bytes}: layers are computed in groups, each to its end, and the factors of all "
-                "are never there together. Use compute(), which computes everything anew."
+                f"max_bytes={self.max_bytes}: layers are computed in groups, each to its end, and "
+                "the factors of all are never there together. Use compute(), which computes "
+                "everything anew."
             )
         self._compute(fingerprint(self.risk), max_sweeps=1)
 
     def compute_eigenvalue_correction(self) -> None:
-        """Compute the eigenvalues anew (second sweep) at the present parameters, in the basis of the factors that are
-        there.
+        """Compute the eigenvalues anew (second sweep) at the present parameters, in the basis of
+        the factors that are there.
         """
         self._compute(fingerprint(self.risk), self._begun or self._in_current_basis())
 
@@ -249,19 +297,23 @@ class EKFACLinearOperator(KFACLinearOperator):
         """Sweeps of which only that is left which corrects the eigenvalues of the present basis."""
         if self.owned or self.max_bytes is not None:
             raise UnsupportedError(
-                "The eigenvectors of all layers are needed at once, which owned=True and max_bytes= keep apart. Use "
-                "compute(), which computes everything anew."
+                "The eigenvectors of all layers are needed at once, which owned=True and "
+                "max_bytes= keep apart. Use compute(), which computes everything anew."
             )
         sweeps, blocks = Sweeps(self), self.operator.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         for entry in self.plan:
             layer = entry.layer
             if issubclass(entry.approximation.kind, EKFAC):
-                correction = Correction(layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name))
+                correction = Correction(
+                    layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name)
+                )
                 sweeps.groups[0][layer] = {layer.name: correction}
             else:
                 del sweeps.groups[0][layer]
-                sweeps.blocks |= {group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups}
+                sweeps.blocks |= {
+                    group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups
+                }
         return sweeps
 
     @property
@@ -276,7 +328,9 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     @property
     def corrected_eigenvalues(self) -> Mapping[str, Any]:
-        """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in `params`: tensor}."""
+        """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in
+        `params`: tensor}.
+        """
         found: dict[str, Any] = {}
         for layer in [e.layer for e in self.plan if issubclass(e.approximation.kind, EKFAC)]:
             values: dict[int, Tensor] = {}
@@ -293,14 +347,16 @@ class EKFACLinearOperator(KFACLinearOperator):
 
 
 class KFOCLinearOperator(KFACLinearOperator):
-    """Kronecker-factored optimal curvature (KFOC): per layer the product `G ⊗ A` nearest to the exact block.
+    """Kronecker-factored optimal curvature (KFOC): per layer the product `G ⊗ A` nearest to the
+    exact block.
 
-    Nearest in the Frobenius norm, see `NearestKronecker`; a separate bias block is exact. `input_covariances` and
-    `gradient_covariances` are the factors of the layers' weights: both symmetric and positive semi-definite, with equal
-    mean eigenvalues. Layers without Kronecker factors get their exact diagonal, and one warning lists them.
+    Nearest in the Frobenius norm, see `NearestKronecker`; a separate bias block is exact.
+    `input_covariances` and `gradient_covariances` are the factors of the layers' weights: both
+    symmetric and positive semi-definite, with equal mean eigenvalues. Layers without Kronecker
+    factors get their exact diagonal, and one warning lists them.
 
-    Arguments as for `KFACLinearOperator`, without `kfac_approx`; the exact matrix ("type-2") is the default. More
-    options are those of `curvature(risk, NearestKronecker.using(...))`.
+    Arguments as for `KFACLinearOperator`, without `kfac_approx`; the exact matrix ("type-2") is the
+    default. More options are those of `curvature(risk, NearestKronecker.using(...))`.
 
     Args:
         fisher_type: "type-2" (exact), "mc" (labels drawn from the model) or "empirical".
@@ -309,7 +365,8 @@ class KFOCLinearOperator(KFACLinearOperator):
 
     Cost: one sweep for layers whose block takes no more than 64 MiB, four sweeps for larger ones.
 
-    Source: Schnaus et al. 2021, "Kronecker-factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
+    Source: Schnaus et al. 2021, "Kronecker-factored optimal curvature"; Koroko et al. 2022 (arXiv
+    2201.10285).
 
     Example:
         >>> import torch
@@ -342,7 +399,17 @@ class KFOCLinearOperator(KFACLinearOperator):
         mc_samples: int = 1,
         **options: Any,
     ) -> None:
-        first = (model_func, loss_func, params, data, progressbar, check_deterministic, seed, fisher_type, mc_samples)
+        first = (
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            check_deterministic,
+            seed,
+            fisher_type,
+            mc_samples,
+        )
         last = (num_per_example_loss_terms, separate_weight_and_bias, num_data, batch_size_fn)
         super().__init__(*first, KFACType.EXPAND, *last, **options)
 
@@ -352,16 +419,19 @@ class KFACInverseLinearOperator(Deferred):
 
     Args:
         A: The operator.
-        damping: A number that is added *in full to each factor*, or a pair for input and gradient factors. With
-            `use_exact_damping` or `use_heuristic_damping` a single number.
-        use_heuristic_damping: Split the number over the factors, Martens & Grosse 2015, section 6.3.
+        damping: A number that is added *in full to each factor*, or a pair for input and gradient
+            factors. With `use_exact_damping` or `use_heuristic_damping` a single number.
+        use_heuristic_damping: Split the number over the factors, Martens & Grosse 2015, section
+            6.3.
         min_damping: Lower bound of each side under the heuristic.
         use_exact_damping: `(A + damping·I)⁻¹`, through eigendecompositions.
-        cache: Accepted for code written for curvlinops; inverse blocks are computed at first use, and kept.
+        cache: Accepted for code written for curvlinops; inverse blocks are computed at first use,
+            and kept.
         retry_double_precision: Try a failing Cholesky decomposition once more in float64.
 
     Raises:
-        ValueError: For another operator, both kinds of damping, a pair with either, or EKFAC without exact damping.
+        ValueError: For another operator, both kinds of damping, a pair with either, or EKFAC
+            without exact damping.
 
     Example:
         >>> import torch
@@ -388,13 +458,18 @@ class KFACInverseLinearOperator(Deferred):
         retry_double_precision: bool = True,
     ) -> None:
         if not isinstance(A, KFACLinearOperator):
-            raise ValueError("The input `A` must be an instance of `KFACLinearOperator`; others have `A.inverse`.")
+            raise ValueError(
+                "The input `A` must be an instance of `KFACLinearOperator`; others have "
+                "`A.inverse`."
+            )
         if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
-            raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
+            raise ValueError(
+                "Only exact damping is supported for EKFAC. Pass use_exact_damping=True."
+            )
         if use_exact_damping + use_heuristic_damping + isinstance(damping, tuple) > 1:
             raise ValueError(
-                "Either use heuristic damping or exact damping, or give a pair. Heuristic and exact damping require a "
-                "single damping value."
+                "Either use heuristic damping or exact damping, or give a pair. Heuristic and "
+                "exact damping require a single damping value."
             )
         super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
         self._A, self._options = (
@@ -414,11 +489,17 @@ class KFACInverseLinearOperator(Deferred):
         """The inverse blocks as a plain operator, computed at first use."""
         damping, heuristic, smallest, exact, _, again = self._options.values()
         by_factor = not (exact or heuristic or isinstance(damping, tuple))
-        options = {"use_heuristic_damping": heuristic, "min_damping": smallest, "retry_double_precision": again}
+        options = {
+            "use_heuristic_damping": heuristic,
+            "min_damping": smallest,
+            "retry_double_precision": again,
+        }
         return self._A.inverse((damping, damping) if by_factor else damping, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Options, and the state of the operator that is inverted. The inverse blocks follow from them."""
+        """Options, and the state of the operator that is inverted. The inverse blocks follow from
+        them.
+        """
         return {"A": self._A.state_dict(), **self._options}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -432,7 +513,9 @@ class KFACInverseLinearOperator(Deferred):
         vars(self).pop("operator", None)
 
     @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], A: KFACLinearOperator) -> KFACInverseLinearOperator:
+    def from_state_dict(
+        cls, state_dict: Mapping[str, Any], A: KFACLinearOperator
+    ) -> KFACInverseLinearOperator:
         """The inverse that a state describes, of `A`.
 
         Args:
@@ -447,16 +530,19 @@ class KFACInverseLinearOperator(Deferred):
 
 
 class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
-    """The diagonal of the generalized Gauss-Newton matrix, exact or from sampled gradients, for any layer.
+    """The diagonal of the generalized Gauss-Newton matrix, exact or from sampled gradients, for any
+    layer.
 
     Args:
         model_func: The network, a module.
         loss_func: A loss with a registered likelihood.
-        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under
+            names of your own.
         data: Iterable of batches, as for `KFACLinearOperator`.
         progressbar: Show a bar on every loop over the data.
-        check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise the diagonal
-            is computed at first use, which refuses parameters that have changed since.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+            Otherwise the diagonal is computed at first use, which refuses parameters that have
+            changed since.
         num_data: Replaces the number of examples in the scale of the loss.
         batch_size_fn: Number of examples of an input that is not a tensor.
         mc_samples: Draws per example; 0 is the exact diagonal.
@@ -465,7 +551,8 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
 
     Raises:
         ValueError: For an unknown loss, or a negative `mc_samples`.
-        RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
+        RuntimeError: If two passes over the data disagree, or the parameters changed before the
+            first use.
 
     Cost: one sweep, with one backward pass per column of the loss Hessian's root, or per draw.
 
@@ -495,7 +582,16 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         **risk_options: Any,
     ) -> None:
         super().__init__(
-            build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options),
+            build_risk(
+                model_func,
+                loss_func,
+                params,
+                data,
+                progressbar,
+                num_data,
+                batch_size_fn,
+                **risk_options,
+            ),
             DiagonalBlock,
             vectors=MonteCarlo(mc_samples, seed) if mc_samples else Exact(),
             check_deterministic=check_deterministic,

@@ -19,17 +19,21 @@ class GGNLinearOperator(GGN):
     """`GGN(risk)`: the generalized Gauss-Newton matrix, exact and matrix-free.
 
     Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: Any loss; one without a likelihood is differentiated twice, see `EmpiricalRisk(reduction=...)`. For
-            several outputs a dict or a tuple of losses, or of pairs (loss, weight).
+        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is
+            a dict).
+        loss_func: Any loss; one without a likelihood is differentiated twice, see
+            `EmpiricalRisk(reduction=...)`. For several outputs a dict or a tuple of losses, or of
+            pairs (loss, weight).
         params: The parameters, a list or a dict.
         data: Iterable of batches.
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare the total loss of two passes over the data first.
         num_data: Replaces the number of examples in the scale of the loss.
-        block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
+        block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of
+            arguments.
         batch_size_fn: Number of examples of an input that is not a tensor.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of
+            copies.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
@@ -63,16 +67,30 @@ class GGNLinearOperator(GGN):
         **risk_options: Any,
     ) -> None:
         if block_sizes is not None:
-            raise ValueError(f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does.")
-        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
-        super().__init__(risk, self._VECTORS, check_deterministic=check_deterministic, chunk_size=chunk_size)
+            raise ValueError(
+                f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does."
+            )
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
+        super().__init__(
+            risk, self._VECTORS, check_deterministic=check_deterministic, chunk_size=chunk_size
+        )
 
 
 class EFLinearOperator(GGNLinearOperator):
-    """`GGN(risk, Empirical(per_term=True))`: the empirical Fisher `c Σ_n Σ_r ∇ℓ_{n,r} ∇ℓ_{n,r}ᵀ` over loss terms.
+    """`GGN(risk, Empirical(per_term=True))`: the empirical Fisher `c Σ_n Σ_r ∇ℓ_{n,r} ∇ℓ_{n,r}ᵀ`
+    over loss terms.
 
-    Arguments as for `GGNLinearOperator`; the loss needs a likelihood. Of several losses, the sum over the terms of all,
-    whose gradients are those of the weighted loss (see docs/losses.md).
+    Arguments as for `GGNLinearOperator`; the loss needs a likelihood. Of several losses, the sum
+    over the terms of all, whose gradients are those of the weighted loss (see docs/losses.md).
 
     Example:
         >>> import torch
@@ -89,13 +107,14 @@ class EFLinearOperator(GGNLinearOperator):
 
 
 class FisherMCLinearOperator(GGN):
-    """`GGN(risk, MonteCarlo(mc_samples, seed))`: Monte-Carlo estimate of the Fisher, from labels that the model draws.
+    """`GGN(risk, MonteCarlo(mc_samples, seed))`: Monte-Carlo estimate of the Fisher, from labels
+    that the model draws.
 
     The draws are those of KFAC and EKFAC with the same seed; two products see the same matrix.
 
     Args:
-        model_func, loss_func, params, data, progressbar, check_deterministic, num_data, batch_size_fn: As for
-            `GGNLinearOperator`; the loss needs a likelihood.
+        model_func, loss_func, params, data, progressbar, check_deterministic, num_data,
+            batch_size_fn: As for `GGNLinearOperator`; the loss needs a likelihood.
         seed: Where the draws start.
         mc_samples: Draws per example.
         chunk_size: As for `GGNLinearOperator`.
@@ -132,16 +151,27 @@ class FisherMCLinearOperator(GGN):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
         vectors = MonteCarlo(mc_samples, seed)
-        super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
+        super().__init__(
+            risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size
+        )
 
 
 class HessianLinearOperator(Hessian):
     """`Hessian(risk)`: the Hessian of the empirical risk, exact and matrix-free.
 
-    Arguments as for `GGNLinearOperator`; `block_sizes` are the numbers of parameters that form a block each: products
-    with the block-diagonal Hessian.
+    Arguments as for `GGNLinearOperator`; `block_sizes` are the numbers of parameters that form a
+    block each: products with the block-diagonal Hessian.
 
     Example:
         >>> import torch
@@ -166,24 +196,36 @@ class HessianLinearOperator(Hessian):
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
         super().__init__(risk, block_sizes=block_sizes, check_deterministic=check_deterministic)
 
 
 class JacobianLinearOperator(Jacobian):
-    """`Jacobian(risk)`: the Jacobian of the model's output with respect to the parameters, `[N·C, P]`.
+    """`Jacobian(risk)`: the Jacobian of the model's output with respect to the parameters, `[N·C,
+    P]`.
 
     Args:
-        model_func: The network: a module, or a function `(params, X) -> output` (then `params` is a dict).
+        model_func: The network: a module, or a function `(params, X) -> output` (then `params` is a
+            dict).
         params: The parameters, a list or a dict.
         data: Iterable of batches `(X, y)`; targets are not used.
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare two products first.
         num_data: Unused: examples are counted once.
         batch_size_fn: Number of examples of an input that is not a tensor.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
-        risk_options: Keyword options of `EmpiricalRisk`, as `output`, which picks the tensor out of what the model
-            returns.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of
+            copies.
+        risk_options: Keyword options of `EmpiricalRisk`, as `output`, which picks the tensor out of
+            what the model returns.
 
     Example:
         >>> import torch
@@ -210,12 +252,15 @@ class JacobianLinearOperator(Jacobian):
         **risk_options: Any,
     ) -> None:
         unused = nn.MSELoss()  # never evaluated: a risk needs one
-        risk = build_risk(model_func, unused, params, data, progressbar, num_data, batch_size_fn, **risk_options)
+        risk = build_risk(
+            model_func, unused, params, data, progressbar, num_data, batch_size_fn, **risk_options
+        )
         super().__init__(risk, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
 
 class TransposedJacobianLinearOperator(Adjoint):
-    """`Jacobian(risk).T`: the transposed Jacobian `[P, N·C]`. Arguments as for `JacobianLinearOperator`.
+    """`Jacobian(risk).T`: the transposed Jacobian `[P, N·C]`. Arguments as for
+    `JacobianLinearOperator`.
 
     Example:
         >>> import torch
@@ -240,8 +285,17 @@ class TransposedJacobianLinearOperator(Adjoint):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        options = {"num_data": num_data, "batch_size_fn": batch_size_fn, "chunk_size": chunk_size, **risk_options}
-        super().__init__(JacobianLinearOperator(model_func, params, data, progressbar, check_deterministic, **options))
+        options = {
+            "num_data": num_data,
+            "batch_size_fn": batch_size_fn,
+            "chunk_size": chunk_size,
+            **risk_options,
+        }
+        super().__init__(
+            JacobianLinearOperator(
+                model_func, params, data, progressbar, check_deterministic, **options
+            )
+        )
 
     @property
     def risk(self) -> EmpiricalRisk:
@@ -250,13 +304,15 @@ class TransposedJacobianLinearOperator(Adjoint):
 
 
 class GGNFactorLinearOperator(GGNFactor):
-    """`GGNFactor(risk, vectors)`: a factor `B [P, N·R·K]` of the generalized Gauss-Newton matrix, `B Bᵀ = GGN`.
+    """`GGNFactor(risk, vectors)`: a factor `B [P, N·R·K]` of the generalized Gauss-Newton matrix,
+    `B Bᵀ = GGN`.
 
     Args:
-        model_func, loss_func, params, data, progressbar, check_deterministic, num_data, batch_size_fn: As for
-            `GGNLinearOperator`; the loss needs a likelihood.
+        model_func, loss_func, params, data, progressbar, check_deterministic, num_data,
+            batch_size_fn: As for `GGNLinearOperator`; the loss needs a likelihood.
         vectors: Which matrix, see `GGNFactor`.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of
+            copies.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Example:
@@ -284,12 +340,24 @@ class GGNFactorLinearOperator(GGNFactor):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
-        super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
+        super().__init__(
+            risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size
+        )
 
 
 class ActivationHessianLinearOperator(ActivationHessian):
-    """`ActivationHessian(risk, activation)`: the Hessian of the loss with respect to an activation inside the model.
+    """`ActivationHessian(risk, activation)`: the Hessian of the loss with respect to an activation
+    inside the model.
 
     Args:
         model_func: The network, a module.
@@ -325,5 +393,14 @@ class ActivationHessianLinearOperator(ActivationHessian):
         **risk_options: Any,
     ) -> None:
         params = dict(model_func.named_parameters())
-        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
         super().__init__(risk, activation, check_deterministic=check_deterministic)

@@ -1,7 +1,8 @@
 """Several processes that work on one thing, and one process that works alone, with the same verbs.
 
-Each process runs the same program on its own part of the data. All have to call the verbs that communicate, in the same
-order. Each begins with a flag by which all learn whether one of them has failed, so that none waits for it.
+Each process runs the same program on its own part of the data. All have to call the verbs that
+communicate, in the same order. Each begins with a flag by which all learn whether one of them has
+failed, so that none waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Alone:
     world = 1
 
     def together(self, work: Callable[[], T]) -> T:
-        """The result of `work()`, which may use the other verbs, if it fails in no process. Collective.
+        """The result of `work()`, which may use the other verbs, if it fails in no process.
+        Collective.
 
         Raises:
             ProcessError: In all processes, if it fails in one of them.
@@ -48,11 +50,15 @@ class Alone:
         return work()
 
     def gather(self, part: T) -> list[T]:
-        """What each process has, in the order of their ranks: small objects without tensors of a GPU. Collective."""
+        """What each process has, in the order of their ranks: small objects without tensors of a
+        GPU. Collective.
+        """
         return [part]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Write the sums over all processes into tensors of the same shapes and dtypes in all. Collective."""
+        """Write the sums over all processes into tensors of the same shapes and dtypes in all.
+        Collective.
+        """
 
     def spread(
         self,
@@ -60,12 +66,14 @@ class Alone:
         compute: Callable[[list[int]], Iterable[Sequence[Tensor]]],
         like: Callable[[int], Sequence[Tensor]],
     ) -> list[Sequence[Tensor]]:
-        """Results of jobs, each done by one process and sent to all: the longest first, to who has least. Collective.
+        """Results of jobs, each done by one process and sent to all: the longest first, to who has
+        least. Collective.
 
         Args:
             costs: Of each job.
             compute: Called with the numbers of some jobs; returns the results of each.
-            like: Called with the number of a job; returns tensors of the shapes and dtypes of its results.
+            like: Called with the number of a job; returns tensors of the shapes and dtypes of its
+                results.
         """
         return list(compute(list(range(len(costs)))))
 
@@ -73,14 +81,17 @@ class Alone:
         """Refuse processes that differ in what has to be the same. Collective.
 
         Args:
-            facts: Name to what is compared: lists of numbers up to rounding, everything else as it is printed.
+            facts: Name to what is compared: lists of numbers up to rounding, everything else as it
+                is printed.
 
         Raises:
             ProcessError: In all processes, naming the first fact that differs.
         """
 
     def numbers(self, first: int, count: int) -> Sequence[int]:
-        """The numbers in the whole data set of `count` examples, the first of which is number `first` of this part."""
+        """The numbers in the whole data set of `count` examples, the first of which is number
+        `first` of this part.
+        """
         start = self.rank + self.world * first
         return range(start, start + self.world * count, self.world)
 
@@ -88,18 +99,20 @@ class Alone:
         """The part of the data that belongs to this process: each example is in exactly one part.
 
         Args:
-            data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt out: of all examples
-                in their order those of number `rank`, `rank + world`, and so on. Of other sequences the items are dealt
-                out. Of a `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one over a
-                subset of its data set, with batches of the same size.
+            data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt
+                out: of all examples in their order those of number `rank`, `rank + world`, and so
+                on. Of other sequences the items are dealt out. Of a `Dataset` a `Subset`. A
+                `DataLoader` in order, or with `shuffle=True`, becomes one over a subset of its data
+                set, with batches of the same size.
 
         Returns:
-            The same kind of thing; of a list with copies of its tensors' own part, in batches of about the same sizes.
-            Parts may differ in size by an example, and be empty.
+            The same kind of thing; of a list with copies of its tensors' own part, in batches of
+            about the same sizes. Parts may differ in size by an example, and be empty.
 
         Raises:
-            ValueError: If a loader has a sampler of its own, such as `DistributedSampler`, which repeats examples to
-                make parts even so that they count twice, or leaves out a last batch.
+            ValueError: If a loader has a sampler of its own, such as `DistributedSampler`, which
+                repeats examples to make parts even so that they count twice, or leaves out a last
+                batch.
             TypeError: If it can't be dealt out, as an iterator.
         """
         return data if self.world == 1 else share(data, self.rank, self.world)
@@ -108,8 +121,8 @@ class Alone:
 class Processes(Alone):
     """The processes of a group, such as `torchrun` starts, each with its part of the data.
 
-    An argument of `EmpiricalRisk`, whose data are then the part of this process: all results are those of the whole
-    data, and equal in all processes.
+    An argument of `EmpiricalRisk`, whose data are then the part of this process: all results are
+    those of the whole data, and equal in all processes.
 
     Args:
         group: The group of `torch.distributed`; default: the one of all processes.
@@ -144,7 +157,9 @@ class Processes(Alone):
             raise ValueError("This process is not in the group that was given to Processes.")
         self._inside = False  # whether something is done together
         cuda = "nccl" in dist.get_backend(group)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        )
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self  # a group can't be copied
@@ -174,11 +189,17 @@ class Processes(Alone):
         dist.all_reduce(failed, dist.ReduceOp.MAX, self.group)
         if not failed.item():
             return
-        words = error and (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-        rank, (kind, message, trace) = next((k, told) for k, told in enumerate(self._gather(words)) if told)
+        words = error and (
+            type(error).__name__,
+            str(error),
+            "".join(traceback.format_exception(error)),
+        )
+        rank, (kind, message, trace) = next(
+            (k, told) for k, told in enumerate(self._gather(words)) if told
+        )
         raise ProcessError(
-            f"Process {rank} of {self.world} failed, and all have stopped, unchanged. {kind}: {message}\n\n"
-            f"Its traceback:\n{trace}"
+            f"Process {rank} of {self.world} failed, and all have stopped, unchanged. {kind}: "
+            f"{message}\n\nIts traceback:\n{trace}"
         ) from error
 
     def _gather(self, part: Any) -> list[Any]:
@@ -203,7 +224,8 @@ class Processes(Alone):
         owners = schedule(costs, self.world)
         mine = [k for k, owner in enumerate(owners) if owner == self.rank]
         results: list[Any] = [
-            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like(k)] for k in range(len(costs))
+            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like(k)]
+            for k in range(len(costs))
         ]
         for k, found in zip(mine, compute(mine), strict=True):
             for result, t in zip(results[k], found, strict=True):
@@ -216,7 +238,9 @@ class Processes(Alone):
         return results
 
     def _send(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> None:
-        """Run a collective in place, on large tensors one by one and on the others in one flat tensor per dtype."""
+        """Run a collective in place, on large tensors one by one and on the others in one flat
+        tensor per dtype.
+        """
         with torch.no_grad():
             small: dict[torch.dtype, list[Tensor]] = {}
             for t in tensors:
@@ -233,15 +257,18 @@ class Processes(Alone):
     def same(self, facts: Mapping[str, Any]) -> None:
         # Addresses are others in each process.
         told = self.gather(
-            {n: x if isinstance(x, list) else re.sub(" at 0x[0-9a-f]+", "", repr(x)) for n, x in facts.items()}
+            {
+                n: x if isinstance(x, list) else re.sub(" at 0x[0-9a-f]+", "", repr(x))
+                for n, x in facts.items()
+            }
         )
         for rank, other in enumerate(told):
             for name in told[0] | other:
                 one, two = told[0].get(name), other.get(name)
                 if one != two and not _within_rounding(one, two):
                     raise ProcessError(
-                        f"The processes differ in {name}: {one} in process 0, and {two} in process {rank}. Everything "
-                        "but the data has to be the same in all."
+                        f"The processes differ in {name}: {one} in process 0, and {two} in process "
+                        f"{rank}. Everything but the data has to be the same in all."
                     )
 
 
@@ -250,7 +277,8 @@ def schedule(costs: Sequence[float], workers: int) -> list[int]:
 
     Deterministic: of equal jobs the first one comes first, of equal workers the first one is taken.
 
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the shortest time.
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the shortest
+    time.
 
     Example:
         >>> schedule([1.0, 8.0, 3.0, 4.0], 2)

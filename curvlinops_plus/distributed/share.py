@@ -33,8 +33,9 @@ def share(data: Any, rank: int, world: int) -> Any:
         return Subset(data, range(rank, len(data), world))  # type: ignore[arg-type]
     if not isinstance(data, Sequence) or isinstance(data, str):
         raise TypeError(
-            f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset of known "
-            "length or a DataLoader, or give each process its own part, and the risk `processes=`."
+            f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of "
+            "batches, a Dataset of known length or a DataLoader, or give each process its own "
+            "part, and the risk `processes=`."
         )
     sizes = [_examples(item) for item in data]
     if None in sizes:
@@ -42,15 +43,25 @@ def share(data: Any, rank: int, world: int) -> Any:
     parts, before = [], 0
     for item, size in zip(data, sizes, strict=True):
         cut = slice((rank - before) % world, None, world)
-        parts.append(tree_map(lambda t, cut=cut: t[cut], dict(item) if isinstance(item, Mapping) else item))
+        parts.append(
+            tree_map(lambda t, cut=cut: t[cut], dict(item) if isinstance(item, Mapping) else item)
+        )
         before += size or 0
-    return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
+    return [
+        batch
+        for start in range(0, len(parts), world)
+        for batch in _joined(parts[start : start + world])
+    ]
 
 
 def _examples(item: Any) -> int | None:
     """N of a batch of tensors that all have N rows, None if it is something else."""
     pair = isinstance(item, (tuple, list)) and len(item) == 2
-    leaves = tree_leaves(dict(item) if isinstance(item, Mapping) else item) if pair or isinstance(item, Mapping) else []
+    leaves = (
+        tree_leaves(dict(item) if isinstance(item, Mapping) else item)
+        if pair or isinstance(item, Mapping)
+        else []
+    )
     if not leaves or not all(isinstance(t, Tensor) and t.ndim for t in leaves):
         return None
     sizes = {t.shape[0] for t in leaves}
@@ -58,29 +69,40 @@ def _examples(item: Any) -> int | None:
 
 
 def _joined(batches: list[Any]) -> list[Any]:
-    """Small batches as one of the usual size, if they fit together: one is faster, but for rounding it is the same."""
+    """Small batches as one of the usual size, if they fit together: one is faster, but for rounding
+    it is the same.
+    """
     flat = [tree_flatten(batch) for batch in batches]
     like = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
     if any(one != like[0] for one in like):
         return batches
-    return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
+    return [
+        tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])
+    ]
 
 
 def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
     """A loader over some of the examples, with batches of the same size."""
     sampler, own = loader.sampler, loader.batch_sampler
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    shuffles = (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    )
     told = (
         "an IterableDataset" if isinstance(loader.dataset, IterableDataset) else "",
-        f"a {type(sampler).__name__}" if type(sampler) is not SequentialSampler and not shuffles else "",
-        f"batches of its own, a {type(own).__name__}" if type(own) not in (BatchSampler, type(None)) else "",
+        f"a {type(sampler).__name__}"
+        if type(sampler) is not SequentialSampler and not shuffles
+        else "",
+        f"batches of its own, a {type(own).__name__}"
+        if type(own) not in (BatchSampler, type(None))
+        else "",
         "drop_last=True" if loader.drop_last else "",
     )
     if why := next(filter(None, told), None):
         raise ValueError(
-            f"The loader has {why}, and share() deals out each example once: a DistributedSampler repeats examples, "
-            "which would count twice. Share a DataLoader in order or with shuffle=True and with all batches; or give "
-            "each process its own part, and the risk `processes=`."
+            f"The loader has {why}, and share() deals out each example once: a DistributedSampler "
+            "repeats examples, which would count twice. Share a DataLoader in order or with "
+            "shuffle=True and with all batches; or give each process its own part, and the risk "
+            "`processes=`."
         )
     names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
     names += ("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers")

@@ -1,7 +1,8 @@
-"""Numbers of a matrix from its products alone: trace, diagonal, norms, log-determinant, eigenvalues, spectral density.
+"""Numbers of a matrix from its products alone: trace, diagonal, norms, log-determinant,
+eigenvalues, spectral density.
 
-Every function takes an operator of this package, a tensor, a NumPy array, or a SciPy operator or sparse matrix, and
-returns tensors in its dtype and on its device.
+Every function takes an operator of this package, a tensor, a NumPy array, or a SciPy operator or
+sparse matrix, and returns tensors in its dtype and on its device.
 """
 
 from curvlinops_plus.estimate.eigen import (

@@ -1,4 +1,6 @@
-"""Extreme eigenvalues of a matrix from its products, by SciPy: largest ones, ends, spectral norm, condition number."""
+"""Extreme eigenvalues of a matrix from its products, by SciPy: largest ones, ends, spectral norm,
+condition number.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,24 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, Product, estimator, lanczos, multiplying, random_vectors
+from curvlinops_plus.estimate.matrix import (
+    Matrix,
+    MatrixLike,
+    Product,
+    estimator,
+    lanczos,
+    multiplying,
+    random_vectors,
+)
 
 Which = Literal["largest", "smallest", "largest magnitude"]
 Boundaries = tuple[float | None, float | None] | None
 
 
 class Eigenpairs(NamedTuple):
-    """Approximate eigenvalues and eigenvectors of a symmetric matrix `[n, n]`, and how good they are."""
+    """Approximate eigenvalues and eigenvectors of a symmetric matrix `[n, n]`, and how good they
+    are.
+    """
 
     eigenvalues: Tensor
     """`[k]`, best first."""
@@ -37,18 +49,21 @@ def top_eigenpairs(
     max_iter: int = 1000,
     generator: Generator | None = None,
 ) -> Eigenpairs:
-    """The `k` largest eigenvalues of a symmetric matrix, in descending order, and their eigenvectors.
+    """The `k` largest eigenvalues of a symmetric matrix, in descending order, and their
+    eigenvectors.
 
-    By ARPACK (SciPy's `eigsh`), on the CPU in float64; products are computed where `A` is. Matrices with at most 20
-    rows, and those of which half of the eigenvalues are wanted, are formed.
+    By ARPACK (SciPy's `eigsh`), on the CPU in float64; products are computed where `A` is. Matrices
+    with at most 20 rows, and those of which half of the eigenvalues are wanted, are formed.
 
     Args:
         A: Symmetric `[n, n]`, of any kind that `hutchinson_trace` takes.
         k: How many, at most `n`.
-        largest: Whether to take the largest or the smallest (most negative) ones; the latter in ascending order.
-        tol: Largest residual `|A x - λ x|`, relative to the largest absolute eigenvalue. By default the root of
-            machine precision, 1.5e-8 in float64 and 3.5e-4 in float32: the error of an eigenvalue is about the
-            residual's square divided by the distance to the next eigenvalue.
+        largest: Whether to take the largest or the smallest (most negative) ones; the latter in
+            ascending order.
+        tol: Largest residual `|A x - λ x|`, relative to the largest absolute eigenvalue. By default
+            the root of machine precision, 1.5e-8 in float64 and 3.5e-4 in float32: the error of an
+            eigenvalue is about the residual's square divided by the distance to the next
+            eigenvalue.
         max_iter: Largest number of products, roughly.
         generator: As for `hutchinson_trace`; for the starting vectors.
 
@@ -60,8 +75,8 @@ def top_eigenpairs(
         NumericsError: If products are NaN or infinite, or the tolerance was not met.
         TypeError: If `A` is no matrix of real floating-point numbers.
 
-    Cost: products as needed, and some ten for the scale of `A`; memory of `max(20, 2 k + 1)` vectors in
-    float64, for the smallest ones `max(40, 2 k + 1)`.
+    Cost: products as needed, and some ten for the scale of `A`; memory of `max(20, 2 k + 1)`
+    vectors in float64, for the smallest ones `max(40, 2 k + 1)`.
 
     Example:
         >>> values, vectors, residuals = top_eigenpairs(torch.diag(torch.arange(50.0)), k=2)
@@ -71,7 +86,9 @@ def top_eigenpairs(
     with multiplying(A, "symmetric") as M:
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be at least 1 and at most A's size ({M.shape[0]}).")
-        return extreme_eigenpairs(M, M.matmat, k, "largest" if largest else "smallest", tol, max_iter, generator)
+        return extreme_eigenpairs(
+            M, M.matmat, k, "largest" if largest else "smallest", tol, max_iter, generator
+        )
 
 
 @estimator
@@ -83,15 +100,17 @@ def spectral_norm(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The largest singular value of a matrix `[m, n]`, 0-d; of a symmetric one, the largest absolute eigenvalue.
+    """The largest singular value of a matrix `[m, n]`, 0-d; of a symmetric one, the largest
+    absolute eigenvalue.
 
     Through products with `A` if they are symmetric, with `AᵀA` or `AAᵀ` otherwise. Arguments as for
     `top_eigenpairs`, except:
 
     Args:
         A: Any shape.
-        return_error: Return `(norm, error)`, with the error that the residual allows: the norm is at least what is
-            returned, and at most the sum, unless the iteration missed the largest singular value altogether.
+        return_error: Return `(norm, error)`, with the error that the residual allows: the norm is
+            at least what is returned, and at most the sum, unless the iteration missed the largest
+            singular value altogether.
 
     Raises:
         ValueError: If `A` has not two axes.
@@ -106,7 +125,9 @@ def spectral_norm(
     """
     with multiplying(A, "a matrix") as M:
         product, power = M.for_singular_values()
-        values, _, residuals = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
+        values, _, residuals = extreme_eigenpairs(
+            M, product, 1, "largest magnitude", tol, max_iter, generator
+        )
         norm = values[0].abs() ** power
         error = (values[0].abs() + residuals[0]) ** power - norm
     return (norm, error) if return_error else norm
@@ -123,17 +144,19 @@ def condition_number(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The largest singular value over the smallest, 0-d; inf for a singular matrix.
 
-    By Lanczos iterations: the longest `A x` over the shortest in the Krylov space. The smallest singular value is the
-    hard one: without solving with `A` it takes a number of products that grows with the condition number, and what is
-    returned is a lower bound. Add a damping, `A.shift(delta)`, if you know one.
+    By Lanczos iterations: the longest `A x` over the shortest in the Krylov space. The smallest
+    singular value is the hard one: without solving with `A` it takes a number of products that
+    grows with the condition number, and what is returned is a lower bound. Add a damping,
+    `A.shift(delta)`, if you know one.
 
-    A matrix whose products are symmetric is multiplied as it is; any other through `AᵀA` or `AAᵀ`, which can tell
-    condition numbers only up to the inverse root of machine precision (about 1e7 in float64, 1e3 in float32) and
-    returns inf beyond. Arguments as for `top_eigenpairs`, except:
+    A matrix whose products are symmetric is multiplied as it is; any other through `AᵀA` or `AAᵀ`,
+    which can tell condition numbers only up to the inverse root of machine precision (about 1e7 in
+    float64, 1e3 in float32) and returns inf beyond. Arguments as for `top_eigenpairs`, except:
 
     Args:
         A: Any shape; of a rectangular one, min(m, n) singular values count.
-        tol: Largest residual of both ends, each relative to its own eigenvalue (of `A`, or of `AᵀA`).
+        tol: Largest residual of both ends, each relative to its own eigenvalue (of `A`, or of
+            `AᵀA`).
         max_iter: Largest number of Lanczos steps.
         return_error: Return `(condition number, error)`, with the error that the residuals allow.
 
@@ -152,14 +175,20 @@ def condition_number(
     """
     with multiplying(A, "a matrix") as M:
         product, power = M.for_singular_values()
-        start, steps = random_vectors(1, min(M.shape), "normal", generator, M.zero), min(50, max_iter)
+        start, steps = (
+            random_vectors(1, min(M.shape), "normal", generator, M.zero),
+            min(50, max_iter),
+        )
         while True:
             (large, large_by), (small, small_by) = _stretched(product, start, steps)
             singular = small <= M.rounding(20) * large
             if singular or (large_by <= tol * large and small_by <= tol * small):
                 break
             if steps >= max_iter:
-                words = f"The condition number did not converge in {steps} steps; it is at least what is returned."
+                words = (
+                    f"The condition number did not converge in {steps} steps; it is at least what "
+                    "is returned."
+                )
                 warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
                 break
             steps = min(2 * steps, max_iter)
@@ -170,18 +199,24 @@ def condition_number(
 
 
 def approximate_boundaries(
-    A: MatrixLike, tol: float = 1e-2, boundaries: Boundaries = None, *, generator: Generator | None = None
+    A: MatrixLike,
+    tol: float = 1e-2,
+    boundaries: Boundaries = None,
+    *,
+    generator: Generator | None = None,
 ) -> tuple[float, float]:
     """The smallest and the largest eigenvalue of a symmetric matrix, approximately.
 
     Args:
-        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
+        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy
+            operator or sparse matrix.
         tol: Accuracy, relative to the largest absolute eigenvalue; 0 means machine precision.
         boundaries: What is known: `(a, None)`, `(None, b)`; it is returned as it is.
         generator: As for `hutchinson_trace`; for the starting vectors.
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
+        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong
+            order.
         NumericsError: If products are NaN or infinite.
 
     Cost: some tens of products for a tolerance of 1e-2, more for clustered ends.
@@ -195,12 +230,17 @@ def approximate_boundaries(
 
 
 def approximate_boundaries_abs(
-    A: MatrixLike, tol: float = 1e-2, boundaries: Boundaries = None, *, generator: Generator | None = None
+    A: MatrixLike,
+    tol: float = 1e-2,
+    boundaries: Boundaries = None,
+    *,
+    generator: Generator | None = None,
 ) -> tuple[float, float]:
-    """The smallest and the largest absolute eigenvalue of a symmetric matrix, as `approximate_boundaries`.
+    """The smallest and the largest absolute eigenvalue of a symmetric matrix, as
+    `approximate_boundaries`.
 
-    The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix it can be
-    smaller still. `A`, `tol`, `boundaries`, `generator`, and errors as there.
+    The smallest one is bounded from above by 100 more Lanczos steps: of an ill-conditioned matrix
+    it can be smaller still. `A`, `tol`, `boundaries`, `generator`, and errors as there.
 
     Example:
         >>> low, high = approximate_boundaries_abs(torch.diag(torch.tensor([-2.0, -1.0, 3.0, 5.0])))
@@ -215,11 +255,18 @@ def _ends(
 ) -> tuple[float, float]:
     low, high = boundaries or (None, None)
     if low is not None and high is not None and low > high:
-        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
+        raise ValueError(
+            f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this "
+            "order."
+        )
     with multiplying(A, "symmetric") as M:
 
         def end(known: float | None, which: Which) -> float:
-            return extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator)[0].item() if known is None else known
+            return (
+                extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator)[0].item()
+                if known is None
+                else known
+            )
 
         if not absolute:
             return float(end(low, "smallest")), float(end(high, "largest"))
@@ -231,9 +278,11 @@ def _ends(
 
 
 def _stretched(product: Product, start: Tensor, steps: int) -> tuple[tuple[float, float], ...]:
-    """The longest and the shortest `A x` for `x` of length 1 in a Krylov space, and the lengths of `A x - (xᵀA x) x`.
+    """The longest and the shortest `A x` for `x` of length 1 in a Krylov space, and the lengths of
+    `A x - (xᵀA x) x`.
 
-    Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute eigenvalue.
+    Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute
+    eigenvalue.
     """
     (alpha,), (beta,) = lanczos(product, start, steps, reorthogonalize=False)
     if ended := (beta == 0).nonzero().flatten().tolist():
@@ -252,9 +301,17 @@ def _stretched(product: Product, start: Tensor, steps: int) -> tuple[tuple[float
 
 @torch.no_grad()
 def extreme_eigenpairs(
-    M: Matrix, product: Product, k: int, which: Which, tol: float | None, max_iter: int, generator: Generator | None
+    M: Matrix,
+    product: Product,
+    k: int,
+    which: Which,
+    tol: float | None,
+    max_iter: int,
+    generator: Generator | None,
 ) -> Eigenpairs:
-    """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product` multiplies with."""
+    """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product`
+    multiplies with.
+    """
     n, limit = min(M.shape), M.eps**0.5 if tol is None else max(tol, M.eps)
     sign, by_magnitude = -1 if which == "smallest" else 1, which == "largest magnitude"
 
@@ -267,7 +324,8 @@ def extreme_eigenpairs(
         X = X[:, best(values)].to(M.zero)
     else:
         start = random_vectors(1, n, "normal", generator, M.zero)
-        # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not near zero.
+        # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not
+        # near zero.
         about = _stretched(product, start, 10)[0][0]
         shift = 0.0 if by_magnitude and about > 0 else about or 1.0
 
@@ -280,9 +338,13 @@ def extreme_eigenpairs(
         operator: Any = scipy.sparse.linalg.LinearOperator
         S, rounds = operator((n, n), matvec=shifted, dtype=v0.dtype), max(1, max_iter // (ncv - k))
         try:
-            _, X = scipy.sparse.linalg.eigsh(S, k, which=end, v0=v0, ncv=ncv, tol=limit, maxiter=rounds)
+            _, X = scipy.sparse.linalg.eigsh(
+                S, k, which=end, v0=v0, ncv=ncv, tol=limit, maxiter=rounds
+            )
         except scipy.sparse.linalg.ArpackNoConvergence as error:
-            raise NumericsError(f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}.") from error
+            raise NumericsError(
+                f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}."
+            ) from error
         X = torch.from_numpy(X.copy()).to(M.zero)
     Y = product(X)
     values = (X * Y).sum(0)

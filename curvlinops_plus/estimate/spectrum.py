@@ -1,9 +1,9 @@
 """Log-determinant and densities of the eigenvalues of a symmetric matrix, from Lanczos iterations.
 
-Densities are those of Papyan 2020, "Traces of class/cross-class structure pervade deep learning spectra" (JMLR 21).
-Lanczos iterations from random vectors give nodes and weights; each node becomes a Gaussian bump, and the bumps make a
-density on a grid. Their width goes with the number of steps: `ncv` steps can tell `ncv` bumps apart on the width of the
-spectrum.
+Densities are those of Papyan 2020, "Traces of class/cross-class structure pervade deep learning
+spectra" (JMLR 21). Lanczos iterations from random vectors give nodes and weights; each node becomes
+a Gaussian bump, and the bumps make a density on a grid. Their width goes with the number of steps:
+`ncv` steps can tell `ncv` bumps apart on the width of the spectrum.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.estimate.eigen import Boundaries, approximate_boundaries, approximate_boundaries_abs
-from curvlinops_plus.estimate.matrix import MatrixLike, estimator, lanczos, mean_of_draws, multiplying, quadrature
+from curvlinops_plus.estimate.eigen import (
+    Boundaries,
+    approximate_boundaries,
+    approximate_boundaries_abs,
+)
+from curvlinops_plus.estimate.matrix import (
+    MatrixLike,
+    estimator,
+    lanczos,
+    mean_of_draws,
+    multiplying,
+    quadrature,
+)
 
 
 @estimator
@@ -31,17 +42,18 @@ def logdet(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one, `K.shift(δ).logdet`.
+    """An estimate of `log det A`, 0-d, for a positive definite `A`; KFAC has an exact one,
+    `K.shift(δ).logdet`.
 
-    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by Lanczos quadrature
-    (Ubaru, Chen, Saad 2017).
-    The random vectors make an error of mean zero, which the standard error tells. The quadrature makes one that falls
-    as `((√κ - 1) / (√κ + 1)) ** (2 num_steps)` with the condition number `κ`; it is 0 if `num_steps` reaches `n` or the
-    number of distinct eigenvalues.
+    It is the trace of `log A`, estimated as the mean of `vᵀ (log A) v` over random vectors, each by
+    Lanczos quadrature (Ubaru, Chen, Saad 2017). The random vectors make an error of mean zero,
+    which the standard error tells. The quadrature makes one that falls as `((√κ - 1) / (√κ + 1)) **
+    (2 num_steps)` with the condition number `κ`; it is 0 if `num_steps` reaches `n` or the number
+    of distinct eigenvalues.
 
-    A matrix with an eigenvalue 0, or below rounding, has the log-determinant -inf. That is returned if a quadrature
-    meets such an eigenvalue; if none does, the quadrature has not converged, and a warning says so. Take
-    `A.shift(delta)` for a finite one. The result carries no gradient.
+    A matrix with an eigenvalue 0, or below rounding, has the log-determinant -inf. That is returned
+    if a quadrature meets such an eigenvalue; if none does, the quadrature has not converged, and a
+    warning says so. Take `A.shift(delta)` for a finite one. The result carries no gradient.
 
     Args:
         A: Positive definite `[n, n]`, of any kind that `hutchinson_trace` takes.
@@ -49,18 +61,19 @@ def logdet(
         num_steps: Products per vector; more than `n` count as `n`.
         distribution: "rademacher" (random signs), "normal", or "sphere"; see `hutchinson_trace`.
         generator: As for `hutchinson_trace`.
-        return_error: Return `(estimate, standard error)` instead of the estimate; NaN of -inf, and of one vector.
+        return_error: Return `(estimate, standard error)` instead of the estimate; NaN of -inf, and
+            of one vector.
 
     Raises:
         ValueError: If `A` is not square or not symmetric, or has a negative eigenvalue.
         TypeError: If `A` is no matrix of real floating-point numbers.
 
     Warns:
-        CurvatureWarning: If the quadrature has not converged: the last quarter of the steps changed the estimate by
-            more than its standard error.
+        CurvatureWarning: If the quadrature has not converged: the last quarter of the steps changed
+            the estimate by more than its standard error.
 
-    Cost: `num_probes * num_steps` products, and two to look for symmetry; memory of `num_steps + 4` vectors for each
-    random vector treated at once.
+    Cost: `num_probes * num_steps` products, and two to look for symmetry; memory of `num_steps + 4`
+    vectors for each random vector treated at once.
 
     Example:
         >>> A = torch.diag(torch.tensor([1.0, 2.0, 4.0, 8.0]))
@@ -80,18 +93,27 @@ def logdet(
                 rounding = M.rounding(part) * nodes.abs().amax(1, keepdim=True)
                 if bool((nodes < -rounding).any()):
                     words = f"A has a negative eigenvalue, at most {float(nodes.min()):.1e}"
-                    raise ValueError(f"{words}; expected a positive definite matrix, such as A.shift(delta).")
+                    raise ValueError(
+                        f"{words}; expected a positive definite matrix, such as A.shift(delta)."
+                    )
                 logs = torch.where(nodes > rounding, nodes, torch.zeros_like(nodes)).log()
                 found.append((weights.clamp(min=1e-300) * logs).sum(1))
             return V.square().sum(0).to(nodes) * torch.stack(found)
 
-        (estimate, rough), (error, _) = mean_of_draws(M, num_probes, distribution, generator, sample, steps + 4)
+        (estimate, rough), (error, _) = mean_of_draws(
+            M, num_probes, distribution, generator, sample, steps + 4
+        )
         estimate = estimate.nan_to_num(nan=-inf, neginf=-inf)  # NaN: -inf in several blocks
-        if (change := float((estimate - rough).abs())) > max(float(error.nan_to_num()), n * M.eps**0.5):
+        if (change := float((estimate - rough).abs())) > max(
+            float(error.nan_to_num()), n * M.eps**0.5
+        ):
             words = (
-                f"The log-determinant has not converged: the last of {steps} steps changed it by {change:.1e}. Take "
+                f"The log-determinant has not converged: the last of {steps} steps changed it by "
+                f"{change:.1e}. Take "
             )
-            words += "more num_steps; if the change stays, A is singular or nearly so: A.shift(delta)."
+            words += (
+                "more num_steps; if the change stays, A is singular or nearly so: A.shift(delta)."
+            )
             warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
     estimate, error = estimate.to(M.zero), error.to(M.zero)
     return (estimate, error) if return_error else estimate
@@ -112,24 +134,29 @@ def lanczos_approximate_spectrum(
     """The density of the eigenvalues of a symmetric matrix, smoothed (Papyan 2020, algorithm 2).
 
     Args:
-        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
-        ncv: Number of Lanczos steps, at least 2; more than `n` give the smoothing of `ncv` and the products of `n`.
+        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy
+            operator or sparse matrix.
+        ncv: Number of Lanczos steps, at least 2; more than `n` give the smoothing of `ncv` and the
+            products of `n`.
         num_points: Number of grid points.
         num_repeats: Number of random vectors to average over.
-        kappa: Width of the bumps, more than 1; larger is sharper. Of `ncv` evenly spread bumps, neighbours meet at
-            `1 / kappa` of their height.
-        boundaries: Smallest and largest eigenvalue, as far as known: `(a, b)`, `(a, None)`, `(None, b)`, or None.
+        kappa: Width of the bumps, more than 1; larger is sharper. Of `ncv` evenly spread bumps,
+            neighbours meet at `1 / kappa` of their height.
+        boundaries: Smallest and largest eigenvalue, as far as known: `(a, b)`, `(a, None)`, `(None,
+            b)`, or None.
         margin: How far the grid goes beyond the boundaries, relative to their distance.
-        boundaries_tol: Accuracy to which boundaries that are not given are computed, relative to the largest absolute
-            eigenvalue; 0 means machine precision.
-        generator: Where the random vectors come from, by default PyTorch's global generator. See `hutchinson_trace`.
+        boundaries_tol: Accuracy to which boundaries that are not given are computed, relative to
+            the largest absolute eigenvalue; 0 means machine precision.
+        generator: Where the random vectors come from, by default PyTorch's global generator. See
+            `hutchinson_trace`.
 
     Returns:
-        The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`. The density has
-        integral 1 (what the margin cuts off aside).
+        The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`.
+        The density has integral 1 (what the margin cuts off aside).
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
+        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong
+            order.
         NumericsError: If products are NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers.
 
@@ -144,7 +171,9 @@ def lanczos_approximate_spectrum(
         >>> round(mass.item(), 1), round(above.item(), 1)
         (1.0, 0.1)
     """
-    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, generator=generator)
+    cached = LanczosApproximateSpectrumCached(
+        A, ncv, boundaries, boundaries_tol, generator=generator
+    )
     return cached.approximate_spectrum(num_repeats, num_points, kappa, margin)
 
 
@@ -161,20 +190,23 @@ def lanczos_approximate_log_spectrum(
     *,
     generator: Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section C.7).
+    """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section
+    C.7).
 
     Arguments as for `lanczos_approximate_spectrum`, except:
 
     Args:
         kappa: As there, with another default.
-        boundaries: Smallest and largest absolute eigenvalue, as far as known. The smallest is hard to compute: of
-            a matrix with many small ones it is what 100 products reach, which may be above the true one.
+        boundaries: Smallest and largest absolute eigenvalue, as far as known. The smallest is hard
+            to compute: of a matrix with many small ones it is what 100 products reach, which may be
+            above the true one.
         boundaries_tol: Relative accuracy of each boundary.
-        epsilon: Added to `|λ|`, in units of the eigenvalues; the grid begins near it if the matrix is singular.
+        epsilon: Added to `|λ|`, in units of the eigenvalues; the grid begins near it if the matrix
+            is singular.
 
     Returns:
-        The grid, of constant ratio, and the density with respect to the grid's values (not to their logarithm), with
-        integral 1.
+        The grid, of constant ratio, and the density with respect to the grid's values (not to their
+        logarithm), with integral 1.
 
     Raises:
         ValueError: As there; also if a boundary is negative.
@@ -187,7 +219,9 @@ def lanczos_approximate_log_spectrum(
         >>> bool(grid[0] < 1.1e-3), bool(grid[-1] > 1), round(torch.trapezoid(density, grid).item(), 1)
         (True, True, 1.0)
     """
-    cached = LanczosApproximateLogSpectrumCached(A, ncv, boundaries, boundaries_tol, generator=generator)
+    cached = LanczosApproximateLogSpectrumCached(
+        A, ncv, boundaries, boundaries_tol, generator=generator
+    )
     return cached.approximate_log_spectrum(num_repeats, num_points, kappa, margin, epsilon)
 
 
@@ -210,15 +244,24 @@ class _Cached:
         self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
 
     def _approximate(
-        self, num_repeats: int, num_points: int, kappa: float, margin: float, epsilon: float | None = None
+        self,
+        num_repeats: int,
+        num_points: int,
+        kappa: float,
+        margin: float,
+        epsilon: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The grid with margins, and the mean over runs of the density of bumps at nodes, or at their logarithms."""
+        """The grid with margins, and the mean over runs of the density of bumps at nodes, or at
+        their logarithms.
+        """
         with multiplying(self.A) as M:
             for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
                 T = lanczos(M.matmat, V, min(self.ncv, M.shape[0]), reorthogonalize=False)
                 self._runs += zip(*quadrature(*T), strict=True)
         low, high = self.boundaries
-        unit = max(abs(low), abs(high)) or 1.0  # the size of the ends, and the width to take if they are one
+        unit = (
+            max(abs(low), abs(high)) or 1.0
+        )  # the size of the ends, and the width to take if they are one
         if epsilon is not None:
             low, high, unit = log(low + epsilon), log(high + epsilon), 1.0
         if high - low <= 100 * M.eps * unit:  # a single eigenvalue: its bump needs some room
@@ -238,11 +281,12 @@ class _Cached:
 
 
 class LanczosApproximateSpectrumCached(_Cached):
-    """The density of the eigenvalues of a symmetric matrix, for several settings at the cost of one.
+    """The density of the eigenvalues of a symmetric matrix, for several settings at the cost of
+    one.
 
-    The boundaries are computed at construction, Lanczos runs when they are first needed; another resolution or width
-    costs no product. Attribute `boundaries` has the two that are used. Arguments as for
-    `lanczos_approximate_spectrum`.
+    The boundaries are computed at construction, Lanczos runs when they are first needed; another
+    resolution or width costs no product. Attribute `boundaries` has the two that are used.
+    Arguments as for `lanczos_approximate_spectrum`.
 
     Example:
         >>> cached = LanczosApproximateSpectrumCached(torch.diag(torch.arange(50.0)), ncv=20)
@@ -265,7 +309,8 @@ class LanczosApproximateSpectrumCached(_Cached):
 
 
 class LanczosApproximateLogSpectrumCached(_Cached):
-    """The density of `|λ| + epsilon` on a logarithmic grid, for several settings at the cost of one.
+    """The density of `|λ| + epsilon` on a logarithmic grid, for several settings at the cost of
+    one.
 
     As `LanczosApproximateSpectrumCached`; `boundaries` are those of `|λ|`. Arguments as for
     `lanczos_approximate_log_spectrum`.
@@ -287,21 +332,27 @@ class LanczosApproximateLogSpectrumCached(_Cached):
         margin: float = 0.05,
         epsilon: float = 1e-5,
     ) -> tuple[Tensor, Tensor]:
-        """The grid and the density; arguments as for `lanczos_approximate_log_spectrum`, with another default `kappa`.
+        """The grid and the density; arguments as for `lanczos_approximate_log_spectrum`, with
+        another default `kappa`.
 
         Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
         return self._approximate(num_repeats, num_points, kappa, margin, epsilon)
 
 
-def plot_spectrum(spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any) -> Any:
-    """Draw a spectral density: `plot_spectrum(lanczos_approximate_spectrum(A, ncv=100), label="Hessian")`.
+def plot_spectrum(
+    spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any
+) -> Any:
+    """Draw a spectral density: `plot_spectrum(lanczos_approximate_spectrum(A, ncv=100),
+    label="Hessian")`.
 
-    The density has a logarithmic axis, down to 1e-8 of the highest peak, since the peak at zero hides all others.
+    The density has a logarithmic axis, down to 1e-8 of the highest peak, since the peak at zero
+    hides all others.
 
     Args:
         spectrum: Grid and density, as `lanczos_approximate_spectrum` and its relatives return them.
-        log: Give the eigenvalues a logarithmic axis too, as suits `lanczos_approximate_log_spectrum`.
+        log: Give the eigenvalues a logarithmic axis too, as suits
+            `lanczos_approximate_log_spectrum`.
         ax: Matplotlib axes to draw on; by default the current ones, `matplotlib.pyplot.gca()`.
         line: Passed on to `ax.plot`: `label`, `color`, and so on.
 

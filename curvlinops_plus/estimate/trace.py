@@ -9,7 +9,13 @@ from operator import index
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, estimator, mean_of_draws, multiplying
+from curvlinops_plus.estimate.matrix import (
+    Matrix,
+    MatrixLike,
+    estimator,
+    mean_of_draws,
+    multiplying,
+)
 
 
 @estimator
@@ -23,20 +29,26 @@ def hutchinson_trace(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, as the mean of `vᵀ A v` over random vectors (Girard 1989; Hutchinson 1989).
 
-    Unbiased for every square matrix. With signs the variance of one draw of a symmetric matrix is twice the sum of the
-    squared off-diagonal entries; with normal vectors, twice the sum of all squared entries; on the sphere a little less
-    (none for a multiple of the identity). The error falls as `num_matvecs ** -0.5`.
+    Unbiased for every square matrix. With signs the variance of one draw of a symmetric matrix is
+    twice the sum of the squared off-diagonal entries; with normal vectors, twice the sum of all
+    squared entries; on the sphere a little less (none for a multiple of the identity). The error
+    falls as `num_matvecs ** -0.5`.
 
     Args:
-        A: Square `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
+        A: Square `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator
+            or sparse matrix.
         num_matvecs: Number of products, less than `n`.
-        distribution: "rademacher" (random signs), "normal", or "sphere": directions of normal vectors with length √n.
-        generator: Where the random numbers come from. By default PyTorch's global generator, as in `torch.randn`; with
-            a generator the global one stays untouched, and draws depend on neither dtype nor device.
-        return_error: Return `(estimate, standard error)` instead of the estimate; the error of one draw is NaN.
+        distribution: "rademacher" (random signs), "normal", or "sphere": directions of normal
+            vectors with length √n.
+        generator: Where the random numbers come from. By default PyTorch's global generator, as in
+            `torch.randn`; with a generator the global one stays untouched, and draws depend on
+            neither dtype nor device.
+        return_error: Return `(estimate, standard error)` instead of the estimate; the error of one
+            draw is NaN.
 
     Raises:
-        ValueError: If `A` is not square, `num_matvecs` is below 1 or not below `n`, or the distribution is unknown.
+        ValueError: If `A` is not square, `num_matvecs` is below 1 or not below `n`, or the
+            distribution is unknown.
         TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
 
     Cost: `num_matvecs` products; memory of the columns multiplied at once, at most 128 MiB.
@@ -50,7 +62,9 @@ def hutchinson_trace(
         >>> bool((estimate - 5050).abs() < 3 * error)
         True
     """
-    return _estimate(A, num_matvecs, distribution, generator, return_error, lambda M, V: (V * M.matmat(V)).sum(0))
+    return _estimate(
+        A, num_matvecs, distribution, generator, return_error, lambda M, V: (V * M.matmat(V)).sum(0)
+    )
 
 
 @estimator
@@ -64,14 +78,15 @@ def hutchpp_trace(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by Hutch++: exact on a subspace, by random vectors on the rest.
 
-    A third of the products finds the range of `A`, a third gives the trace on it, a third estimates what is left
-    (Meyer, Musco, Musco, Woodruff 2021). Unbiased for every square matrix, and exact if the rank is at most
-    `num_matvecs / 3`. The error of a positive semi-definite matrix falls as `1 / num_matvecs`. Arguments as for
-    `hutchinson_trace`, except:
+    A third of the products finds the range of `A`, a third gives the trace on it, a third estimates
+    what is left (Meyer, Musco, Musco, Woodruff 2021). Unbiased for every square matrix, and exact
+    if the rank is at most `num_matvecs / 3`. The error of a positive semi-definite matrix falls as
+    `1 / num_matvecs`. Arguments as for `hutchinson_trace`, except:
 
     Args:
         num_matvecs: Number of products, a multiple of 3 and less than `n`.
-        return_error: The standard error is that of the last third, given the subspace; NaN of 3 products.
+        return_error: The standard error is that of the last third, given the subspace; NaN of 3
+            products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is no multiple of 3.
@@ -104,15 +119,17 @@ def xtrace(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The trace, 0-d, by XTrace: Hutch++ in which every vector serves both purposes.
 
-    Each random vector estimates what the range of the products of all others leaves over (Epperly, Tropp, Webber 2024).
-    The mean of these estimates is unbiased, does not depend on the order of the vectors, and is exact if the rank is
-    below `num_matvecs / 2`. Mostly the most accurate of the three. With "sphere", what is left of a vector outside the
-    range is set to its mean length, which "normal" leaves to chance. Arguments as for `hutchinson_trace`, except:
+    Each random vector estimates what the range of the products of all others leaves over (Epperly,
+    Tropp, Webber 2024). The mean of these estimates is unbiased, does not depend on the order of
+    the vectors, and is exact if the rank is below `num_matvecs / 2`. Mostly the most accurate of
+    the three. With "sphere", what is left of a vector outside the range is set to its mean length,
+    which "normal" leaves to chance. Arguments as for `hutchinson_trace`, except:
 
     Args:
         num_matvecs: Number of products, even and less than `n`.
-        return_error: The standard error treats the estimates of the vectors as independent, which they nearly are if
-            the eigenvalues decay; it is too small, by up to a half, if they don't. NaN of 2 products.
+        return_error: The standard error treats the estimates of the vectors as independent, which
+            they nearly are if the eigenvalues decay; it is too small, by up to a half, if they
+            don't. NaN of 2 products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
@@ -129,14 +146,17 @@ def xtrace(
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         AQ = M.matmat(Q)
-        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: trace(Qᵢᵀ A Qᵢ), then vᵢ and A vᵢ without Qᵢ.
+        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: trace(Qᵢᵀ A Qᵢ), then vᵢ and A vᵢ
+        # without Qᵢ.
         H = Q.T @ AQ
         inside = H.trace() - (S * (H @ S)).sum(0)
         C = Q.T @ V
         C = C - S * (S * C).sum(0)
         V = V - Q @ C
         outside = (V * (AV - AQ @ C)).sum(0)
-        if distribution == "sphere":  # the length of what is left of vᵢ says nothing about A: set it to its mean
+        if (
+            distribution == "sphere"
+        ):  # the length of what is left of vᵢ says nothing about A: set it to its mean
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         return inside + outside
 
@@ -152,10 +172,12 @@ def hutchinson_squared_fro(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The sum of the squared entries of `A [m, n]`, 0-d, as the mean of `|A v|²` over random vectors.
+    """The sum of the squared entries of `A [m, n]`, 0-d, as the mean of `|A v|²` over random
+    vectors.
 
-    This is Hutchinson's estimate of the trace of `AᵀA`, or of `AAᵀ` if the matrix is wide (`m < n`): then the products
-    are with `Aᵀ`. Unbiased for every matrix. Arguments as for `hutchinson_trace`, except:
+    This is Hutchinson's estimate of the trace of `AᵀA`, or of `AAᵀ` if the matrix is wide (`m <
+    n`): then the products are with `Aᵀ`. Unbiased for every matrix. Arguments as for
+    `hutchinson_trace`, except:
 
     Args:
         A: Any shape `[m, n]`.
@@ -187,10 +209,12 @@ def hutchinson_diag(
     generator: Generator | None = None,
     return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The diagonal, `[n]`, as the mean of `v * (A v)` over random vectors (Bekas, Kokiopoulou, Saad 2007).
+    """The diagonal, `[n]`, as the mean of `v * (A v)` over random vectors (Bekas, Kokiopoulou, Saad
+    2007).
 
-    Unbiased for every square matrix. With signs the variance of entry `i` in one draw is the sum of the squared
-    off-diagonal entries of row `i`. Arguments as for `hutchinson_trace`; the standard error has one value per entry.
+    Unbiased for every square matrix. With signs the variance of entry `i` in one draw is the sum of
+    the squared off-diagonal entries of row `i`. Arguments as for `hutchinson_trace`; the standard
+    error has one value per entry.
 
     Raises:
         ValueError: As for `hutchinson_trace`.
@@ -202,23 +226,29 @@ def hutchinson_diag(
         >>> hutchinson_diag(D, num_matvecs=1)  # signs are exact for a diagonal matrix
         tensor([0., 1., 2., 3.])
     """
-    return _estimate(A, num_matvecs, distribution, generator, return_error, lambda M, V: V * M.matmat(V))
+    return _estimate(
+        A, num_matvecs, distribution, generator, return_error, lambda M, V: V * M.matmat(V)
+    )
 
 
 @estimator
 def xdiag(
-    A: MatrixLike, num_matvecs: int, *, generator: Generator | None = None, return_error: bool = False
+    A: MatrixLike,
+    num_matvecs: int,
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
 
-    As in XTrace, each vector has both purposes (Epperly, Tropp, Webber 2024). Unbiased for square matrices, and exact
-    if the rank is below `num_matvecs / 2`; needs products with the transposed matrix.
-    Arguments as for `hutchinson_trace`, except:
+    As in XTrace, each vector has both purposes (Epperly, Tropp, Webber 2024). Unbiased for square
+    matrices, and exact if the rank is below `num_matvecs / 2`; needs products with the transposed
+    matrix. Arguments as for `hutchinson_trace`, except:
 
     Args:
         num_matvecs: Number of products, even and less than `n`; half of them are with `Aᵀ`.
-        return_error: The standard error of each entry treats the estimates of the vectors as independent, which they
-            nearly are; NaN of 2 products.
+        return_error: The standard error of each entry treats the estimates of the vectors as
+            independent, which they nearly are; NaN of 2 products.
 
     Raises:
         ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
@@ -236,7 +266,8 @@ def xdiag(
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         B = M.rmatmat(Q)  # Qᵀ A = Bᵀ
-        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: the diagonal of Qᵢ Qᵢᵀ A, then what A vᵢ has besides.
+        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: the diagonal of Qᵢ Qᵢᵀ A, then what A
+        # vᵢ has besides.
         inside = (Q * B).sum(1, keepdim=True) - (Q @ S) * (B @ S)
         C = Q.T @ AV
         C = C - S * (S * C).sum(0)
@@ -255,26 +286,33 @@ def _estimate(
     square: bool = True,
     products: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The mean of what `sample` makes of random vectors: one fewer than products, or one if there is one product.
+    """The mean of what `sample` makes of random vectors: one fewer than products, or one if there
+    is one product.
 
     With one product they come in blocks; with more, all together.
     """
     with multiplying(A, "square" if square else "a matrix") as M:
         num = index(num_matvecs)
         if not 0 < num < min(M.shape):
-            raise ValueError(f"num_matvecs ({num}) must be at least 1 and less than A's size {M.shape}.")
+            raise ValueError(
+                f"num_matvecs ({num}) must be at least 1 and less than A's size {M.shape}."
+            )
         if num % products:
             raise ValueError(f"num_matvecs ({num}) must be divisible by {products}.")
         vectors = num // products * max(1, products - 1)
-        value, error = mean_of_draws(M, vectors, distribution, generator, partial(sample, M), int(products == 1))
+        value, error = mean_of_draws(
+            M, vectors, distribution, generator, partial(sample, M), int(products == 1)
+        )
     return (value, error) if return_error else value
 
 
 def leave_one_out(Y: Tensor) -> tuple[Tensor, Tensor]:  # [n, N] -> [n, r], [r, N]
-    """A basis `Q` of the range of `Y`, and for every column `i` the direction `sᵢ` that only this column adds.
+    """A basis `Q` of the range of `Y`, and for every column `i` the direction `sᵢ` that only this
+    column adds.
 
-    `Q (I - sᵢ sᵢᵀ) Qᵀ` is the projection on the range of all other columns. `sᵢ` has length 1, or is 0 where the other
-    columns have the same range, as they do if the rank `r` is less than `N` and the columns are random.
+    `Q (I - sᵢ sᵢᵀ) Qᵀ` is the projection on the range of all other columns. `sᵢ` has length 1, or
+    is 0 where the other columns have the same range, as they do if the rank `r` is less than `N`
+    and the columns are random.
 
     Cost: `O(n N²)`, as one QR decomposition. Source: Epperly, Tropp, Webber 2024.
 
@@ -291,6 +329,7 @@ def leave_one_out(Y: Tensor) -> tuple[Tensor, Tensor]:  # [n, N] -> [n, r], [r, 
     rank = int((sigma > rounding * sigma.amax()).sum())
     S = Vh[:rank] / sigma[:rank, None]
     S = S / torch.linalg.vector_norm(S, dim=0).clamp(min=torch.finfo(Y.dtype).tiny)
-    # Leaving out column i takes a dimension from the range exactly if no combination of columns that is 0 contains it.
+    # Leaving out column i takes a dimension from the range exactly if no combination of columns
+    # that is 0 contains it.
     needed = torch.linalg.vector_norm(Vh[rank:], dim=0) <= 10 * rounding
     return Q @ U[:, :rank], S * needed

@@ -23,29 +23,31 @@ from curvlinops_plus.risk.risk import takes_risk
 
 
 class ActivationHessian(RiskOperator):
-    """The Hessian of the loss with respect to an activation: the input or output of a module inside the model.
+    """The Hessian of the loss with respect to an activation: the input or output of a module inside
+    the model.
 
-    The activation of one batch is one tensor `[N, *features]`, and the Hessian is `[numbers, numbers]`. Several batches
-    are several tensors, in the order of the data; batches don't interact, so the Hessian is block-diagonal over them,
-    and the loss is that of the whole data set: with `reduction="mean"`, one over what PyTorch divides by for all data.
+    The activation of one batch is one tensor `[N, *features]`, and the Hessian is `[numbers,
+    numbers]`. Several batches are several tensors, in the order of the data; batches don't
+    interact, so the Hessian is block-diagonal over them, and the loss is that of the whole data
+    set: with `reduction="mean"`, one over what PyTorch divides by for all data.
 
     Args:
         risk: Model, loss (any one, also without a likelihood), data and parameters.
-        activation: Which one: name of the module as in `model.named_modules()`, "input" or "output", and the position
-            among several inputs or outputs (0 where there is one). Other modules may read the tensor, too; an "input"
-            is what this module alone reads.
-        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
-            once per risk. False: not even these.
+        activation: Which one: name of the module as in `model.named_modules()`, "input" or
+            "output", and the position among several inputs or outputs (0 where there is one). Other
+            modules may read the tensor, too; an "input" is what this module alone reads.
+        check_deterministic: True compares two products first. None: two evaluations of a few
+            examples have to agree, once per risk. False: not even these.
 
     Raises:
-        ValueError: If there is no such module, or it is not called exactly once per forward pass; or if the data are an
-            iterator.
+        ValueError: If there is no such module, or it is not called exactly once per forward pass;
+            or if the data are an iterator.
         IndexError: If there is no such tensor.
         RuntimeError: If it is not made of floating-point numbers, or two products differ.
         UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice.
 
-    Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
-    after the activation is differentiated.
+    Cost: one forward and one backward pass per product, and one more backward pass for each column;
+    only what comes after the activation is differentiated.
 
     Example:
         >>> from torch import nn
@@ -65,9 +67,17 @@ class ActivationHessian(RiskOperator):
 
     @takes_risk
     def __init__(
-        self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool | None = None
+        self,
+        risk: EmpiricalRisk,
+        activation: tuple[str, str, int],
+        *,
+        check_deterministic: bool | None = None,
     ) -> None:
-        name, side, index = activation if isinstance(activation, (tuple, list)) and len(activation) == 3 else [None] * 3
+        name, side, index = (
+            activation
+            if isinstance(activation, (tuple, list)) and len(activation) == 3
+            else [None] * 3
+        )
         names = [name for name, _ in risk.model.named_modules()]
         if name not in names or side not in ("input", "output") or whole(index) is None:
             raise ValueError(
@@ -92,7 +102,9 @@ class ActivationHessian(RiskOperator):
         return Space.from_shapes(shapes)
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, tuple[Tensor, Totals]]:
-        """The activation of a batch, and totals whose losses are a function of it; nothing else is differentiated."""
+        """The activation of a batch, and totals whose losses are a function of it; nothing else is
+        differentiated.
+        """
         with self._leaf() as caught:
             read = self.risk.run(batch, model)
         if len(caught) != 1:
@@ -118,13 +130,15 @@ class ActivationHessian(RiskOperator):
             if len(found) == len(shapes):
                 return torch.cat(found), totals
         raise ValueError(
-            f"There is no batch {len(found)} with an activation of the shape that it had in the first pass. Each pass "
-            "must give the same batches in the same order (shuffle=False)."
+            f"There is no batch {len(found)} with an activation of the shape that it had in the "
+            "first pass. Each pass must give the same batches in the same order (shuffle=False)."
         )
 
     @contextmanager
     def _leaf(self) -> Iterator[list[Tensor]]:
-        """Context in which the model continues with a leaf of the graph in place of the activation."""
+        """Context in which the model continues with a leaf of the graph in place of the
+        activation.
+        """
         name, side, index = self._activation
         module, caught = self.risk.model.get_submodule(name), []
 
@@ -132,15 +146,21 @@ class ActivationHessian(RiskOperator):
             several = isinstance(values, (tuple, list))
             items = list(values) if several else [values]
             caught.append(items[index].detach().clone().requires_grad_())
-            items[index] = caught[-1].clone()  # a leaf must not be written to, and what comes next may be in-place
+            items[index] = caught[
+                -1
+            ].clone()  # a leaf must not be written to, and what comes next may be in-place
             if not several:
                 return items[0]
             return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
 
         if side == "input":
-            handle = module.register_forward_pre_hook(own_calls(lambda module, args: replaced(args)))
+            handle = module.register_forward_pre_hook(
+                own_calls(lambda module, args: replaced(args))
+            )
         else:
-            handle = module.register_forward_hook(own_calls(lambda module, args, out: replaced(out)))
+            handle = module.register_forward_hook(
+                own_calls(lambda module, args, out: replaced(out))
+            )
         try:
             yield caught
         finally:

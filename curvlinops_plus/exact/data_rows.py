@@ -1,6 +1,8 @@
-"""Matrices whose rows belong to the data: the Jacobian of a model's outputs, and factors `B` with `B Bᵀ = GGN`.
+"""Matrices whose rows belong to the data: the Jacobian of a model's outputs, and factors `B` with
+`B Bᵀ = GGN`.
 
-Letters: `P` parameters, `N` examples, `R` loss terms per example, `K` columns of the root of the loss Hessian.
+Letters: `P` parameters, `N` examples, `R` loss terms per example, `K` columns of the root of the
+loss Hessian.
 """
 
 from __future__ import annotations
@@ -50,15 +52,20 @@ class DataRows(RiskOperator):
         risk: Model, data and parameters.
         read: As in `Passes`.
         seed: Where random numbers for `L` start.
-        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
-            once per risk. False: not even these.
+        check_deterministic: True compares two products first. None: two evaluations of a few
+            examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together.
     """
 
     _transposed = False  # whether the rows are columns
 
     def __init__(
-        self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
+        self,
+        risk: EmpiricalRisk,
+        read: Read,
+        seed: int,
+        check_deterministic: bool | None,
+        chunk_size: int | None,
     ) -> None:
         super().__init__(risk, Passes(risk, read, chunk_size), check_deterministic)
         require_own_data(risk, type(self).__name__)
@@ -70,12 +77,16 @@ class DataRows(RiskOperator):
     def _block(
         self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals
     ) -> OutputRows | LossRoots:
-        """The block of `L` of a batch, from what `read` returned; what it counts is added to the totals."""
+        """The block of `L` of a batch, from what `read` returned; what it counts is added to the
+        totals.
+        """
 
     @cached_property
     @untraced
     def _row_space(self) -> Space:
-        """One tensor for each output, stacked along the first axis; flat if batches differ in another one."""
+        """One tensor for each output, stacked along the first axis; flat if batches differ in
+        another one.
+        """
         draws, plain = Draws(self._seed), LossWeights(self.risk, plain=True)
         with differentiable(self.risk):
             found = [
@@ -88,7 +99,9 @@ class DataRows(RiskOperator):
             else (sum(own.numel() for own in shapes),)
             for shapes in zip(*found, strict=True)
         ]
-        return Space.from_shapes(dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.keys), rows)))
+        return Space.from_shapes(
+            dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.keys), rows))
+        )
 
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
@@ -106,7 +119,7 @@ class DataRows(RiskOperator):
     def out_space(self) -> Space:  # type: ignore[override]
         return self.risk.space if self._transposed else self._row_space
 
-    # ----------------------------------------------------------------------------------------------------- products
+    # ------------------------------------------------------------------------------------- products
     def _matmat(self, X: Tensor) -> Tensor:
         return self._product(X, self._transposed)
 
@@ -114,36 +127,48 @@ class DataRows(RiskOperator):
         return self._product(X, not self._transposed)
 
     def _product(self, X: Tensor, transposed: bool) -> Tensor:
-        products = [partial(self._over_data, sweep) for sweep in (self._rows_sweep, self._transpose_sweep)]
+        products = [
+            partial(self._over_data, sweep) for sweep in (self._rows_sweep, self._transpose_sweep)
+        ]
         return linear_in(X, products[transposed], products[not transposed])
 
     def _to_dense(self) -> Tensor:
         dense = self._over_data(self._dense_sweep)
         return dense.T if self._transposed else dense
 
-    def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [P, K] -> [m, K]
+    def _rows_sweep(
+        self, X: Tensor, weights: LossWeights
+    ) -> tuple[Tensor, Totals]:  # [P, K] -> [m, K]
         totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
         for batch, block, at in self._blocks(weights, totals, X.shape[1]):
             result[at] = self._forward(batch, block, X.T).T
         return result, totals
 
-    def _transpose_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, K] -> [P, K]
+    def _transpose_sweep(
+        self, X: Tensor, weights: LossWeights
+    ) -> tuple[Tensor, Totals]:  # [m, K] -> [P, K]
         totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
         for batch, block, at in self._blocks(weights, totals, 1, forward=False):
             self._back(batch, block, X[at].T, result)
         return result.T, totals
 
     def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, P]
-        """Each batch by backward passes for its rows, or by tangents of all parameters if these are fewer."""
+        """Each batch by backward passes for its rows, or by tangents of all parameters if these are
+        fewer.
+        """
         totals, n = Totals(), self.risk.space.dim
         result = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
         for batch, block, at in self._blocks(weights, totals, 1, forward=False):
             if len(at) > n:
                 self._passes.check(batch, n)
-                result[at] = self._forward(batch, block, torch.eye(n, dtype=self.dtype, device=self.device)).T
+                result[at] = self._forward(
+                    batch, block, torch.eye(n, dtype=self.dtype, device=self.device)
+                ).T
             else:
                 own = torch.zeros(len(at), n, dtype=self.dtype, device=self.device)
-                self._back(batch, block, torch.eye(len(at), dtype=self.dtype, device=self.device), own)
+                self._back(
+                    batch, block, torch.eye(len(at), dtype=self.dtype, device=self.device), own
+                )
                 result[at] = own
         return result, totals
 
@@ -162,53 +187,76 @@ class DataRows(RiskOperator):
         for batch in self._batches(draws=draws):
             self._passes.check(batch, columns, forward=forward)
             block = self._block(*self._outputs(batch), draws, weights, totals)
-            stops = [start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)]
-            at = [torch.arange(start, stop, device=self.device) for start, stop in zip(starts, stops, strict=True)]
+            stops = [
+                start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)
+            ]
+            at = [
+                torch.arange(start, stop, device=self.device)
+                for start, stop in zip(starts, stops, strict=True)
+            ]
             starts = stops
             if any(stop > end for stop, end in zip(stops, ends, strict=True)):
                 break
             yield batch, block, torch.cat(at)
         if starts != ends:
             raise ValueError(
-                f"The data have more or fewer examples than {type(self).__name__} saw in an earlier pass. Each pass "
-                "must give the same examples in the same order."
+                f"The data have more or fewer examples than {type(self).__name__} saw in an "
+                "earlier pass. Each pass must give the same examples in the same order."
             )
 
-    def _forward(self, batch: Batch, block: OutputRows | LossRoots, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
-        return torch.cat([u.flatten(1).to(V.dtype) for u in block.transpose_product(self._passes.forward(batch, V))], 1)
+    def _forward(
+        self, batch: Batch, block: OutputRows | LossRoots, V: Tensor
+    ) -> Tensor:  # [K, P] -> [K, rows]
+        return torch.cat(
+            [
+                u.flatten(1).to(V.dtype)
+                for u in block.transpose_product(self._passes.forward(batch, V))
+            ],
+            1,
+        )
 
-    def _back(self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor, total: Tensor) -> None:
+    def _back(
+        self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor, total: Tensor
+    ) -> None:
         """Add the products with rows [K, rows] of a batch to a total [K, P]."""
         parts = rows.split([shape.numel() for shape in block.shapes], 1)
         with self._passes.run(batch) as (F, _, free, _):
-            U = [part.reshape(-1, *shape).to(F[0].dtype) for part, shape in zip(parts, block.shapes, strict=True)]
+            U = [
+                part.reshape(-1, *shape).to(F[0].dtype)
+                for part, shape in zip(parts, block.shapes, strict=True)
+            ]
             self._passes.back(F, free, block.product(U), total)
 
 
 class Jacobian(DataRows):
-    """The Jacobian of the model's output with respect to the parameters: all outputs of all data, `[N·C, P]`.
+    """The Jacobian of the model's output with respect to the parameters: all outputs of all data,
+    `[N·C, P]`.
 
-    The result is one tensor `[N, *output]`: the outputs of all batches stacked along their first axis, in the order of
-    the data, which must be the same in every pass; a flat one if batches differ in another axis. For a risk with
-    several losses it is one such tensor for each output that they read, under the key of the loss. Nothing is scaled,
-    and losses and targets are not used.
-    `.T` is the transposed Jacobian.
+    The result is one tensor `[N, *output]`: the outputs of all batches stacked along their first
+    axis, in the order of the data, which must be the same in every pass; a flat one if batches
+    differ in another axis. For a risk with several losses it is one such tensor for each output
+    that they read, under the key of the loss. Nothing is scaled, and losses and targets are not
+    used. `.T` is the transposed Jacobian.
 
     Args:
-        risk: Model, data and parameters; `output=` there picks the tensor out of what the model returns.
-        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
-            once per risk. False: not even these.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.
+        risk: Model, data and parameters; `output=` there picks the tensor out of what the model
+            returns.
+        check_deterministic: True compares two products first. None: two evaluations of a few
+            examples have to agree, once per risk. False: not even these.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
+            at most.
 
     Raises:
-        ValueError: If the data are an iterator, or have more or fewer examples than in an earlier pass.
+        ValueError: If the data are an iterator, or have more or fewer examples than in an earlier
+            pass.
         RuntimeError: If two products differ, as with a loader that shuffles.
-        UnsupportedError: If the model uses an operation with neither forward mode nor a second derivative.
+        UnsupportedError: If the model uses an operation with neither forward mode nor a second
+            derivative.
 
-    Cost: `J @ v` is one forward pass that carries tangents, without a graph (two backward passes for models that have
-    no forward mode); the transposed product is one forward and one backward pass. One forward pass over the data comes
-    first, for their number. `to_dense()` takes as many backward passes as a batch has outputs, or tangents of all
-    parameters if these are fewer.
+    Cost: `J @ v` is one forward pass that carries tangents, without a graph (two backward passes
+    for models that have no forward mode); the transposed product is one forward and one backward
+    pass. One forward pass over the data comes first, for their number. `to_dense()` takes as many
+    backward passes as a batch has outputs, or tangents of all parameters if these are fewer.
 
     Example:
         >>> import torch
@@ -227,29 +275,36 @@ class Jacobian(DataRows):
 
     @takes_risk
     def __init__(
-        self, risk: EmpiricalRisk, *, check_deterministic: bool | None = None, chunk_size: int | None = None
+        self,
+        risk: EmpiricalRisk,
+        *,
+        check_deterministic: bool | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__(risk, self._read, 0, check_deterministic, chunk_size)
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, None]:
         return self.risk.run(batch, model)[0], None
 
-    def _block(self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals) -> OutputRows:
+    def _block(
+        self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals
+    ) -> OutputRows:
         return OutputRows([f.shape for f in F])
 
 
 class GGNFactor(DataRows):
     """A factor `B [P, N·R·K]` of `GGN(risk, vectors)`, exact and matrix-free: `B Bᵀ = GGN`.
 
-    `B = √c Jᵀ B_ℓ`, with a root `B_ℓ` of the Hessian of every loss term, or the vectors in its place, and the factor
-    `c` of the loss's reduction over the whole data set. `B @ u` draws from N(0, GGN) if `u` is standard normal;
-    `B.T @ v` has the squared norm `vᵀ GGN v`. Known as `multiply_ggn_factor` and `multiply_fisher_factor` (`B @ u`),
-    and `..._transpose` (`B.T @ v`) in kfac_jax, whose loss classes give the same roots.
+    `B = √c Jᵀ B_ℓ`, with a root `B_ℓ` of the Hessian of every loss term, or the vectors in its
+    place, and the factor `c` of the loss's reduction over the whole data set. `B @ u` draws from
+    N(0, GGN) if `u` is standard normal; `B.T @ v` has the squared norm `vᵀ GGN v`. Known as
+    `multiply_ggn_factor` and `multiply_fisher_factor` (`B @ u`), and `..._transpose` (`B.T @ v`) in
+    kfac_jax, whose loss classes give the same roots.
 
-    What `B` multiplies is one tensor `[N, R, K]` in the order of the data: N examples, R loss terms of each, K columns
-    of the root. If R differs from batch to batch, it is a flat one, `[Σ N·R·K]`, batch after batch. Of several losses
-    it is one such tensor for each loss, under the key of its output; or a single one, where their vectors are sent
-    together.
+    What `B` multiplies is one tensor `[N, R, K]` in the order of the data: N examples, R loss terms
+    of each, K columns of the root. If R differs from batch to batch, it is a flat one, `[Σ N·R·K]`,
+    batch after batch. Of several losses it is one such tensor for each loss, under the key of its
+    output; or a single one, where their vectors are sent together.
 
     | vectors | R | K |
     | --- | --- | --- |
@@ -263,20 +318,22 @@ class GGNFactor(DataRows):
     Args:
         risk: Model, loss, data and parameters; each loss needs a likelihood.
         vectors: Which matrix, as for `GGN`. Default: `Exact()`.
-        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
-            once per risk. False: not even these.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.
+        check_deterministic: True compares two products first. None: two evaluations of a few
+            examples have to agree, once per risk. False: not even these.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
+            at most.
 
     Raises:
-        ValueError: If `vectors` sends nothing (`ForwardOnly()`), the data are an iterator, or `chunk_size` is less than
-            one.
+        ValueError: If `vectors` sends nothing (`ForwardOnly()`), the data are an iterator, or
+            `chunk_size` is less than one.
         RuntimeError: If two products differ, as with a loader that shuffles.
         UnsupportedError: If a loss has no likelihood, or no root.
 
-    Cost: `B @ u` is one forward and one backward pass, `B.T @ v` one forward pass with tangents. One pass over the
-    data comes first, for their number.
+    Cost: `B @ u` is one forward and one backward pass, `B.T @ v` one forward pass with tangents.
+    One pass over the data comes first, for their number.
 
-    Source: Martens 2020, "New insights and perspectives on the natural gradient method", sections 8 and 9.
+    Source: Martens 2020, "New insights and perspectives on the natural gradient method", sections 8
+    and 9.
 
     Example:
         >>> import torch
@@ -302,7 +359,11 @@ class GGNFactor(DataRows):
         self.vectors = as_vectors(vectors)
         risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
-        super().__init__(risk, partial(read_terms, risk), self.vectors.seed or 0, check_deterministic, chunk_size)
+        super().__init__(
+            risk, partial(read_terms, risk), self.vectors.seed or 0, check_deterministic, chunk_size
+        )
 
-    def _block(self, F: Outputs, extra: Terms, draws: Draws, weights: LossWeights, totals: Totals) -> LossRoots:
+    def _block(
+        self, F: Outputs, extra: Terms, draws: Draws, weights: LossWeights, totals: Totals
+    ) -> LossRoots:
         return LossRoots(self.risk, self.vectors, weights, draws, totals, F, extra)

@@ -1,4 +1,6 @@
-"""The generalized Gauss-Newton matrix, and all others of the form `Jᵀ M J`: Fisher, sampled or empirical."""
+"""The generalized Gauss-Newton matrix, and all others of the form `Jᵀ M J`: Fisher, sampled or
+empirical.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +23,51 @@ from curvlinops_plus.risk.vectors import WeightedRoot
 
 
 class GGN(RiskOperator):
-    """The matrix `c Σ_n J_nᵀ M_n J_n`, exact and matrix-free: the generalized Gauss-Newton matrix, or a Fisher matrix.
+    """The matrix `c Σ_n J_nᵀ M_n J_n`, exact and matrix-free: the generalized Gauss-Newton matrix,
+    or a Fisher matrix.
 
-    `J_n` is the Jacobian of the model's output for example n, and `c` the factor of the loss's reduction over the whole
-    data set. By default `M_n` is the Hessian of the loss with respect to the output, with every option of the loss. For
-    losses of which only the Fisher information makes sense as a curvature (`nn.NLLLoss`, whose Hessian is 0 in the
-    log-probabilities; `nn.BCELoss`, `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is the
-    Fisher information; the same loss written as a function has its plain Hessian. Other `vectors` give other matrices:
+    `J_n` is the Jacobian of the model's output for example n, and `c` the factor of the loss's
+    reduction over the whole data set. By default `M_n` is the Hessian of the loss with respect to
+    the output, with every option of the loss. For losses of which only the Fisher information makes
+    sense as a curvature (`nn.NLLLoss`, whose Hessian is 0 in the log-probabilities; `nn.BCELoss`,
+    `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is the Fisher information; the
+    same loss written as a function has its plain Hessian. Other `vectors` give other matrices:
 
-    | vectors | matrix |
-    | --- | --- |
-    | `Exact()` | generalized Gauss-Newton |
-    | `MonteCarlo(samples, seed)` | Fisher, estimated from labels that the model draws; loss terms are taken apart |
-    | `Empirical()` | empirical Fisher, one gradient per example |
-    | `Empirical(per_term=True)` | empirical Fisher, one gradient per loss term |
-    | `CurvaturePropagation(samples, seed)`, `Exact(signs=True)` | GGN, estimated from columns with random signs |
-    | a `Vectors` class of your own | `M_n = Σ_k v_k v_kᵀ` of the vectors that it sends |
+    | vectors | matrix | | --- | --- | | `Exact()` | generalized Gauss-Newton | |
+    `MonteCarlo(samples, seed)` | Fisher, estimated from labels that the model draws; loss terms are
+    taken apart | | `Empirical()` | empirical Fisher, one gradient per example | |
+    `Empirical(per_term=True)` | empirical Fisher, one gradient per loss term | |
+    `CurvaturePropagation(samples, seed)`, `Exact(signs=True)` | GGN, estimated from columns with
+    random signs | | a `Vectors` class of your own | `M_n = Σ_k v_k v_kᵀ` of the vectors that it
+    sends |
 
-    Random vectors are the same in each product: they depend on the seed and the order of the examples. Of several
-    losses it is the weighted sum of their matrices; with vectors that are sent together for all losses (`Empirical()`,
-    `CurvaturePropagation`) there are cross terms, as in `curvature(risk, FullBlock, vectors=...)`.
+    Random vectors are the same in each product: they depend on the seed and the order of the
+    examples. Of several losses it is the weighted sum of their matrices; with vectors that are sent
+    together for all losses (`Empirical()`, `CurvaturePropagation`) there are cross terms, as in
+    `curvature(risk, FullBlock, vectors=...)`.
 
     Args:
         risk: Model, loss, data and parameters.
         vectors: Which matrix: an object as above, or a name (see `as_vectors`). Default: `Exact()`.
-        check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
-            are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64 at most.
+        check_deterministic: True compares the total loss of two passes over the data first, and two
+            products if vectors are random. None: two evaluations of a few examples have to agree,
+            once per risk. False: not even these.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
+            at most.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
-        UnsupportedError: If the loss has no likelihood and `vectors` needs one. `Exact()` takes any loss: what has no
-            likelihood is differentiated twice.
+        UnsupportedError: If the loss has no likelihood and `vectors` needs one. `Exact()` takes any
+            loss: what has no likelihood is differentiated twice.
         RuntimeError: If two passes over the data disagree.
 
-    Cost: one sweep per product, of a forward pass with tangents and a backward pass; columns of a chunk share a
-    forward pass. `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each
-    parameter where these are fewer. `quadratic_form` of a few vectors takes no backward pass.
+    Cost: one sweep per product, of a forward pass with tangents and a backward pass; columns of a
+    chunk share a forward pass. `to_dense()`: a backward pass for each number that a batch's outputs
+    have, or a product for each parameter where these are fewer. `quadratic_form` of a few vectors
+    takes no backward pass.
 
-    Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
+    Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient
+    descent".
 
     Example:
         >>> import torch
@@ -87,7 +95,9 @@ class GGN(RiskOperator):
         risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         self.in_space = self.out_space = risk.space
-        super().__init__(risk, Passes(risk, partial(read_terms, risk), chunk_size), check_deterministic)
+        super().__init__(
+            risk, Passes(risk, partial(read_terms, risk), chunk_size), check_deterministic
+        )
         if check_deterministic:
             self._check_loss()
             if self.vectors.random:
@@ -116,14 +126,18 @@ class GGN(RiskOperator):
         form = rows.new_zeros(len(rows), len(rows))
         for batch in self._batches(draws=draws if self.vectors.random else None):
             self._passes.check(batch, len(rows))
-            form += self._passes.ggn(batch, rows, partial(LossRoots, self.risk, self.vectors, weights, draws, totals))
+            form += self._passes.ggn(
+                batch, rows, partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
+            )
         return form, totals
 
     def _to_dense(self) -> Tensor:
         return self._over_data(self._dense_sweep)
 
     def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:
-        """From the rows of `J` of each batch if these are fewer than parameters, else column by column."""
+        """From the rows of `J` of each batch if these are fewer than parameters, else column by
+        column.
+        """
         totals, draws, passes = Totals(), Draws(self.vectors.seed or 0), self._passes
         eye = torch.eye(self.in_space.dim, dtype=self.dtype, device=self.device)
         total = torch.zeros_like(eye)
@@ -140,13 +154,21 @@ class GGN(RiskOperator):
                     continue
                 units = torch.eye(sum(sizes), dtype=F[0].dtype, device=self.device).split(sizes, 1)
                 J = eye.new_zeros(sum(sizes), len(eye))
-                passes.back(F, free, [unit.reshape(-1, *f.shape) for unit, f in zip(units, F, strict=True)], J)
-                V = [part.T.reshape(-1, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
+                passes.back(
+                    F,
+                    free,
+                    [unit.reshape(-1, *f.shape) for unit, f in zip(units, F, strict=True)],
+                    J,
+                )
+                V = [
+                    part.T.reshape(-1, *f.shape).to(f.dtype)
+                    for part, f in zip(J.split(sizes), F, strict=True)
+                ]
                 total += torch.cat([MJ.flatten(1).to(J.dtype) for MJ in matrix(F, terms)(V)], 1) @ J
         return total, totals
 
 
-# ------------------------------------------------------------------------------------------------ matrices over outputs
+# ---------------------------------------------------------------------------- matrices over outputs
 def read_terms(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Outputs, Terms]:
     """Run the model: the outputs that are differentiated, and what the losses make of them.
 
@@ -157,7 +179,8 @@ def read_terms(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Out
 
 
 class ValueHessian:
-    """The Hessian of a loss with respect to an output `F`, below it in a graph, for losses without a likelihood.
+    """The Hessian of a loss with respect to an output `F`, below it in a graph, for losses without
+    a likelihood.
 
     Cost: one backward pass, and one for each product.
     """
@@ -183,8 +206,8 @@ class ValueHessian:
 class LossRoots:
     """The root `B` of the matrix of all losses over the outputs of one batch.
 
-    Losses whose vectors are sent together have columns in common, and so cross terms; else each has its own columns,
-    side by side.
+    Losses whose vectors are sent together have columns in common, and so cross terms; else each has
+    its own columns, side by side.
 
     Args:
         risk: Has the losses.
@@ -216,7 +239,11 @@ class LossRoots:
                 root = ValueHessian(terms.totals.losses[k], f)
             self.roots.append(root)
         self.factors = weights.factors(terms.totals, vectors.of_loss)
-        same = vectors.together and len(self.roots) > 1 and len({root.shape for root in self.roots}) == 1
+        same = (
+            vectors.together
+            and len(self.roots) > 1
+            and len({root.shape for root in self.roots}) == 1
+        )
         self.joint = same and not any(root.per_term for root in self.roots)
         totals.add(terms.totals)
 
@@ -232,17 +259,25 @@ class LossRoots:
 
     def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
-        U = self._weighted([root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)])
+        U = self._weighted(
+            [root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)]
+        )
         return [sum(U[1:], U[0])] if self.joint else U
 
     def __call__(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`M v = B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
         if self.joint:
             return self.product(self.transpose_product(V))
-        return self._weighted([root.outer_product(v) for root, v in zip(self.roots, V, strict=True)], power=2)
+        return self._weighted(
+            [root.outer_product(v) for root, v in zip(self.roots, V, strict=True)], power=2
+        )
 
     def _weighted(self, tensors: list[Tensor], power: int = 1) -> list[Tensor]:
-        return tensors if self.factors == [1.0] else [w**power * t for w, t in zip(self.factors, tensors, strict=True)]
+        return (
+            tensors
+            if self.factors == [1.0]
+            else [w**power * t for w, t in zip(self.factors, tensors, strict=True)]
+        )
 
 
 def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:
@@ -260,8 +295,9 @@ def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bo
     """
     if not vectors.backward:
         raise ValueError(
-            f"{name} needs vectors that are backpropagated through the network; {vectors!r} sends none. Take Exact(), "
-            "MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or Empirical()."
+            f"{name} needs vectors that are backpropagated through the network; {vectors!r} sends "
+            "none. Take Exact(), MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or "
+            "Empirical()."
         )
     _ = risk.losses.reduction  # refuses "none"
     if not any_loss or vectors.needs_likelihood or risk.losses.known:

@@ -21,19 +21,19 @@ class Hessian(RiskOperator):
 
     Args:
         risk: Model, loss (any one, also without a likelihood), data and parameters.
-        block_sizes: Numbers of parameters that form a block each, in their order: products with the block-diagonal
-            Hessian. Default: one block.
-        check_deterministic: True compares the total loss of two passes over the data first. None: two evaluations of a
-            few examples have to agree, once per risk. False: not even these.
+        block_sizes: Numbers of parameters that form a block each, in their order: products with the
+            block-diagonal Hessian. Default: one block.
+        check_deterministic: True compares the total loss of two passes over the data first. None:
+            two evaluations of a few examples have to agree, once per risk. False: not even these.
 
     Raises:
         ValueError: If they don't add up to the number of parameters.
         UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
         RuntimeError: If two passes over the data disagree.
 
-    Cost: one sweep per product, of a forward pass and two backward passes; columns share the first two. Second
-    derivatives are PyTorch's: functions with a backward pass of their own have to be twice differentiable, and hooks
-    must not change gradients (`torch.autograd.gradgradcheck`).
+    Cost: one sweep per product, of a forward pass and two backward passes; columns share the first
+    two. Second derivatives are PyTorch's: functions with a backward pass of their own have to be
+    twice differentiable, and hooks must not change gradients (`torch.autograd.gradgradcheck`).
 
     Source: Pearlmutter 1994, "Fast exact multiplication by the Hessian".
 
@@ -51,13 +51,19 @@ class Hessian(RiskOperator):
 
     @takes_risk
     def __init__(
-        self, risk: EmpiricalRisk, *, block_sizes: Sequence[int] | None = None, check_deterministic: bool | None = None
+        self,
+        risk: EmpiricalRisk,
+        *,
+        block_sizes: Sequence[int] | None = None,
+        check_deterministic: bool | None = None,
     ) -> None:
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         _ = risk.losses.reduction  # refuse now, not at first use
         self.in_space = self.out_space = risk.space
         self._blocks = _blocks(block_sizes, [p.numel() for p in risk.params.values()])
-        self._looked_at = risk.losses.known  # whether the loss was seen to read no parameters by itself
+        self._looked_at = (
+            risk.losses.known
+        )  # whether the loss was seen to read no parameters by itself
         self._seen_twice = False  # whether all was seen to be differentiable twice
         if check_deterministic:
             self._check_loss()
@@ -94,7 +100,9 @@ def _blocks(given: Sequence[int] | None, numbers: list[int]) -> list[tuple[slice
     """The parameters of each block, and their entries of a vector."""
     sizes, blocks, start = [len(numbers)] if given is None else list(given), [], 0
     if sum(sizes) != len(numbers) or any(size <= 0 for size in sizes):
-        raise ValueError(f"block_sizes={sizes} must be positive and add up to {len(numbers)}, the parameters.")
+        raise ValueError(
+            f"block_sizes={sizes} must be positive and add up to {len(numbers)}, the parameters."
+        )
     for size in sizes:
         before, inside = sum(numbers[:start]), sum(numbers[start : start + size])
         blocks.append((slice(start, start + size), slice(before, before + inside)))

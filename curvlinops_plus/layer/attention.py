@@ -1,10 +1,12 @@
 """Multi-head attention: projections that are function calls instead of submodules.
 
-`nn.MultiheadAttention` calls none of its submodules: it passes their weights to a function, so no module hook runs.
-A `Part` lists parameters of a module that such calls read; the calls are recorded by intercepting the function.
+`nn.MultiheadAttention` calls none of its submodules: it passes their weights to a function, so no
+module hook runs. A `Part` lists parameters of a module that such calls read; the calls are recorded
+by intercepting the function.
 
-The in-projection is one parameter that holds the matrices of queries, keys and values. However attention is called (its
-three inputs may be one tensor, two, or three), it is treated as a batch of three matrices.
+The in-projection is one parameter that holds the matrices of queries, keys and values. However
+attention is called (its three inputs may be one tensor, two, or three), it is treated as a batch of
+three matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Part:
 
 
 class Projection(nn.Module):
-    """Queries, keys and values: a weight `[3·o, i]` and a bias `[3·o]`, of which one may be missing."""
+    """Queries, keys and values: a weight `[3·o, i]` and a bias `[3·o]`, of which one may be
+    missing.
+    """
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -65,13 +69,17 @@ class ProjectionRule(AffineRule):
         """The rule of a call that reads some of the rows."""
         o = total // 3
         if rows.start % o or rows.stop % o:
-            raise UnsupportedError(f"A call reads rows {rows.start}:{rows.stop} of a projection with {total} rows.")
+            raise UnsupportedError(
+                f"A call reads rows {rows.start}:{rows.stop} of a projection with {total} rows."
+            )
         return ProjectionRule(tuple(range(rows.start // o, rows.stop // o)))
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """Three matrices, each with its bias as one more column."""
         every = {"weight": "(m o) i -> m o i", "bias": "(m o) -> m o 1"}
-        return {name: pattern for name, pattern in every.items() if getattr(module, name) is not None}
+        return {
+            name: pattern for name, pattern in every.items() if getattr(module, name) is not None
+        }
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """Three matrices."""
@@ -83,19 +91,27 @@ class ProjectionRule(AffineRule):
             return None
         given = module.weight if module.weight is not None else module.bias
         assert isinstance(given, Tensor)
-        read = torch.zeros(3, dtype=torch.promote_types(given.dtype, torch.float32), device=given.device)
+        read = torch.zeros(
+            3, dtype=torch.promote_types(given.dtype, torch.float32), device=given.device
+        )
         read[list(self.members)] = 1.0
         return read
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, 3, i]
-        """The same input for each matrix that is read (a view if all three are), zero for the others."""
+        """The same input for each matrix that is read (a view if all three are), zero for the
+        others.
+        """
         a = at_least_float32(x).reshape(x.shape[0], -1, 1, x.shape[-1]).expand(-1, -1, 3, -1)
         read = self.reads(module)
         return a if read is None else a * read.to(a.dtype)[:, None]
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, k·o] -> [V, B, S, 3, o]
+    def grads(
+        self, module: nn.Module, g: Tensor
+    ) -> Tensor:  # [V, B, *positions, k·o] -> [V, B, S, 3, o]
         """The output gradient by matrices."""
-        g = at_least_float32(g).reshape(*g.shape[:2], -1, len(self.members), g.shape[-1] // len(self.members))
+        g = at_least_float32(g).reshape(
+            *g.shape[:2], -1, len(self.members), g.shape[-1] // len(self.members)
+        )
         if len(self.members) == 3:
             return g
         every = g.new_zeros(*g.shape[:3], 3, g.shape[-1])
@@ -115,7 +131,8 @@ class ProjectionRule(AffineRule):
 
 @register_rule(nn.MultiheadAttention)
 class AttentionRule(LayerRule):
-    """Which calls read the parameters of `nn.MultiheadAttention`, and where its inputs carry examples.
+    """Which calls read the parameters of `nn.MultiheadAttention`, and where its inputs carry
+    examples.
 
     `bias_k` and `bias_v` belong to the module as a whole.
 
@@ -127,12 +144,18 @@ class AttentionRule(LayerRule):
     """
 
     def parts(self, module: nn.Module) -> list[Part]:
-        """In-projection, or its three matrices if they have inputs of different sizes; out-projection."""
+        """In-projection, or its three matrices if they have inputs of different sizes;
+        out-projection.
+        """
         assert isinstance(module, nn.MultiheadAttention)
         found = []
 
         def add(name: str, stub: nn.Module, rule: AffineRule) -> None:
-            params = {local: p for local in ("weight", "bias") if isinstance(p := getattr(stub, local), nn.Parameter)}
+            params = {
+                local: p
+                for local in ("weight", "bias")
+                if isinstance(p := getattr(stub, local), nn.Parameter)
+            }
             if params:
                 found.append(Part(name, stub, rule, params))
 
@@ -147,8 +170,12 @@ class AttentionRule(LayerRule):
             add("out_proj", module.out_proj, LinearRule())
         return found
 
-    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """Sequences have the examples on the axis that `batch_first` sets; masks and attention weights on axis 0."""
+    def axes(
+        self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool
+    ) -> list[int]:
+        """Sequences have the examples on the axis that `batch_first` sets; masks and attention
+        weights on axis 0.
+        """
         assert isinstance(module, nn.MultiheadAttention)
         sequence = 0 if module.batch_first else 1
         if inputs:

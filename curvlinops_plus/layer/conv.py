@@ -1,7 +1,9 @@
-"""Rules of convolutions: their rows are the patches of the input, in the order of the flattened weight.
+"""Rules of convolutions: their rows are the patches of the input, in the order of the flattened
+weight.
 
-A transposed convolution adds `W[:, :, t] x[q]` to the output at `p = q·stride - padding + t·dilation`, for every pixel
-`q` and tap `t`. With zeros between the pixels and around them it is a convolution with stride 1, taps in reverse.
+A transposed convolution adds `W[:, :, t] x[q]` to the output at `p = q·stride - padding +
+t·dilation`, for every pixel `q` and tap `t`. With zeros between the pixels and around them it is a
+convolution with stride 1, taps in reverse.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram, packed_gram, unpack_gram
+from curvlinops_plus.layer.convolution_gram import (
+    grouped_gram,
+    image_gram,
+    input_gram,
+    packed_gram,
+    unpack_gram,
+)
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -22,7 +30,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class GroupedRule(AffineRule):
-    """What convolutions and transposed ones share: positions behind the channels, and groups as a batch of matrices."""
+    """What convolutions and transposed ones share: positions behind the channels, and groups as a
+    batch of matrices.
+    """
 
     stored: ClassVar[tuple[str, str]]  # the first two axes of the weight
 
@@ -47,7 +57,9 @@ class GroupedRule(AffineRule):
         assert isinstance(module, _ConvNd)
         return {} if module.groups == 1 else {"g": module.groups}
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
+    def grads(
+        self, module: nn.Module, g: Tensor
+    ) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
         """The output gradient, positions in row-major order (a view)."""
         return self.grouped(module, at_least_float32(g).flatten(3).mT)
 
@@ -58,10 +70,12 @@ class GroupedRule(AffineRule):
 
 @register_rule(*_CONVOLUTIONS)
 class ConvRule(GroupedRule):
-    """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation and number of groups.
+    """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation
+    and number of groups.
 
-    The output positions share the weight. A convolution with `b > 1` groups (a depthwise one has a group per channel)
-    is a batch of `b` matrices: rows and gradients get one more axis, and each group has Kronecker factors of its own.
+    The output positions share the weight. A convolution with `b > 1` groups (a depthwise one has a
+    group per channel) is a batch of `b` matrices: rows and gradients get one more axis, and each
+    group has Kronecker factors of its own.
 
     Example:
         >>> import torch
@@ -80,11 +94,18 @@ class ConvRule(GroupedRule):
 
     def refuses(self, module: nn.Module) -> str | None:
         """Subclasses that change what is convolved."""
-        if getattr(type(module), "_conv_forward", None) in [kind._conv_forward for kind in _CONVOLUTIONS]:
+        if getattr(type(module), "_conv_forward", None) in [
+            kind._conv_forward for kind in _CONVOLUTIONS
+        ]:
             return None
-        return f"this {type(module).__name__} has another `_conv_forward` than Conv1d, Conv2d and Conv3d"
+        return (
+            f"this {type(module).__name__} has another `_conv_forward` than Conv1d, Conv2d and "
+            "Conv3d"
+        )
 
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
+    def inputs(
+        self, module: nn.Module, x: Tensor
+    ) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The patches.
 
         Raises:
@@ -101,7 +122,9 @@ class ConvRule(GroupedRule):
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Correlations of images, where these are faster than patches; none of a subclass with another `input_gram`."""
+        """Correlations of images, where these are faster than patches; none of a subclass with
+        another `input_gram`.
+        """
         if type(self).input_gram is not ConvRule.input_gram:
             return None
         (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
@@ -113,7 +136,9 @@ class ConvRule(GroupedRule):
         assert isinstance(module, _CONVOLUTIONS)
         return unpack_gram(Geometry.of(module), module.in_channels, values, ones)
 
-    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
+    def mean_inputs(
+        self, module: nn.Module, x: Tensor
+    ) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
         (_, geometry), x = self._geometry(module, x), at_least_float32(x)
         return self.grouped(module, geometry.sum_rows(x) / geometry.positions(x))
@@ -127,13 +152,15 @@ class ConvRule(GroupedRule):
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class TransposedConvRule(GroupedRule):
-    """Transposed convolutions in one to three dimensions, with every option and with `output_size` in the call.
+    """Transposed convolutions in one to three dimensions, with every option and with `output_size`
+    in the call.
 
-    The positions that share the weight are those of the output: their rows hold the input pixels that contribute, or
-    zeros. As for `ConvRule`, groups are a batch of matrices.
+    The positions that share the weight are those of the output: their rows hold the input pixels
+    that contribute, or zeros. As for `ConvRule`, groups are a batch of matrices.
 
-    If a call passes an `output_size` other than that of `output_padding`, the shape of the input encodes its output
-    padding: `input_of` returns `x` expanded along `n` more dimensions, whose sizes are the padding plus one.
+    If a call passes an `output_size` other than that of `output_padding`, the shape of the input
+    encodes its output padding: `input_of` returns `x` expanded along `n` more dimensions, whose
+    sizes are the padding plus one.
 
     Example:
         >>> import torch
@@ -149,19 +176,32 @@ class TransposedConvRule(GroupedRule):
     stored = ("i", "o")
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The input; if the call passes another `output_size`, expanded to encode its output padding."""
+        """The input; if the call passes another `output_size`, expanded to encode its output
+        padding.
+        """
         assert isinstance(module, _ConvNd)
         x, n = super().input_of(module, args, kwargs), len(module.kernel_size)
         asked = args[1] if len(args) > 1 else kwargs.get("output_size")
         if asked is None or x.ndim != n + 2:
             return x
-        each = zip(list(asked)[-n:], x.shape[2:], module.stride, module.padding, _reach(module), strict=True)
-        extra = tuple([int(wanted) - ((size - 1) * s - 2 * int(p) + r + 1) for wanted, size, s, p, r in each])
+        each = zip(
+            list(asked)[-n:],
+            x.shape[2:],
+            module.stride,
+            module.padding,
+            _reach(module),
+            strict=True,
+        )
+        extra = tuple(
+            [int(wanted) - ((size - 1) * s - 2 * int(p) + r + 1) for wanted, size, s, p, r in each]
+        )
         if extra == tuple(module.output_padding):
             return x
         return x[(...,) + (None,) * n].expand(*x.shape, *(e + 1 for e in extra))
 
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
+    def inputs(
+        self, module: nn.Module, x: Tensor
+    ) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The input pixels that contribute to each output position; zero where a tap has none.
 
         Raises:
@@ -175,7 +215,9 @@ class TransposedConvRule(GroupedRule):
         x = at_least_float32(x)
         sizes = [(size - 1) * s + 1 + e for size, s, e in zip(x.shape[2:], module.stride, extra)]
         apart = x.new_zeros(*x.shape[:2], *sizes)
-        apart[(..., *[slice(0, size - e, s) for size, s, e in zip(sizes, module.stride, extra)])] = x
+        apart[
+            (..., *[slice(0, size - e, s) for size, s, e in zip(sizes, module.stride, extra)])
+        ] = x
         sides = [r - int(p) for r, p in zip(_reach(module), module.padding)]  # negative ones crop
         apart = F.pad(apart, [side for side in reversed(sides) for _ in range(2)])
         kernel = tuple(module.kernel_size)
@@ -193,6 +235,7 @@ def _reach(module: _ConvNd) -> list[int]:
 def _require_examples(module: _ConvNd, x: Tensor) -> None:
     if x.ndim != module.weight.ndim:
         raise ValueError(
-            f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {module.weight.ndim} "
-            "dimensions, examples first. Add the example dimension with `x[None]`."
+            f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected "
+            f"{module.weight.ndim} dimensions, examples first. Add the example dimension with "
+            "`x[None]`."
         )

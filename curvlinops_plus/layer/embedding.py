@@ -1,7 +1,9 @@
-"""Rules of `nn.Embedding` and `nn.EmbeddingBag`: their rows are one-hot vectors, or weighted sums of them.
+"""Rules of `nn.Embedding` and `nn.EmbeddingBag`: their rows are one-hot vectors, or weighted sums
+of them.
 
-Row `t` of the table `W [vocabulary, d]` is `Wᵀ e_t`: as a matrix `[d, vocabulary]` the table multiplies the unit vector
-of token `t`. Its input factor is a diagonal, the number of occurrences of each token. See `SparseRows`.
+Row `t` of the table `W [vocabulary, d]` is `Wᵀ e_t`: as a matrix `[d, vocabulary]` the table
+multiplies the unit vector of token `t`. Its input factor is a diagonal, the number of occurrences
+of each token. See `SparseRows`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 class EmbeddingRule(AffineRule):
     """`nn.Embedding` on tokens `x [B, *positions]`: the positions share the table.
 
-    Tokens at `padding_idx` have no gradient: their rows are not kept. `scale_grad_by_freq` rescales what PyTorch writes
-    into `.grad`, which is then not a derivative: it is ignored here, as is `sparse`, which only sets how PyTorch stores
-    a gradient. `max_norm` is refused.
+    Tokens at `padding_idx` have no gradient: their rows are not kept. `scale_grad_by_freq` rescales
+    what PyTorch writes into `.grad`, which is then not a derivative: it is ignored here, as is
+    `sparse`, which only sets how PyTorch stores a gradient. `max_norm` is refused.
 
     Example:
         >>> layer, x = nn.Embedding(10, 3, padding_idx=0), torch.tensor([[4, 2, 4], [7, 0, 0]])
@@ -59,26 +61,29 @@ class EmbeddingRule(AffineRule):
         assert isinstance(module, nn.Embedding)
         if x.ndim == 0:
             raise ValueError(
-                f"{module} got an input of shape (), expected [examples, ...]. Add the example dimension with "
-                "`x[None]`."
+                f"{module} got an input of shape (), expected [examples, ...]. Add the example "
+                "dimension with `x[None]`."
             )
         tokens = x[..., None].flatten(1)
         kept = None if module.padding_idx is None else tokens != module.padding_idx
         return SparseRows(tokens[..., None], None, module.num_embeddings, kept, _dtype(module))
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, d] -> [V, B, S, d]
+    def grads(
+        self, module: nn.Module, g: Tensor
+    ) -> Tensor:  # [V, B, *positions, d] -> [V, B, S, d]
         """The output gradient, positions in one dimension."""
         return at_least_float32(g)[:, :, None].flatten(2, -2)
 
 
 @register_rule(nn.EmbeddingBag)
 class EmbeddingBagRule(EmbeddingRule):
-    """`nn.EmbeddingBag` with modes "sum" and "mean", in every form of call: one row with several entries per bag.
+    """`nn.EmbeddingBag` with modes "sum" and "mean", in every form of call: one row with several
+    entries per bag.
 
-    The examples are the bags. The up to three inputs of a call become one tensor, see `input_of`. Entries at
-    `padding_idx` are left out of the row and of the mean, and bags without any other entry are not kept. The input
-    factor is the diagonal of `Σ a aᵀ / bags`. Other options are as for `EmbeddingRule`. Mode "max" gets the generic
-    rule.
+    The examples are the bags. The up to three inputs of a call become one tensor, see `input_of`.
+    Entries at `padding_idx` are left out of the row and of the mean, and bags without any other
+    entry are not kept. The input factor is the diagonal of `Σ a aᵀ / bags`. Other options are as
+    for `EmbeddingRule`. Mode "max" gets the generic rule.
 
     Example:
         >>> layer = nn.EmbeddingBag(6, 3, mode="mean")
@@ -94,8 +99,8 @@ class EmbeddingBagRule(EmbeddingRule):
         assert isinstance(module, nn.EmbeddingBag)
         if module.mode == "max":
             return (
-                f"{type(module).__name__}(mode='max') is not linear in its table, so it has no Kronecker rule: use "
-                "DiagonalBlock for this layer, or mode 'sum' or 'mean'"
+                f"{type(module).__name__}(mode='max') is not linear in its table, so it has no "
+                "Kronecker rule: use DiagonalBlock for this layer, or mode 'sum' or 'mean'"
             )
         return None
 
@@ -103,8 +108,9 @@ class EmbeddingBagRule(EmbeddingRule):
         """The bags as one tensor, examples first.
 
         Returns:
-            Integers `[B, L]`, -1 after the end of a bag. With `per_sample_weights`, pairs (token, weight)
-            `[B, L, 2]` in float64, which represents both exactly. Either is returned unchanged if it is the only input.
+            Integers `[B, L]`, -1 after the end of a bag. With `per_sample_weights`, pairs (token,
+            weight) `[B, L, 2]` in float64, which represents both exactly. Either is returned
+            unchanged if it is the only input.
 
         Raises:
             ValueError: If the input is no tensor, or has one dimension and comes without offsets.
@@ -120,7 +126,8 @@ class EmbeddingBagRule(EmbeddingRule):
         if x.ndim == 1:
             if offsets is None:
                 raise ValueError(
-                    f"{module} got an input of shape {tuple(x.shape)} without `offsets`, which say its bags."
+                    f"{module} got an input of shape {tuple(x.shape)} without `offsets`, which say "
+                    "its bags."
                 )
             place, present = _places_in_bags(len(x), offsets[:-1] if last else offsets)
             x = torch.where(present, x[place], -1)
@@ -129,7 +136,9 @@ class EmbeddingBagRule(EmbeddingRule):
             return x
         return torch.stack([x.double(), weights.detach().double()], -1)
 
-    def inputs(self, module: nn.Module, x: Tensor) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
+    def inputs(
+        self, module: nn.Module, x: Tensor
+    ) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
         """One row for each bag of what `input_of` returns."""
         assert isinstance(module, nn.EmbeddingBag)
         tokens = x if x.ndim == 2 else x[..., 0].long()
@@ -142,7 +151,10 @@ class EmbeddingBagRule(EmbeddingRule):
         if module.mode == "mean":
             weight = weight / present.sum(1, keepdim=True).clamp(min=1)
         return SparseRows(
-            tokens.clamp(min=0)[:, None], weight[:, None], module.num_embeddings, present.any(1, keepdim=True)
+            tokens.clamp(min=0)[:, None],
+            weight[:, None],
+            module.num_embeddings,
+            present.any(1, keepdim=True),
         )
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, d] -> [V, B, 1, d]
@@ -155,7 +167,9 @@ def _dtype(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
 
 
 def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the entries of each bag in a flat list, `[B, L]`, and which of them belong to the bag."""
+    """Positions of the entries of each bag in a flat list, `[B, L]`, and which of them belong to
+    the bag.
+    """
     lengths = torch.diff(starts, append=starts.new_tensor([entries]))
     longest = int(lengths.max()) if len(lengths) else 0
     steps = torch.arange(longest, device=starts.device)
@@ -170,6 +184,7 @@ def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
     """
     if module.max_norm is not None:
         raise UnsupportedError(
-            f"{module} shortens rows of its weight in place whenever it reads them. Set max_norm=None; rows that are "
-            "still longer can be shortened before, w.copy_(torch.renorm(w, 2, 0, max_norm)) for its weight w."
+            f"{module} shortens rows of its weight in place whenever it reads them. Set "
+            "max_norm=None; rows that are still longer can be shortened before, "
+            "w.copy_(torch.renorm(w, 2, 0, max_norm)) for its weight w."
         )

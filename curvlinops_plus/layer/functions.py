@@ -1,7 +1,9 @@
-"""Functions that multiply with a weight, such as `torch.nn.functional.linear`: what they multiply, and by which rule.
+"""Functions that multiply with a weight, such as `torch.nn.functional.linear`: what they multiply,
+and by which rule.
 
-A model may pass its parameters to functions rather than call modules. A call of such a function is a `Product`, and its
-`Function`, what the call does apart from its tensors, gives the rule of the module that would do the same.
+A model may pass its parameters to functions rather than call modules. A call of such a function is
+a `Product`, and its `Function`, what the call does apart from its tensors, gives the rule of the
+module that would do the same.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ class Function:
     """What a product with a weight is, apart from its tensors.
 
     Attributes:
-        name: Name of the function, "linear" for all matrix products, "bias" for vectors that are added.
+        name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
+            added.
         options: Its options, such as stride and padding.
-        transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W + b`.
+        transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
+            b`.
 
     Example:
         >>> module, rule = LINEAR.module(nn.Parameter(torch.ones(2, 3)), None)
@@ -54,11 +58,15 @@ class Function:
         assert weight is not None
         options: dict[str, Any] = dict(self.options)
         if self.name == "embedding":
-            module: nn.Module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta", **options)
+            module: nn.Module = nn.Embedding(
+                weight.shape[0], weight.shape[1], device="meta", **options
+            )
         else:
             channels = weight.shape[1] * options["groups"], weight.shape[0]
             kind = getattr(nn, self.name.replace("conv", "Conv"))
-            module = kind(*channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options)
+            module = kind(
+                *channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options
+            )
         for local, p in (("weight", weight), ("bias", bias)):
             if p is not None:
                 setattr(module, local, p)
@@ -72,7 +80,9 @@ TRANSPOSED = Function("linear", transposed=True)
 
 
 class Matrix(nn.Module):
-    """A weight, whichever way round, and a bias, or one of them: what stands for products that functions compute."""
+    """A weight, whichever way round, and a bias, or one of them: what stands for products that
+    functions compute.
+    """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
@@ -82,8 +92,8 @@ class Matrix(nn.Module):
 class MatrixRule(LinearRule):
     """Products with a matrix in functions: `x Wᵀ + b` or `x W + b`.
 
-    A call may read some rows of the parameter: a part of the outputs, or of the inputs if it is transposed. The other
-    entries of its rows are zero.
+    A call may read some rows of the parameter: a part of the outputs, or of the inputs if it is
+    transposed. The other entries of its rows are zero.
 
     Args:
         transposed: Whether the parameter is `[i, o]`.
@@ -106,14 +116,20 @@ class MatrixRule(LinearRule):
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` or its transpose, then the bias as one more column."""
         every = {"weight": "i o -> o i" if self.transposed else "o i -> o i", "bias": "o -> o 1"}
-        return {name: pattern for name, pattern in every.items() if getattr(module, name) is not None}
+        return {
+            name: pattern for name, pattern in every.items() if getattr(module, name) is not None
+        }
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
-        """The input, positions in one dimension; zeros where it does not meet the rows that are read."""
+        """The input, positions in one dimension; zeros where it does not meet the rows that are
+        read.
+        """
         a = super().inputs(module, x)
         return self._pad(a) if self.transposed else a
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
+    def grads(
+        self, module: nn.Module, g: Tensor
+    ) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension; zeros for rows that are not read."""
         rows = super().grads(module, g)
         return rows if self.transposed else self._pad(rows)
@@ -143,7 +159,8 @@ class Product:
 
 
 def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product]:
-    """How a call can be read as a product; in two ways for `a + b`, of which either may be the vector.
+    """How a call can be read as a product; in two ways for `a + b`, of which either may be the
+    vector.
 
     Example:
         >>> x, W = torch.ones(5, 3), torch.ones(3, 2)
@@ -159,26 +176,46 @@ def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
         found = read(*args, **kwargs)
     except TypeError:  # arguments that this signature does not have
         return []
-    return [p for p in found if isinstance(p.input, Tensor) and isinstance(p.weight, (Tensor, type(None)))]
+    return [
+        p
+        for p in found
+        if isinstance(p.input, Tensor) and isinstance(p.weight, (Tensor, type(None)))
+    ]
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
     return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
-def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> list[Product]:
+def _matmul(
+    input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None
+) -> list[Product]:
     weight = mat2 if other is None else other
-    return [Product(TRANSPOSED, input, weight)] if weight is not None and input.ndim > 1 and weight.ndim == 2 else []
+    return (
+        [Product(TRANSPOSED, input, weight)]
+        if weight is not None and input.ndim > 1 and weight.ndim == 2
+        else []
+    )
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> list[Product]:
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> list[Product]:
     plain = beta == 1 and alpha == 1 and input.ndim == 1
     return [Product(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
 def _add(input: Any, other: Any) -> list[Product]:
-    pairs = [(a, b) for a, b in ((input, other), (other, input)) if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    return [Product(BIAS, a, None, b) for a, b in pairs if b.ndim == 1 < a.ndim and a.shape[-1:] == b.shape]
+    pairs = [
+        (a, b)
+        for a, b in ((input, other), (other, input))
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+    ]
+    return [
+        Product(BIAS, a, None, b)
+        for a, b in pairs
+        if b.ndim == 1 < a.ndim and a.shape[-1:] == b.shape
+    ]
 
 
 def _embedding(
@@ -217,7 +254,11 @@ def _convolution(name: str) -> Callable[..., list[Product]]:
     ) -> list[Product]:
         if input.ndim != n + 2:
             return []
-        each = (("stride", sizes(stride)), ("padding", sizes(padding)), ("dilation", sizes(dilation)))
+        each = (
+            ("stride", sizes(stride)),
+            ("padding", sizes(padding)),
+            ("dilation", sizes(dilation)),
+        )
         return [Product(Function(name, (*each, ("groups", groups))), input, weight, bias)]
 
     return read

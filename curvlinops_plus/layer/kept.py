@@ -1,9 +1,11 @@
-"""What modules keep in themselves from one call to the next: it is put back after passes of our own, and before each.
+"""What modules keep in themselves from one call to the next: it is put back after passes of our
+own, and before each.
 
-A module may keep what it computed, as a cache of eval mode does what it made of a parameter. The next pass would read a
-tensor that depends on nothing any more: a gradient of zero. So where tensors came in, all is put back before each pass
-and each rerun, and at the end. Modules keep in attributes, in containers there, in attributes of plain
-objects, and in caches of their methods (`functools.lru_cache`); what those objects hold in others is not looked at.
+A module may keep what it computed, as a cache of eval mode does what it made of a parameter. The
+next pass would read a tensor that depends on nothing any more: a gradient of zero. So where tensors
+came in, all is put back before each pass and each rerun, and at the end. Modules keep in
+attributes, in containers there, in attributes of plain objects, and in caches of their methods
+(`functools.lru_cache`); what those objects hold in others is not looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 # What every module has, which is looked after elsewhere or does not change.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # Types of most attributes: nothing is kept in them.
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_PLAIN = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
 _PLAIN |= {Tensor, nn.Parameter, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type}
 _METHOD_CACHE: Any = type(lru_cache(len))
 
@@ -45,7 +49,9 @@ class _Kept:
     def put_back(self) -> None:
         """Put back what was in it."""
         self.container.clear()
-        (self.container.update if isinstance(self.container, set) else self.container.extend)(self.before)
+        (self.container.update if isinstance(self.container, set) else self.container.extend)(
+            self.before
+        )
 
 
 class _KeptNames:
@@ -57,9 +63,15 @@ class _KeptNames:
 
     def gained(self) -> bool:
         now, before = self.container, self.before
-        if len(now) == self.size and all([now.get(name) is value for name, value in before.items()]):  # noqa: C419
+        if len(now) == self.size and all(
+            [now.get(name) is value for name, value in before.items()]
+        ):  # noqa: C419
             return False
-        new = [value for name, value in now.items() if name not in self.skipped and value is not before.get(name)]
+        new = [
+            value
+            for name, value in now.items()
+            if name not in self.skipped and value is not before.get(name)
+        ]
         return any(map(_holds_tensors, new))
 
     def put_back(self) -> None:
@@ -69,7 +81,9 @@ class _KeptNames:
 
 
 class _KeptMethod:
-    """The cache of a method, which all modules of the type have in common; it can't be told what came into it."""
+    """The cache of a method, which all modules of the type have in common; it can't be told what
+    came into it.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.misses = cache, cache.cache_info().misses
@@ -89,7 +103,9 @@ _open: list[dict[nn.Module, list[Any]]] = []
 
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Attributes of modules are as before at the end, as activations and counters; and all, where they kept tensors."""
+    """Attributes of modules are as before at the end, as activations and counters; and all, where
+    they kept tensors.
+    """
     modules = [*modules]
     kept = {module: _kept_by(module) for module in modules if not _is_of_torch(type(module))}
     before = [(vars(module), {**vars(module)}) for module in modules]
@@ -106,7 +122,9 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
-    """Of some modules what the outermost `kept_attributes` that is open keeps, for `drop_new_tensors`."""
+    """Of some modules what the outermost `kept_attributes` that is open keeps, for
+    `drop_new_tensors`.
+    """
     kept = (next((kept[module] for kept in _open if module in kept), ()) for module in modules)
     return [parts for parts in kept if parts]
 
@@ -114,7 +132,8 @@ def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
 def drop_new_tensors(modules: Iterable[Sequence[Any]]) -> None:
     """Put modules back that keep tensors since `kept_attributes` began, before they run once more.
 
-    Numbers that go with a tensor, such as a flag that says that it is there, are put back, too; others stay.
+    Numbers that go with a tensor, such as a flag that says that it is there, are put back, too;
+    others stay.
     """
     for parts in modules:
         for part in parts:
@@ -128,7 +147,9 @@ def keepers_of_graphs(model: nn.Module) -> list[str]:
     """Names and types of modules that keep tensors which were computed with a graph."""
     found = list[str]()
     for name, module in model.named_modules():
-        attributes, *parts = [part for part in _kept_by(module) if not isinstance(part, _KeptMethod)]
+        attributes, *parts = [
+            part for part in _kept_by(module) if not isinstance(part, _KeptMethod)
+        ]
         values = [attributes.before, *[_values(part.container) for part in parts]]
         if any(isinstance(t, Tensor) and t.grad_fn is not None for t in tree_leaves(values)):
             found.append(f"{name!r} ({type(module).__name__})")
@@ -147,17 +168,26 @@ def _kept_by(module: nn.Module) -> list[Any]:
 
 @lru_cache(1024)
 def _is_of_torch(kind: type[nn.Module]) -> bool:
-    """Whether it is one of PyTorch's own modules, which keep no tensors from one call to the next."""
+    """Whether it is one of PyTorch's own modules, which keep no tensors from one call to the
+    next.
+    """
     return kind.__module__.startswith("torch.nn.")
 
 
 @lru_cache(1024)
 def _method_caches(kind: type[nn.Module]) -> list[Any]:
-    return [value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, _METHOD_CACHE)]
+    return [
+        value
+        for base in kind.__mro__
+        for value in vars(base).values()
+        if isinstance(value, _METHOD_CACHE)
+    ]
 
 
 def _collect(value: Any, found: list[Any], seen: set[int], of_module: bool) -> None:
-    """Find containers in a value, those inside of others, and those that an object has as attributes."""
+    """Find containers in a value, those inside of others, and those that an object has as
+    attributes.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -184,4 +214,8 @@ def _values(container: Any) -> Iterable[Any]:
 def _holds_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or has some in it."""
     leaves = tree_leaves(value)
-    return any(isinstance(t, Tensor) for leaf in leaves for t in (leaf, *getattr(leaf, "__dict__", {}).values()))
+    return any(
+        isinstance(t, Tensor)
+        for leaf in leaves
+        for t in (leaf, *getattr(leaf, "__dict__", {}).values())
+    )

@@ -10,7 +10,8 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 
 @register_rule(nn.Linear)
 class LinearRule(AffineRule):
-    """`nn.Linear` on `x [B, *positions, i]`: the positions between examples and features share the weight.
+    """`nn.Linear` on `x [B, *positions, i]`: the positions between examples and features share the
+    weight.
 
     Example:
         >>> import torch
@@ -33,18 +34,22 @@ class LinearRule(AffineRule):
         if x.ndim < 2:
             raise ValueError(
                 f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., "
-                f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with `x[None]`."
+                f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with "
+                "`x[None]`."
             )
         return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
+    def grads(
+        self, module: nn.Module, g: Tensor
+    ) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
         return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class Conv1DRule(LinearRule):
-    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always with a bias.
+    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always
+    with a bias.
 
     It is registered by its full name, so that `transformers` need not be installed.
 

@@ -1,8 +1,9 @@
-"""Normalization layers: the gradient of the scale is the output gradient times the normalized input.
+"""Normalization layers: the gradient of the scale is the output gradient times the normalized
+input.
 
-`y = weight · x̂ + bias` entry by entry, so that for each example `J_weight = Σ g x̂` and `J_bias = Σ g`, over the
-positions that share an entry. There are no Kronecker factors: the blocks are the exact diagonal or the full block. The
-slopes of `nn.PReLU` have gradients of the same form.
+`y = weight · x̂ + bias` entry by entry, so that for each example `J_weight = Σ g x̂` and `J_bias =
+Σ g`, over the positions that share an entry. There are no Kronecker factors: the blocks are the
+exact diagonal or the full block. The slopes of `nn.PReLU` have gradients of the same form.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 class ScaleShiftRule(LayerRule):
     """Layers `weight · x̂ + bias` with `x̂` of the input's shape, which a subclass defines.
 
-    The features, the dimensions of weight and bias, are dimension 1, or without `channels_first` the last ones; the
-    others, except dimension 0, are positions.
+    The features, the dimensions of weight and bias, are dimension 1, or without `channels_first`
+    the last ones; the others, except dimension 0, are positions.
 
     Example:
         >>> layer, x = nn.LayerNorm(3), torch.tensor([[1.0, 2, 3], [0, 0, 3]])
@@ -58,9 +59,13 @@ class ScaleShiftRule(LayerRule):
         return found
 
 
-def sum_of_products(g: Tensor, x: Tensor | None, over: list[int]) -> Tensor:  # [V, B, *in], [B, *in] -> [V, B, *left]
+def sum_of_products(
+    g: Tensor, x: Tensor | None, over: list[int]
+) -> Tensor:  # [V, B, *in], [B, *in] -> [V, B, *left]
     """`Σ g x` over some dimensions of `x`; None is one."""
-    rows = [row.detach() if x is None else row.detach() * x for row in g]  # one vector at a time needs less memory
+    rows = [
+        row.detach() if x is None else row.detach() * x for row in g
+    ]  # one vector at a time needs less memory
     return torch.stack([row.sum(over) if over else row for row in rows])
 
 
@@ -97,8 +102,9 @@ class GroupNormRule(ScaleShiftRule):
 class BatchNormRule(ScaleShiftRule):
     """Batch normalization.
 
-    In training mode `x̂` is that of the pass, with the statistics of its batch: weight and bias have gradients of each
-    example then, while inner layers read all examples. Only training loops take curvature of that.
+    In training mode `x̂` is that of the pass, with the statistics of its batch: weight and bias
+    have gradients of each example then, while inner layers read all examples. Only training loops
+    take curvature of that.
     """
 
     def check(self, module: nn.Module) -> None:
@@ -108,35 +114,59 @@ class BatchNormRule(ScaleShiftRule):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Shifted and scaled by the running statistics, in training mode by those of the batch."""
-        mean, var = (None, None) if module.training else (module.running_mean.to(x), module.running_var.to(x))
+        mean, var = (
+            (None, None)
+            if module.training
+            else (module.running_mean.to(x), module.running_var.to(x))
+        )
         return F.batch_norm(x, mean, var, training=module.training, eps=module.eps)
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormRule(ScaleShiftRule):
-    """Instance normalization, of each example by itself, or by running statistics in evaluation mode."""
+    """Instance normalization, of each example by itself, or by running statistics in evaluation
+    mode.
+    """
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """Mean zero and variance one over the positions, or shifted and scaled by the running statistics."""
+        """Mean zero and variance one over the positions, or shifted and scaled by the running
+        statistics.
+        """
         if module.training or module.running_mean is None:
-            return F.instance_norm(x, eps=module.eps)  # not given to it, the running statistics are not updated
+            return F.instance_norm(
+                x, eps=module.eps
+            )  # not given to it, the running statistics are not updated
         mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
         return F.instance_norm(x, mean, var, use_input_stats=False, eps=module.eps)
 
 
 def _hugging_face(*names: str) -> list[str]:
-    return [f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm" for name in names]
+    return [
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm"
+        for name in names
+    ]
 
 
 @register_rule(
-    *_hugging_face("Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3"),
+    *_hugging_face(
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Olmo2",
+        "Phi3",
+        "Qwen2",
+        "Qwen3",
+    ),
     "transformers.models.t5.modeling_t5.T5LayerNorm",
 )
 class ScaledRMSNormRule(ScaleShiftRule):
     """Root mean square normalization of Hugging Face models: the feature is the last dimension.
 
-    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight + constant)`, so that `x̂`
-    is the output at weight one minus the output at weight zero.
+    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight +
+    constant)`, so that `x̂` is the output at weight one minus the output at weight zero.
     """
 
     channels_first: ClassVar[bool | None] = False
@@ -169,8 +199,13 @@ class PReLURule(LayerRule):
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {"weight": [V, B, slopes]}
-        """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass over `g`."""
-        x, slopes = at_least_float32(next(iter([*args, *kwargs.values()]))), module.get_parameter("weight").numel()
+        """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass
+        over `g`.
+        """
+        x, slopes = (
+            at_least_float32(next(iter([*args, *kwargs.values()]))),
+            module.get_parameter("weight").numel(),
+        )
         # [B, slopes, positions], for one number per example [B] as well as for images.
         x = x.reshape(len(x), slopes, -1)
         rows = at_least_float32(g).reshape(len(g), *x.shape)

@@ -1,9 +1,9 @@
 """The patches that a convolution multiplies its weight with, in one, two or three dimensions.
 
-A patch holds the input under the kernel at one output position. Two layouts are used: *rows* in the order of the
-flattened weight `(c *kernel)`, which is the public format, and *channels-last* rows `(*kernel c)`, which are cheaper to
-copy and are used where the result can be permuted afterwards. Grouped convolutions also use *columns*
-`[groups, c·kernel, B·S]`, for one matrix product per group.
+A patch holds the input under the kernel at one output position. Two layouts are used: *rows* in the
+order of the flattened weight `(c *kernel)`, which is the public format, and *channels-last* rows
+`(*kernel c)`, which are cheaper to copy and are used where the result can be permuted afterwards.
+Grouped convolutions also use *columns* `[groups, c·kernel, B·S]`, for one matrix product per group.
 """
 
 from __future__ import annotations
@@ -71,8 +71,12 @@ class Geometry:
             return x
         return F.pad(x, list(chain(*reversed(self.padding))), mode=self.mode)
 
-    def windows(self, x: Tensor, start: int) -> Tensor:  # [*lead, *padded, *rest] -> [*lead, *out, *rest, *kernel]
-        """Patches of a padded input as a view; its spatial dimensions begin at dimension `start`."""
+    def windows(
+        self, x: Tensor, start: int
+    ) -> Tensor:  # [*lead, *padded, *rest] -> [*lead, *out, *rest, *kernel]
+        """Patches of a padded input as a view; its spatial dimensions begin at dimension
+        `start`.
+        """
         steps = zip(self.kernel, self.stride, self.dilation, strict=True)
         for dim, (k, stride, dilation) in enumerate(steps, start):
             x = x.unfold(dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
@@ -94,31 +98,53 @@ class Geometry:
         return self.windows(padded, 2).movedim(1, n + 1).flatten(n + 1).flatten(1, n)
 
     def channels_last_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B·S, kernel·c]
-        """Patches of all examples with columns ordered `(*kernel c)`: memory is copied in longer contiguous runs."""
+        """Patches of all examples with columns ordered `(*kernel c)`: memory is copied in longer
+        contiguous runs.
+        """
         n = len(self.kernel)
         windows = self.windows(self.pad(x).movedim(1, -1).contiguous(), 1)  # [B, *out, c, *kernel]
         return windows.movedim(n + 1, -1).flatten(n + 1).flatten(0, n)
 
-    def group_columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, B·S]
-        """Patches of each group of channels, one in each column: memory is copied in lines of the image."""
+    def group_columns(
+        self, x: Tensor, groups: int
+    ) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, B·S]
+        """Patches of each group of channels, one in each column: memory is copied in lines of the
+        image.
+        """
         columns = self._columns(x, groups)
-        return columns.movedim(0, -len(self.kernel) - 1).flatten(2 + len(self.kernel)).flatten(1, -2)
+        return (
+            columns.movedim(0, -len(self.kernel) - 1).flatten(2 + len(self.kernel)).flatten(1, -2)
+        )
 
-    def group_rows(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, S, g, c·kernel]
-        """Patches of each group of channels: in memory the positions come last, as for output gradients."""
+    def group_rows(
+        self, x: Tensor, groups: int
+    ) -> Tensor:  # [B, g·c, *size] -> [B, S, g, c·kernel]
+        """Patches of each group of channels: in memory the positions come last, as for output
+        gradients.
+        """
         columns = self._columns(x, groups).flatten(3 + len(self.kernel)).flatten(2, -2)
-        return columns.contiguous().movedim(-1, 1)  # in 1-D a view of overlapping lines, with which products are slow
+        return columns.contiguous().movedim(
+            -1, 1
+        )  # in 1-D a view of overlapping lines, with which products are slow
 
-    def _columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, g, c, *kernel, *out]
+    def _columns(
+        self, x: Tensor, groups: int
+    ) -> Tensor:  # [B, g·c, *size] -> [B, g, c, *kernel, *out]
         n = len(self.kernel)
-        windows = self.windows(self.pad(x), 2).unflatten(1, (groups, -1))  # [B, g, c, *out, *kernel]
+        windows = self.windows(self.pad(x), 2).unflatten(
+            1, (groups, -1)
+        )  # [B, g, c, *out, *kernel]
         return windows.permute(0, 1, 2, *range(n + 3, 2 * n + 3), *range(3, n + 3))
 
     def sum_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c·kernel]
-        """Sum of each example's patches, one dimension after the other, so that no patch is formed."""
+        """Sum of each example's patches, one dimension after the other, so that no patch is
+        formed.
+        """
         zeros = self.mode == "constant"
         x = x if zeros else self.pad(x)  # zeros add nothing
-        steps = list(enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2))
+        steps = list(
+            enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2)
+        )
         for dim, (k, stride, dilation, padding) in reversed(steps):
             size, (before, after) = x.shape[dim], padding if zeros else (0, 0)
             taps = _taps(before + size + after, k, stride, dilation, x.dtype, x.device)
@@ -129,7 +155,9 @@ class Geometry:
     def positions(self, x: Tensor) -> int:
         """Number of patches per example."""
         count = 1
-        for n, pads, k, s, d in zip(x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, strict=True):
+        for n, pads, k, s, d in zip(
+            x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, strict=True
+        ):
             count *= (n + sum(pads) - d * (k - 1) - 1) // s + 1
         return count
 
@@ -138,7 +166,9 @@ class Geometry:
 def _taps(
     padded: int, k: int, stride: int, dilation: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:  # -> [padded, k]
-    """How often each tap of a kernel meets each pixel of a line; kept where it is used, as a copy there waits."""
+    """How often each tap of a kernel meets each pixel of a line; kept where it is used, as a copy
+    there waits.
+    """
     with torch.inference_mode(False):
         lines = torch.eye(padded, dtype=dtype, device=device)
         return lines.unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)

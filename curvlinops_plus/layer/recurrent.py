@@ -1,12 +1,13 @@
-"""Rules of recurrent layers: per-example gradients from one pass through the steps, for all examples at once.
+"""Rules of recurrent layers: per-example gradients from one pass through the steps, for all
+examples at once.
 
-The weights of a recurrent layer enter through products `W a + b` at every step. With the gradients `δ_t` of all these
-products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one backward pass through the unfused
-recurrence give them for all examples. (Running the fused layer again for each example would, too, but `vmap` supports
-none of these layers.)
+The weights of a recurrent layer enter through products `W a + b` at every step. With the gradients
+`δ_t` of all these products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one
+backward pass through the unfused recurrence give them for all examples. (Running the fused layer
+again for each example would, too, but `vmap` supports none of these layers.)
 
-The steps of a sequence depend on each other, so that there are no Kronecker factors: the blocks are the exact diagonal
-or the full block.
+The steps of a sequence depend on each other, so that there are no Kronecker factors: the blocks are
+the exact diagonal or the full block.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ class _Products:
         self.calls.setdefault((weight, bias), []).append((a.detach(), y))
         return y
 
-    def grads(self, outputs: Sequence[Tensor], g: Sequence[Tensor]) -> dict[str, Tensor]:  # -> {name: [B, *shape]}
+    def grads(
+        self, outputs: Sequence[Tensor], g: Sequence[Tensor]
+    ) -> dict[str, Tensor]:  # -> {name: [B, *shape]}
         """Gradients of each example by one backward pass."""
         products = [y for calls in self.calls.values() for _, y in calls]
         at = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
         found: dict[str, Tensor] = {}
         for (weight, bias), calls in self.calls.items():
-            a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)  # all steps together: [B, T, i]
+            a = torch.stack([a for a, _ in calls], 1).flatten(
+                1, -2
+            )  # all steps together: [B, T, i]
             delta = torch.stack([next(at) for _ in calls], 1).flatten(1, -2)
             found[weight] = delta.mT @ a
             if bias in self.params:
@@ -59,7 +64,8 @@ class _Products:
 class RecurrentRule(LayerRule):
     """`nn.RNN`, `nn.LSTM` and `nn.GRU` with all their options, but no dropout in training mode.
 
-    Cost: a forward and a backward pass of the layer, step by step, for each vector and example (all in one batch).
+    Cost: a forward and a backward pass of the layer, step by step, for each vector and example (all
+    in one batch).
 
     Example:
         >>> layer, x = nn.GRU(3, 2, batch_first=True), torch.ones(4, 5, 3)
@@ -75,16 +81,23 @@ class RecurrentRule(LayerRule):
             UnsupportedError: For dropout in training mode.
         """
         super().check(module)
-        if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
+        if (
+            module.training
+            and getattr(module, "dropout", 0)
+            and getattr(module, "num_layers", 1) != 1
+        ):
             raise UnsupportedError(
-                f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
-                "gradients are those of one draw. For the curvature of the model call `model.eval()`; in a training "
-                "loop set this dropout to 0, or leave the layer's parameters to another optimizer (`params=`)."
+                f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random "
+                "numbers, so that its gradients are those of one draw. For the curvature of the "
+                "model call `model.eval()`; in a training loop set this dropout to 0, or leave the "
+                "layer's parameters to another optimizer (`params=`)."
             )
 
-    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """Sequences have the examples on the axis that `batch_first` sets, states on axis 1; of cells all have them
-        first.
+    def axes(
+        self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool
+    ) -> list[int]:
+        """Sequences have the examples on the axis that `batch_first` sets, states on axis 1; of
+        cells all have them first.
 
         Raises:
             UnsupportedError: If the input is one sequence without an example axis.
@@ -92,8 +105,9 @@ class RecurrentRule(LayerRule):
         cell = isinstance(module, nn.RNNCellBase)
         if leaves[0].ndim == 2 - cell:
             raise UnsupportedError(
-                f"{type(module).__name__} {'got' if inputs else 'returned'} shape {list(leaves[0].shape)} without an "
-                f"example axis, expected {3 - cell} dimensions. Add it to the input, with "
+                f"{type(module).__name__} {'got' if inputs else 'returned'} shape "
+                f"{list(leaves[0].shape)} without an example axis, expected {3 - cell} dimensions. "
+                "Add it to the input, with "
                 f"`x.unsqueeze({0 if cell or module.batch_first else 1})`."
             )
         return [0 if cell or module.batch_first else 1, *[0 if cell else 1] * (len(leaves) - 1)]
@@ -109,19 +123,27 @@ class RecurrentRule(LayerRule):
     ) -> dict[str, Tensor]:
         """Gradients of each example by repeating the steps of the layer, for all examples at once.
 
-        Layers whose weights are computed from other parameters (weight normalization, pruning) are run again instead,
-        one example at a time.
+        Layers whose weights are computed from other parameters (weight normalization, pruning) are
+        run again instead, one example at a time.
         """
         g = [g] if isinstance(g, Tensor) else list(g)
         named = {**dict(zip(("input", "hx"), args)), **kwargs}
         if why_computed(module, self._weights(module)):
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
             in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
-            return super().replay(module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False))
+            return super().replay(
+                module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False)
+            )
         given = tree_leaves((named["input"], named.get("hx")))
         B = g[0].shape[1]
-        x, *states = [at_least_float32(t.detach()).expand(B, *t.shape[1:]) for t in given if isinstance(t, Tensor)]
-        params = {name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)}
+        x, *states = [
+            at_least_float32(t.detach()).expand(B, *t.shape[1:])
+            for t in given
+            if isinstance(t, Tensor)
+        ]
+        params = {
+            name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)
+        }
 
         def chunk(g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
             """All vectors at once: the examples are repeated for each."""
@@ -134,7 +156,9 @@ class RecurrentRule(LayerRule):
             return {name: J[name].unflatten(0, (V, -1)) for name in params}
 
         V, gates = len(g[0]), sum(p.shape[0] for p in params.values() if p.ndim == 2)
-        rows = self.max_bytes // max(1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size())
+        rows = self.max_bytes // max(
+            1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size()
+        )
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             return in_chunks(chunk, g, (min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))))
 
@@ -143,8 +167,12 @@ class RecurrentRule(LayerRule):
         assert isinstance(module, nn.RNNBase)
         return module._flat_weights_names
 
-    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
+    def _run(
+        self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and
+        states after it.
+        """
         assert isinstance(module, nn.RNNBase)
         directions = 2 if module.bidirectional else 1
         last: list[tuple[Tensor, ...]] = []
@@ -161,12 +189,16 @@ class RecurrentRule(LayerRule):
 
 
 class CellRule(RecurrentRule):
-    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples first."""
+    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples
+    first.
+    """
 
     def _weights(self, module: nn.Module) -> Sequence[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
-    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    def _run(
+        self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]
+    ) -> list[Tensor]:
         given = products(x, "weight_ih", "bias_ih")
         return [*_step(module, products, given, _states(module, x, states), "")]
 
@@ -181,7 +213,11 @@ def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tens
         return tuple(given)
     assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     h = x.new_zeros(len(x), getattr(module, "proj_size", 0) or module.hidden_size)
-    return (h, x.new_zeros(len(x), module.hidden_size)) if isinstance(module, (nn.LSTM, nn.LSTMCell)) else (h,)
+    return (
+        (h, x.new_zeros(len(x), module.hidden_size))
+        if isinstance(module, (nn.LSTM, nn.LSTMCell))
+        else (h,)
+    )
 
 
 def _sequence(
@@ -198,7 +234,9 @@ def _sequence(
 def _step(
     module: nn.Module, products: _Products, given: Tensor, state: tuple[Tensor, ...], name: str
 ) -> tuple[Tensor, ...]:
-    """State after one step; `given` is the contribution of the input to the gates, in PyTorch's order."""
+    """State after one step; `given` is the contribution of the input to the gates, in PyTorch's
+    order.
+    """
     h = state[0]
     past = products(h, f"weight_hh{name}", f"bias_hh{name}")
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
@@ -212,4 +250,6 @@ def _step(
         n = (n + (r + r_past).sigmoid() * n_past).tanh()
         return ((1 - z) * n + z * h,)
     assert isinstance(module, (nn.RNN, nn.RNNCell))
-    return (torch.tanh(given + past) if module.nonlinearity == "tanh" else torch.relu(given + past),)
+    return (
+        torch.tanh(given + past) if module.nonlinearity == "tanh" else torch.relu(given + past),
+    )

@@ -1,15 +1,16 @@
 """`LayerRule` and `AffineRule`: derivatives with respect to the parameters of one layer.
 
-A rule computes derivatives with respect to a layer's parameters from the layer's recorded inputs and the gradients of
-its output. `LayerRule` gives per-example gradients of any module. `AffineRule` is for layers whose output is `W a + b`,
-which have Kronecker factors: a subclass defines three methods and inherits the rest.
+A rule computes derivatives with respect to a layer's parameters from the layer's recorded inputs
+and the gradients of its output. `LayerRule` gives per-example gradients of any module. `AffineRule`
+is for layers whose output is `W a + b`, which have Kronecker factors: a subclass defines three
+methods and inherits the rest.
 
 Shapes of all layer rules:
 
-    x   [B, *in]        the layer's input, B examples in dimension 0
-    g   [V, B, *out]    gradients of the layer's output for V vectors backpropagated
-    a   [B, S, i]       rows that W multiplies, at S positions that share W; without a column of ones for the bias
-    J   [V, B, *shape]  per-example gradients of one parameter
+    x   [B, *in]        the layer's input, B examples in dimension 0 g   [V, B, *out]    gradients
+    of the layer's output for V vectors backpropagated a   [B, S, i]       rows that W multiplies,
+    at S positions that share W; without a column of ones for the bias J   [V, B, *shape]
+    per-example gradients of one parameter
 
 Half-precision inputs and gradients are converted to float32 before they are multiplied or summed.
 """
@@ -36,11 +37,12 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 class LayerRule:
     """Per-example gradients of any module that treats its examples (dimension 0) independently.
 
-    This is the rule of every layer that has no other: it runs the module again for each example. Register a subclass
-    with `register_rule` for a layer whose gradients have a cheaper formula.
+    This is the rule of every layer that has no other: it runs the module again for each example.
+    Register a subclass with `register_rule` for a layer whose gradients have a cheaper formula.
 
     Attributes:
-        max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
+        max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result
+            (default 64 MiB).
 
     Example:
         >>> rule, layer = LayerRule(), nn.PReLU()
@@ -58,9 +60,11 @@ class LayerRule:
     names: tuple[str, ...] | None = None
 
     def refuses(self, module: nn.Module) -> str | None:
-        """The reason why this rule does not apply to a module of the registered type, or None if it applies.
+        """The reason why this rule does not apply to a module of the registered type, or None if it
+        applies.
 
-        The module then gets the generic rule. Override it for options of a layer that the rule cannot express.
+        The module then gets the generic rule. Override it for options of a layer that the rule
+        cannot express.
         """
         return None
 
@@ -73,40 +77,47 @@ class LayerRule:
         return None
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
-        """Einops pattern of each direct parameter, by local name, that makes it columns of the layer's one matrix.
+        """Einops pattern of each direct parameter, by local name, that makes it columns of the
+        layer's one matrix.
 
         The default is a matrix with one row that holds all parameters side by side.
         """
         return {name: flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
-        """Sizes of axes that `patterns` split a parameter's axis into, e.g. `{"g": 4}` for `"(g o) i -> g o i"`."""
+        """Sizes of axes that `patterns` split a parameter's axis into, e.g. `{"g": 4}` for `"(g o)
+        i -> g o i"`.
+        """
         return {}
 
     def parts(self, module: nn.Module) -> list[Any]:
         """Parameters that are read by function calls inside the module's forward (see `Part`)."""
         return []
 
-    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """The axis that carries the examples, for each tensor among the inputs or outputs of a call.
+    def axes(
+        self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool
+    ) -> list[int]:
+        """The axis that carries the examples, for each tensor among the inputs or outputs of a
+        call.
 
         Args:
             module: The layer.
             axis: The axis in the model around this layer: 0, or 1 in `batch_first=False` modules.
-            leaves: The tensors, in the order of PyTorch's pytrees (of outputs: the floating-point ones).
+            leaves: The tensors, in the order of PyTorch's pytrees (of outputs: the floating-point
+                ones).
             inputs: Whether they are the inputs.
         """
         return [axis] * len(leaves)
 
-    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`. None:
-    #: either, as the mask's size tells.
+    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than
+    #: `[B, T, ...]`. None: either, as the mask's size tells.
     channels_first: ClassVar[bool | None] = False
 
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:  # [V, B, *out] -> [V, B, *out]
         """Output gradients that are zero where a mask [N, T] says that a position does not count.
 
-        Outputs with T positions are `[B, T, ...]` with at least one more axis, or `[B, C, *positions]` in layers with
-        channels first. Other outputs are returned unchanged.
+        Outputs with T positions are `[B, T, ...]` with at least one more axis, or `[B, C,
+        *positions]` in layers with channels first. Other outputs are returned unchanged.
         """
         if mask is None or g.ndim < 4:
             return g
@@ -130,8 +141,8 @@ class LayerRule:
 
         Args:
             module, args, kwargs, g: As for `per_example_grads`.
-            in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None for one that all
-                examples share. Default 0.
+            in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None
+                for one that all examples share. Default 0.
             out_axes: The same for each floating-point tensor of the output; default 0.
         """
         num_examples = (g if isinstance(g, Tensor) else g[0]).shape[1]
@@ -141,19 +152,22 @@ class LayerRule:
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """Gradients of each example for the module's direct parameters, for V vectors at the output.
+        """Gradients of each example for the module's direct parameters, for V vectors at the
+        output.
 
-        The module may have any inputs and parameters (frozen ones too), may contain other modules, and is not
-        changed. It is run with one example at a time, under `torch.func.vmap` if possible, else in a plain loop (V·B
-        backward passes; for modules with in-place writes, control flow or operations that vmap does not support).
+        The module may have any inputs and parameters (frozen ones too), may contain other modules,
+        and is not changed. It is run with one example at a time, under `torch.func.vmap` if
+        possible, else in a plain loop (V·B backward passes; for modules with in-place writes,
+        control flow or operations that vmap does not support).
 
         Args:
             module: The layer.
-            args: Positional inputs of its call: tensors whose dimension 0 has size B hold one entry per example (also
-                inside tuples, lists and dicts), everything else is the same for all examples.
+            args: Positional inputs of its call: tensors whose dimension 0 has size B hold one entry
+                per example (also inside tuples, lists and dicts), everything else is the same for
+                all examples.
             kwargs: Keyword inputs of its call, likewise.
-            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one
-                for each floating-point tensor in the order of PyTorch's pytrees.
+            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a
+                list of them, one for each floating-point tensor in the order of PyTorch's pytrees.
 
         Returns:
             Local name of each direct parameter to gradients `[V, B, *shape]`, in float32 at least.
@@ -167,15 +181,22 @@ class LayerRule:
     def example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any, *axes: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """`per_example_grads` of a recorded call, whose module may have the examples on other axes, as `replay`."""
+        """`per_example_grads` of a recorded call, whose module may have the examples on other axes,
+        as `replay`.
+        """
         own = (
             type(self).per_example_grads is not LayerRule.per_example_grads
         )  # with examples first, whatever the module
-        return self.per_example_grads(module, args, kwargs, g) if own else self.replay(module, args, kwargs, g, *axes)
+        return (
+            self.per_example_grads(module, args, kwargs, g)
+            if own
+            else self.replay(module, args, kwargs, g, *axes)
+        )
 
 
 class EnclosedRule(LayerRule):
-    """Per-example gradients of parameters inside a module, its own or its children's, by running all of it again.
+    """Per-example gradients of parameters inside a module, its own or its children's, by running
+    all of it again.
 
     Args:
         names: Their names in the module.
@@ -202,13 +223,14 @@ class EnclosedRule(LayerRule):
 class AffineRule(LayerRule):
     """Rule of a layer whose output is `W a` or `W a + b`: define three methods, inherit the rest.
 
-    `patterns` names the weight, with the pattern that turns it into the matrix `W [o, i]`, and after it `"bias"` with
-    the pattern `"o -> o 1"` if the layer has one. `inputs` gives the rows `a` and `grads` the rows of the output
-    gradient. The other methods follow; override them where a layer can do it faster.
+    `patterns` names the weight, with the pattern that turns it into the matrix `W [o, i]`, and
+    after it `"bias"` with the pattern `"o -> o 1"` if the layer has one. `inputs` gives the rows
+    `a` and `grads` the rows of the output gradient. The other methods follow; override them where a
+    layer can do it faster.
 
-    Two variants exist. A layer of `b` matrices has patterns with a batch axis, whose size `sizes` returns, and rows
-    and gradients with one more axis. A layer with mostly zero rows returns `SparseRows` and sets `sparse`: its input
-    factor is stored as a diagonal.
+    Two variants exist. A layer of `b` matrices has patterns with a batch axis, whose size `sizes`
+    returns, and rows and gradients with one more axis. A layer with mostly zero rows returns
+    `SparseRows` and sets `sparse`: its input factor is stored as a diagonal.
 
     Attributes:
         sparse: Whether `inputs` returns `SparseRows`.
@@ -239,16 +261,26 @@ class AffineRule(LayerRule):
     sparse: ClassVar[bool] = False
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
-        """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
-        raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}.")
+        """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a
+        bias.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}."
+        )
 
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
+    def inputs(
+        self, module: nn.Module, x: Tensor
+    ) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
         """The rows that the weight is multiplied with, without a column of ones."""
-        raise NotImplementedError(f"{type(self).__name__} must define inputs(module, x), [B, *in] -> [B, S, i].")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define inputs(module, x), [B, *in] -> [B, S, i]."
+        )
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, *b, o]
         """The output gradient, one row for each row of `inputs`."""
-        raise NotImplementedError(f"{type(self).__name__} must define grads(module, g), [V, B, *out] -> [V, B, S, o].")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define grads(module, g), [V, B, *out] -> [V, B, S, o]."
+        )
 
     def at(self, rows: slice, total: int) -> AffineRule:
         """The rule of a function call that reads only some rows of the weight (see `Part`).
@@ -258,8 +290,8 @@ class AffineRule(LayerRule):
         """
         if rows.stop - rows.start != total:
             raise UnsupportedError(
-                f"A call reads rows {rows.start}:{rows.stop} of a weight with {total} rows; {type(self).__name__} "
-                "needs all of them."
+                f"A call reads rows {rows.start}:{rows.stop} of a weight with {total} rows; "
+                f"{type(self).__name__} needs all of them."
             )
         return self
 
@@ -268,10 +300,11 @@ class AffineRule(LayerRule):
         return None
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The `x` among the inputs of a call: the first positional input, or else the first keyword.
+        """The `x` among the inputs of a call: the first positional input, or else the first
+        keyword.
 
-        A layer of several inputs concatenates them into one tensor, examples first. Called with that tensor alone, it
-        returns it unchanged.
+        A layer of several inputs concatenates them into one tensor, examples first. Called with
+        that tensor alone, it returns it unchanged.
 
         Raises:
             ValueError: If that is not a tensor.
@@ -279,8 +312,8 @@ class AffineRule(LayerRule):
         x = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(x, Tensor):
             raise ValueError(
-                f"{type(self).__name__} expects a tensor as first input of the layer, got {type(x).__name__}. Override "
-                "`input_of` if the layer takes its input elsewhere."
+                f"{type(self).__name__} expects a tensor as first input of the layer, got "
+                f"{type(x).__name__}. Override `input_of` if the layer takes its input elsewhere."
             )
         return x
 
@@ -295,7 +328,8 @@ class AffineRule(LayerRule):
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Numbers of whose sums `unpack_gram` makes those of `a aᵀ`, faster than `input_gram`, and the number of rows.
+        """Numbers of whose sums `unpack_gram` makes those of `a aᵀ`, faster than `input_gram`, and
+        the number of rows.
 
         None if there are none. With `ones` each row is extended by a 1 at its end.
         """
@@ -318,20 +352,26 @@ class AffineRule(LayerRule):
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """Gradients of each example, `Σ_s g aᵀ` for the weight and `Σ_s g` for the bias; see `LayerRule`.
+        """Gradients of each example, `Σ_s g aᵀ` for the weight and `Σ_s g` for the bias; see
+        `LayerRule`.
 
         Raises:
             ValueError: If inputs and gradients do not fit together.
         """
         a, rows = self.rows(module, self.input_of(module, args, kwargs)), self.grad_rows(module, g)
-        if a.shape[:2] != rows.shape[1:3] or (isinstance(a, Tensor) and a.shape[2:-1] != rows.shape[3:-1]):
+        if a.shape[:2] != rows.shape[1:3] or (
+            isinstance(a, Tensor) and a.shape[2:-1] != rows.shape[3:-1]
+        ):
             raise ValueError(
-                f"{type(self).__name__}: inputs are {list(a.shape)}, expected [B, S, *b, i], and gradients "
-                f"{list(rows.shape)}, expected [V, B, S, *b, o] with the same examples, positions and matrices."
+                f"{type(self).__name__}: inputs are {list(a.shape)}, expected [B, S, *b, i], and "
+                f"gradients {list(rows.shape)}, expected [V, B, S, *b, o] with the same examples, "
+                "positions and matrices."
             )
         return self.split(module, outer_products(rows, a), rows)
 
-    def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
+    def rows(
+        self, module: nn.Module, x: Tensor
+    ) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
         """`inputs` in at least float32."""
         a = self.inputs(module, at_least_float32(x))
         return a if isinstance(a, SparseRows) else at_least_float32(a)
@@ -341,7 +381,8 @@ class AffineRule(LayerRule):
         return at_least_float32(self.grads(module, at_least_float32(g)))
 
     def split(self, module: nn.Module, J: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """Split the columns of `J [V, B, *b, o, i]` into parameters, and sum gradient rows for the bias.
+        """Split the columns of `J [V, B, *b, o, i]` into parameters, and sum gradient rows for the
+        bias.
 
         Raises:
             ValueError: If the columns are not those of the parameters.
@@ -358,8 +399,8 @@ class AffineRule(LayerRule):
             start += columns
         if start != J.shape[-1]:
             raise ValueError(
-                f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters of patterns(...) "
-                f"without the bias have {start}."
+                f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters "
+                f"of patterns(...) without the bias have {start}."
             )
         return named
 
@@ -370,13 +411,17 @@ def flat_pattern(ndim: int) -> str:
     return f"{axes} -> 1 ({axes})" if ndim else "-> 1 1"
 
 
-def outer_products(g: Tensor, a: Tensor | SparseRows) -> Tensor:  # [V, B, S, *b, o], [B, S, *b, i] -> [V, B, *b, o, i]
+def outer_products(
+    g: Tensor, a: Tensor | SparseRows
+) -> Tensor:  # [V, B, S, *b, o], [B, S, *b, i] -> [V, B, *b, o, i]
     """Sum of `g aᵀ` over positions."""
     if isinstance(a, SparseRows):
         return a.outer(g)
     dtype = torch.promote_types(a.dtype, g.dtype)
     a, g = a.to(dtype), g.to(dtype)
-    if a.shape[1] == 1:  # products with one summand: a multiplication is faster than batched matrix products
+    if (
+        a.shape[1] == 1
+    ):  # products with one summand: a multiplication is faster than batched matrix products
         return g[:, :, 0, ..., None] * a[:, 0, ..., None, :]
     return torch.einsum("vbso,bsi->vboi" if a.ndim == 3 else "vbsko,bski->vbkoi", g, a)
 
@@ -390,7 +435,7 @@ def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str
     return rearrange(J, f"... {matrix} -> ... {tensor}", **{**used, **known})
 
 
-# ------------------------------------------------------------------------------------------- which rule a module has
+# -------------------------------------------------------------------------- which rule a module has
 RULES: dict[type[nn.Module] | str, LayerRule] = {}
 """Module type, or its full name, to its rule. `register_rule` adds to it."""
 
@@ -398,9 +443,11 @@ _Rule = TypeVar("_Rule", bound=type[LayerRule])
 
 
 def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
-    """Class decorator that makes a `LayerRule` the rule of some module types and of their subclasses.
+    """Class decorator that makes a `LayerRule` the rule of some module types and of their
+    subclasses.
 
-    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its rule.
+    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its
+    rule.
 
     Args:
         *types: One or more subclasses of `nn.Module`, or their full names, such as
@@ -428,16 +475,23 @@ def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
         >>> rule_of(MyLinear(3, 2)).__class__.__name__
         'MyLinearRule'
     """
-    wrong = [t for t in types if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))]
+    wrong = [
+        t
+        for t in types
+        if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))
+    ]
     if not types or wrong:
         raise TypeError(
-            f"register_rule expects module types or their full names, got {wrong if types else 'nothing'}. Write "
-            "`@register_rule(MyLayer)` above `class MyLayerRule(AffineRule)`."
+            "register_rule expects module types or their full names, got "
+            f"{wrong if types else 'nothing'}. Write `@register_rule(MyLayer)` above `class "
+            "MyLayerRule(AffineRule)`."
         )
 
     def register(rule: _Rule) -> _Rule:
         if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
-            raise TypeError(f"@register_rule decorates a subclass of LayerRule or AffineRule, got {rule!r}.")
+            raise TypeError(
+                f"@register_rule decorates a subclass of LayerRule or AffineRule, got {rule!r}."
+            )
         instance = rule()
         RULES.update(dict.fromkeys(types, instance))
         return rule
@@ -448,9 +502,10 @@ def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
 def rule_of(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule:
     """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
 
-    A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
-    are its own (no weight normalization, no parametrization) and with options that the rule supports.
-    `why_generic` gives the reason otherwise. `held` are its `differentiable_parameters`, if somebody has looked.
+    A rule is used only if the module computes what its type does: with the type's own `forward`,
+    with parameters that are its own (no weight normalization, no parametrization) and with options
+    that the rule supports. `why_generic` gives the reason otherwise. `held` are its
+    `differentiable_parameters`, if somebody has looked.
 
     Raises:
         ValueError: If `patterns` of the rule names something that the module does not have.
@@ -483,31 +538,47 @@ def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> 
     keys = _keys(kind)
     key = next(filter(RULES.__contains__, keys), None)
     if key is None:
-        path = kind.__name__ if kind.__module__.startswith("torch.") else f"{kind.__module__}.{kind.__qualname__}"
+        path = (
+            kind.__name__
+            if kind.__module__.startswith("torch.")
+            else f"{kind.__module__}.{kind.__qualname__}"
+        )
         return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
     rule, registered = RULES[key], keys[key]
-    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in module.__dict__:
-        return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
+    if (kind.forward, kind.__call__) != (
+        registered.forward,
+        registered.__call__,
+    ) or "forward" in module.__dict__:
+        return (
+            f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule "
+            "with @register_rule"
+        )
     if (reason := rule.refuses(module)) is not None:
         return reason
-    # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
-    direct, named = differentiable_parameters(module) if held is None else held, rule.patterns(module)
+    # Of a parametrized module, `weight` is computed from other parameters, which the module holds
+    # instead.
+    direct, named = (
+        differentiable_parameters(module) if held is None else held,
+        rule.patterns(module),
+    )
     if direct.keys() != named.keys():
         if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
             raise ValueError(
-                f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters "
-                f"{list(direct)}. Use the names of the parameters in the module."
+                f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the "
+                f"parameters {list(direct)}. Use the names of the parameters in the module."
             )
         return (
-            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them "
-            "computed from others, as by weight normalization?)"
+            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is "
+            "one of them computed from others, as by weight normalization?)"
         )
     return rule
 
 
 @lru_cache(1024)
 def _keys(kind: type[nn.Module]) -> dict[type | str, type]:
-    """Under what a rule may be registered that a type of module has, the nearest base type first."""
+    """Under what a rule may be registered that a type of module has, the nearest base type
+    first.
+    """
     return {key: t for t in kind.__mro__ for key in (t, f"{t.__module__}.{t.__qualname__}")}
 
 

@@ -1,7 +1,8 @@
 """`check_rule`: test a layer rule against autodiff.
 
-A rule is compared with plain autodiff on one example at a time, and its fast paths with the plain sums that they
-replace. All is computed in double precision on a copy of the module, with a relative tolerance of 1e-8.
+A rule is compared with plain autodiff on one example at a time, and its fast paths with the plain
+sums that they replace. All is computed in double precision on a copy of the module, with a relative
+tolerance of 1e-8.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.layer.replay import Call, attributes_restored, check_repeatable, differentiable_parameters
+from curvlinops_plus.layer.replay import (
+    Call,
+    attributes_restored,
+    check_repeatable,
+    differentiable_parameters,
+)
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products, rule_of, why_generic
 from curvlinops_plus.linalg.space import Layout
@@ -44,7 +50,9 @@ class RuleCheck:
         width = max(len(name) for name, _ in self.rows)
         note = [f"no Kronecker factors: {self.note}"] if self.note else []
         lines = [f"{name.ljust(width)}  {error:.1e}" for name, error in self.rows]
-        return "\n".join([f"{self.rule} of {self.module}", *note, *lines, f"all {len(self.rows)} checks passed"])
+        return "\n".join(
+            [f"{self.rule} of {self.module}", *note, *lines, f"all {len(self.rows)} checks passed"]
+        )
 
 
 def check_rule(
@@ -57,14 +65,16 @@ def check_rule(
 ) -> RuleCheck:
     """Compare a layer rule with plain autodiff.
 
-    Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
-    also rows and their fast paths (`input_gram`, `mean_inputs`, `grad_gram`).
-    The parameters are used with their values: a zero weight hides errors in its factors.
+    Checked are per-example gradients, entry by entry, also for other numbers of vectors and
+    examples; of affine rules also rows and their fast paths (`input_gram`, `mean_inputs`,
+    `grad_gram`). The parameters are used with their values: a zero weight hides errors in its
+    factors.
 
     Args:
-        module: A layer, in the mode in which it will be used. Not changed: a double precision copy is.
-        example_input: What it is called with, two examples at least. They are on axis 0 (or 1 if the module has
-            `batch_first=False`), and where the rule's `axes` says.
+        module: A layer, in the mode in which it will be used. Not changed: a double precision copy
+            is.
+        example_input: What it is called with, two examples at least. They are on axis 0 (or 1 if
+            the module has `batch_first=False`), and where the rule's `axes` says.
         rule: The rule, or its class. Default: the module's rule.
         num_vectors: Number of output gradients.
         seed: Of the output gradients.
@@ -74,8 +84,8 @@ def check_rule(
         A table of checks, each with its largest relative error.
 
     Raises:
-        VerificationError: Naming module, rule, check, error and the likely cause. Errors that the rule itself raises
-            are passed on.
+        VerificationError: Naming module, rule, check, error and the likely cause. Errors that the
+            rule itself raises are passed on.
         UnsupportedError: If the module mixes examples by design, or the rule refuses it.
         ValueError: If there are less than two examples, or nothing to check.
 
@@ -114,24 +124,40 @@ def check_rule(
 class _Check:
     """All checks of one rule on one call; `rows` has the largest error of each."""
 
-    def __init__(self, module: nn.Module, rule: LayerRule, args: Any, kwargs: Mapping[str, Any], seed: int) -> None:
+    def __init__(
+        self, module: nn.Module, rule: LayerRule, args: Any, kwargs: Mapping[str, Any], seed: int
+    ) -> None:
         self.module, self.rule, self.generator = module, rule, torch.Generator().manual_seed(seed)
         self.params, self.rows = differentiable_parameters(module), {"patterns": 0.0}
         if not self.params:
-            raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
+            raise ValueError(
+                f"{type(module).__name__} holds no parameters of its own: there is nothing to "
+                "check."
+            )
         try:
-            Layout(rule.patterns(module), {name: p.shape for name, p in self.params.items()}, rule.sizes(module))
+            Layout(
+                rule.patterns(module),
+                {name: p.shape for name, p in self.params.items()},
+                rule.sizes(module),
+            )
         except (ValueError, KeyError) as error:
-            raise self.failed("patterns", f"{error} (of the parameters {list(self.params)})") from error
+            raise self.failed(
+                "patterns", f"{error} (of the parameters {list(self.params)})"
+            ) from error
         leaves, self.spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         axis = int(getattr(module, "batch_first", None) is False)
         axes = rule.axes(module, axis, tensors, inputs=True) if tensors else []
         self.N = N = tensors[0].shape[axes[0]] if tensors and tensors[0].ndim > axes[0] else 0
         if N < 2:
-            raise ValueError("check_rule needs a call of the layer with two examples at least: check_rule(layer, x).")
+            raise ValueError(
+                "check_rule needs a call of the layer with two examples at least: "
+                "check_rule(layer, x)."
+            )
         #: Axis of the examples of each tensor in the module; None for what all examples share.
-        self.in_axes = [a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)]
+        self.in_axes = [
+            a if t.ndim > a and t.shape[a] == N else None for t, a in zip(tensors, axes)
+        ]
         copies, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
         with torch.no_grad():
             out = module(*copies, **named)
@@ -140,8 +166,9 @@ class _Check:
         if not found or any(t.ndim <= a or t.shape[a] != N for t, a in zip(found, self.out_axes)):
             raise self.failed(
                 "examples are independent",
-                f"{N} examples gave outputs of shapes {[list(t.shape) for t in found]}, expected floating-point "
-                f"tensors with the examples on axis {axis}. If they are elsewhere, override `axes`.",
+                f"{N} examples gave outputs of shapes {[list(t.shape) for t in found]}, expected "
+                f"floating-point tensors with the examples on axis {axis}. If they are elsewhere, "
+                "override `axes`.",
             )
         self.single = isinstance(out, Tensor)
         self.outputs = [t.movedim(a, 0) for t, a in zip(found, self.out_axes)]
@@ -162,56 +189,123 @@ class _Check:
         N, name = self.N, "examples are independent"
         for n in range(N):
             for whole, one in zip(self.outputs, self.alone(n, self.call.params)):
-                cause = "An output depends on other examples, calls before or random numbers (`module.eval()` first)."
+                cause = (
+                    "An output depends on other examples, calls before or random numbers "
+                    "(`module.eval()` first)."
+                )
                 self.equal(name, one, whole[n], cause)
-        for name, vectors, stop in (("gradients", V, N), ("gradients, one vector and fewer examples", 1, N - 1)):
-            g, axes = [self.randn(vectors, stop, *t.shape[1:]) for t in self.outputs], iter(self.in_axes)
-            some = [t[:stop].clone() if isinstance(t, Tensor) and next(axes) is not None else t for t in self.leaves]
+        for name, vectors, stop in (
+            ("gradients", V, N),
+            ("gradients, one vector and fewer examples", 1, N - 1),
+        ):
+            g, axes = (
+                [self.randn(vectors, stop, *t.shape[1:]) for t in self.outputs],
+                iter(self.in_axes),
+            )
+            some = [
+                t[:stop].clone() if isinstance(t, Tensor) and next(axes) is not None else t
+                for t in self.leaves
+            ]
             (args, kwargs), given = tree_unflatten(some, self.spec), [t.clone() for t in g]
             given = given[0] if self.single else given
-            found = self.rule.example_grads(self.module, args, kwargs, given, self.in_axes, self.out_axes)
+            found = self.rule.example_grads(
+                self.module, args, kwargs, given, self.in_axes, self.out_axes
+            )
             if found.keys() != self.params.keys():
-                raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
-            self.equal_grads(name, found, g, "Is it summed over all positions, and over nothing else?")
+                raise self.failed(
+                    name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}."
+                )
+            self.equal_grads(
+                name, found, g, "Is it summed over all positions, and over nothing else?"
+            )
 
     def affine(self, rule: AffineRule, V: int) -> None:
-        """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
+        """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums
+        over rows.
+        """
         module, x = self.module, rule.input_of(self.module, *tree_unflatten(self.leaves, self.spec))
         g = self.randn(V, *self.outputs[0].shape)
         a, b = rule.rows(module, x), rule.grad_rows(module, g)
         if isinstance(a, SparseRows) != rule.sparse:
-            raise self.failed("rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}.")
+            raise self.failed(
+                "rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}."
+            )
         step = {name: self.randn(*p.shape) for name, p in self.call.params.items()}
         one, other = (
-            self.alone(0, {name: p + by * step[name] for name, p in self.call.params.items()})[0] for by in (1, -1)
+            self.alone(0, {name: p + by * step[name] for name, p in self.call.params.items()})[0]
+            for by in (1, -1)
         )
-        cause = "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors."
-        self.equal("output is affine in the parameters", (one + other) / 2, self.outputs[0][0], cause)
-        self.equal_grads("rows", rule.split(module, outer_products(b, a), b), [g], "It is the sum of products of rows.")
-        rows, fewer = (t.to_dense() if isinstance(t, SparseRows) else t for t in (a, rule.rows(module, x[:-1])))
-        self.equal("rows of fewer examples", fewer, rows[:-1], "Rows of an example must not depend on the others.")
+        cause = (
+            "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors."
+        )
+        self.equal(
+            "output is affine in the parameters", (one + other) / 2, self.outputs[0][0], cause
+        )
+        self.equal_grads(
+            "rows",
+            rule.split(module, outer_products(b, a), b),
+            [g],
+            "It is the sum of products of rows.",
+        )
+        rows, fewer = (
+            t.to_dense() if isinstance(t, SparseRows) else t for t in (a, rule.rows(module, x[:-1]))
+        )
+        self.equal(
+            "rows of fewer examples",
+            fewer,
+            rows[:-1],
+            "Rows of an example must not depend on the others.",
+        )
         A, total, count = rule.input_gram(module, x)
         gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
         number = a.count() if isinstance(a, SparseRows) else float(rows.shape[0] * rows.shape[1])
         for name, got, expected, what in (
-            ("input_gram", A, gram.diag() if rule.sparse else gram, "Σ a aᵀ [*b, i, i], of sparse rows its diagonal"),
+            (
+                "input_gram",
+                A,
+                gram.diag() if rule.sparse else gram,
+                "Σ a aᵀ [*b, i, i], of sparse rows its diagonal",
+            ),
             ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
-            ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
-            ("mean_inputs", None if rule.sparse else rule.mean_inputs(module, x), rows.mean(1), "the mean"),
-            ("grad_gram", rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ"),
+            (
+                "input_gram",
+                torch.tensor(count),
+                torch.tensor(number),
+                "the number of rows, its third result",
+            ),
+            (
+                "mean_inputs",
+                None if rule.sparse else rule.mean_inputs(module, x),
+                rows.mean(1),
+                "the mean",
+            ),
+            (
+                "grad_gram",
+                rule.grad_gram(module, g),
+                torch.einsum("vbs...o,vbs...p->...op", b, b),
+                "Σ g gᵀ",
+            ),
         ):
             if got is not None:
-                self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
+                self.equal(
+                    f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows."
+                )
 
     def randn(self, *shape: int) -> Tensor:
         """Random numbers of the check's own generator, on the device of the parameters."""
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(next(iter(self.params.values())))
+        return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(
+            next(iter(self.params.values()))
+        )
 
     def failed(self, name: str, what: str) -> VerificationError:
         """The error of a check."""
-        return VerificationError(f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}")
+        return VerificationError(
+            f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}"
+        )
 
-    def equal_grads(self, name: str, found: Mapping[str, Tensor], g: list[Tensor], cause: str) -> None:
+    def equal_grads(
+        self, name: str, found: Mapping[str, Tensor], g: list[Tensor], cause: str
+    ) -> None:
         """Compare gradients of each example with those of plain autograd, one example at a time."""
         for key, J in self.call.one_by_one(g, slice(0, len(g[0])), slice(0, g[0].shape[1])).items():
             self.equal(name, found[key], J, f"This is {key!r} [vectors, examples, *shape]. {cause}")
@@ -219,7 +313,9 @@ class _Check:
     def equal(self, name: str, got: Tensor, expected: Tensor, cause: str) -> None:
         """Note the error of a check, or raise if it is too large."""
         if got.shape != expected.shape:
-            raise self.failed(name, f"shape {list(got.shape)}, expected {list(expected.shape)}. {cause}")
+            raise self.failed(
+                name, f"shape {list(got.shape)}, expected {list(expected.shape)}. {cause}"
+            )
         got, expected = got.detach().double(), expected.detach().double()
         size = float(expected.abs().max()) if expected.numel() else 1.0
         error = float((got - expected).abs().max()) / (size or 1.0) if got.numel() else 0.0

@@ -1,15 +1,20 @@
-"""Sums of squared per-example gradients in a Kronecker basis, and their inner products, without holding them."""
+"""Sums of squared per-example gradients in a Kronecker basis, and their inner products, without
+holding them.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
+# Products per example are formed in pieces of about this many bytes, which stay in a processor's
+# cache.
 _CHUNK_BYTES = 2**20
 
 
-def rotate(J: Tensor, QG: Tensor | None, QA: Tensor | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
+def rotate(
+    J: Tensor, QG: Tensor | None, QA: Tensor | None
+) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
     """`Q_Gᵀ J Q_A`; None is the identity."""
     J = multiplied(J, QA)
     if QG is None:
@@ -18,7 +23,9 @@ def rotate(J: Tensor, QG: Tensor | None, QA: Tensor | None) -> Tensor:  # [..., 
 
 
 def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
-    """`t Q` in the precision of `t`: of several matrices, one large product for each instead of one per example."""
+    """`t Q` in the precision of `t`: of several matrices, one large product for each instead of one
+    per example.
+    """
     if Q is None:
         return t
     if Q.ndim > 2:
@@ -26,7 +33,9 @@ def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..
     Q = Q.to(t.dtype)
     if t.stride(-1) == 1 or t.ndim == 2:
         return (t.flatten(0, -2) @ Q).unflatten(0, t.shape[:-1])
-    images = t.flatten(0, -3)  # a copy would take longer than the difference between one product and several
+    images = t.flatten(
+        0, -3
+    )  # a copy would take longer than the difference between one product and several
     return torch.bmm(images, Q.expand(len(images), *Q.shape)).unflatten(0, t.shape[:-2])
 
 
@@ -51,8 +60,9 @@ def squared_gradients(
     Returns:
         [*b, o, i], with one more column for a bias.
 
-    Cost: products per example are formed in pieces of a megabyte. Each side is rotated before or after, whichever takes
-    fewer operations. Without weight sharing (S = 1) nothing per example is formed at all.
+    Cost: products per example are formed in pieces of a megabyte. Each side is rotated before or
+    after, whichever takes fewer operations. Without weight sharing (S = 1) nothing per example is
+    formed at all.
 
     Example:
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
@@ -70,13 +80,17 @@ def squared_gradients(
     if total is None:
         total = g.new_zeros(*batch, o, i)
     if S == 1:
-        g, a = (t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True))
+        g, a = (
+            t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True)
+        )
         return _add_unshared(total, g[..., 0, :], a[..., 0, :])
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
     J = g.new_empty(min(step, len(g)), *batch, o, i)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J_n = J[: len(g_n)]
-        torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3))
+        torch.bmm(
+            g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3)
+        )
         if bias:  # one more column of J rather than one more entry for each of S inputs
             torch.sum(g_n, -2, out=J_n[..., -1])
         squared_examples(J_n, QG, QA, total)
@@ -110,7 +124,9 @@ def row_products(g: Tensor, a: Tensor, C: Tensor) -> Tensor:
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
 
 
-def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i], [N, *b, o], [N, *b, i]
+def _add_unshared(
+    total: Tensor, g: Tensor, a: Tensor
+) -> Tensor:  # [*b, o, i], [N, *b, o], [N, *b, i]
     """`total + Σ_n g aᵀ`, in its place."""
     if g.ndim > 2 or total.dtype != g.dtype:
         return total.add_(torch.einsum("n...o,n...i->...oi", g, a))
@@ -118,7 +134,9 @@ def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i],
 
 
 def _inputs(a: Tensor, QA: Tensor | None, bias: bool) -> Tensor:  # [N, *b, S, i] -> [N, *b, S, k]
-    """Inputs in a basis that, for a bias, has a row more for the one that is not stored with them."""
+    """Inputs in a basis that, for a bias, has a row more for the one that is not stored with
+    them.
+    """
     if bias and QA is not None:
         i = a.shape[-1]
         return multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :])

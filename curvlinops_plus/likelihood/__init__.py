@@ -1,8 +1,10 @@
-"""Likelihoods: a loss with respect to the model's output, its Hessian, roots of it, and Monte-Carlo vectors.
+"""Likelihoods: a loss with respect to the model's output, its Hessian, roots of it, and Monte-Carlo
+vectors.
 
-All losses share one format: an output `F [N, R, C]` of `N` examples with `R` loss terms of `C` numbers each, and a
-target `Y` that begins with the same axes. `likelihood_of(loss)` finds the likelihood of a PyTorch loss,
-`register_likelihood` adds one, and `FromDistribution` builds one from a `torch.distributions` object.
+All losses share one format: an output `F [N, R, C]` of `N` examples with `R` loss terms of `C`
+numbers each, and a target `Y` that begins with the same axes. `likelihood_of(loss)` finds the
+likelihood of a PyTorch loss, `register_likelihood` adds one, and `FromDistribution` builds one from
+a `torch.distributions` object.
 """
 
 from __future__ import annotations

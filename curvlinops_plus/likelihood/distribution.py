@@ -16,27 +16,33 @@ from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_p
 
 
 class FromDistribution(Likelihood):
-    """The negative log-likelihood of a distribution `p(y | f)`, all derivatives by automatic differentiation.
+    """The negative log-likelihood of a distribution `p(y | f)`, all derivatives by automatic
+    differentiation.
 
     The loss may differ from it by a constant. `H` is the Fisher matrix, the second derivative of
-    `KL(p(. | f₀) ‖ p(. | f))` at `f = f₀`; it is the Hessian too where `f` are natural parameters (logits, log-rates,
-    means). Monte-Carlo vectors are gradients at targets drawn from the distribution, which average to the same matrix.
+    `KL(p(. | f₀) ‖ p(. | f))` at `f = f₀`; it is the Hessian too where `f` are natural parameters
+    (logits, log-rates, means). Monte-Carlo vectors are gradients at targets drawn from the
+    distribution, which average to the same matrix.
 
-    The divergence is that of `torch.distributions`, which implements it for most families: normal (also multivariate),
-    Bernoulli, binomial, categorical, Poisson, geometric, exponential, gamma, beta, Dirichlet, Laplace, Cauchy, Gumbel,
-    log-normal, .... For others, such as Student's t, only Monte-Carlo vectors and the empirical Fisher are available,
-    unless you add the divergence with `torch.distributions.register_kl`.
+    The divergence is that of `torch.distributions`, which implements it for most families: normal
+    (also multivariate), Bernoulli, binomial, categorical, Poisson, geometric, exponential, gamma,
+    beta, Dirichlet, Laplace, Cauchy, Gumbel, log-normal, .... For others, such as Student's t, only
+    Monte-Carlo vectors and the empirical Fisher are available, unless you add the divergence with
+    `torch.distributions.register_kl`.
 
     Args:
-        make: Function from the output [N, R, C] to a distribution with batch shape [N, R] or [N, R, ...].
-        reduction: "mean" or "sum". Default: that of the loss it is registered for, else "mean", which divides by the
-            number of entries of `log_prob`.
+        make: Function from the output [N, R, C] to a distribution with batch shape [N, R] or [N, R,
+            ...].
+        reduction: "mean" or "sum". Default: that of the loss it is registered for, else "mean",
+            which divides by the number of entries of `log_prob`.
         class_axis: Axis of the model's output that becomes the last one. Default: the last one.
 
-    Draws invert the distribution function where there is one (`icdf`, Poisson, or finitely many values). Otherwise each
-    example is sampled separately, from its own seed; the global random state is restored.
+    Draws invert the distribution function where there is one (`icdf`, Poisson, or finitely many
+    values). Otherwise each example is sampled separately, from its own seed; the global random
+    state is restored.
 
-    Which values it can take must not depend on `f`: uniform and Pareto distributions have no Fisher matrix.
+    Which values it can take must not depend on `f`: uniform and Pareto distributions have no Fisher
+    matrix.
 
     Raises:
         UnsupportedError: (by products and roots) If the divergence is unknown.
@@ -49,22 +55,35 @@ class FromDistribution(Likelihood):
     """
 
     def __init__(
-        self, make: Callable[[Tensor], Distribution], reduction: str = "mean", class_axis: int = -1, loss: Any = None
+        self,
+        make: Callable[[Tensor], Distribution],
+        reduction: str = "mean",
+        class_axis: int = -1,
+        loss: Any = None,
     ) -> None:
         super().__init__(loss, reduction)
         self.make = make
         self.class_axis = class_axis
 
-    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
-        """Target in the shape of the distribution: a number per term, or the shape of one draw at the class axis."""
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
+        """Target in the shape of the distribution: a number per term, or the shape of one draw at
+        the class axis.
+        """
         distribution = self._distribution(F)
         expected = distribution.batch_shape + distribution.event_shape
-        own = expected[2:]  # the shape of one term's target; its axes stand where the output has its class axis
-        shape = f_shape if len(f_shape) == 1 else f_shape[:class_axis] + own + f_shape[class_axis + 1 :]
+        own = expected[
+            2:
+        ]  # the shape of one term's target; its axes stand where the output has its class axis
+        shape = (
+            f_shape if len(f_shape) == 1 else f_shape[:class_axis] + own + f_shape[class_axis + 1 :]
+        )
         if y.shape != shape or y.numel() != expected.numel():
             raise ValueError(
-                f"{self.name}: an output of shape {list(f_shape)} makes a {type(distribution).__name__} for targets of "
-                f"shape {list(shape)}, got a target of shape {list(y.shape)}."
+                f"{self.name}: an output of shape {list(f_shape)} makes a "
+                f"{type(distribution).__name__} for targets of shape {list(shape)}, got a target "
+                f"of shape {list(y.shape)}."
             )
         if len(f_shape) > 1:
             y = y.movedim([class_axis + i for i in range(len(own))], list(range(-len(own), 0)))
@@ -81,7 +100,10 @@ class FromDistribution(Likelihood):
 
     @property
     def no_ggn(self) -> str | None:
-        return "may have a Hessian that depends on the targets, unless the outputs are natural parameters"
+        return (
+            "may have a Hessian that depends on the targets, unless the outputs are natural "
+            "parameters"
+        )
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         here = self._distribution(F)
@@ -101,25 +123,40 @@ class FromDistribution(Likelihood):
                 with suppress(NotImplementedError):  # binomials with different numbers of trials
                     values = distribution.enumerate_support(expand=False)  # [L, 1, 1, ...]
                     p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
-                    drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
+                    drawn = categories(
+                        p, uniform(*shape).to(F.device).movedim(1, -1)
+                    )  # [N, R, ..., num]
                     return values.flatten()[drawn].movedim(-1, 0)
             if isinstance(distribution, distributions.Poisson):
                 u = uniform(*shape).to(F.device).movedim(1, 0)
                 return counts(distribution.rate.to(u).expand(u.shape), u).to(F.dtype)
             if not distribution.event_shape:
                 with suppress(NotImplementedError):
-                    distribution.icdf(scalar(0.5, F.device).expand(distribution.batch_shape))  # before numbers are used
-                    return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
+                    distribution.icdf(
+                        scalar(0.5, F.device).expand(distribution.batch_shape)
+                    )  # before numbers are used
+                    return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(
+                        F.dtype
+                    )
             return self._sample_each(F, num, uniform)
 
     def _sample_each(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
-        """Samples [num, N, R, ...], example by example, so that they don't depend on batch sizes."""
+        """Samples [num, N, R, ...], example by example, so that they don't depend on batch
+        sizes.
+        """
         seeds = (uniform(len(F), 1)[:, 0] * 2**53).long().tolist()
         device, samples = F.device, []
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        with torch.random.fork_rng(
+            [] if device.type == "cpu" else [device], device_type=device.type
+        ):
             for f, seed in zip(F.split(1), seeds, strict=True):
-                # The generator of one device: `torch.manual_seed` would seed those of all others, too.
-                generator = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+                # The generator of one device: `torch.manual_seed` would seed those of all others,
+                # too.
+                generator = (
+                    torch.default_generator
+                    if device.type == "cpu"
+                    else torch.get_device_module(device)
+                )
                 generator.manual_seed(seed)
                 samples.append(self._distribution(f).sample(torch.Size([num])))
         return torch.cat(samples, 1)
@@ -128,31 +165,36 @@ class FromDistribution(Likelihood):
         distribution = self.make(F)
         if distribution.batch_shape[:2] != F.shape[:2]:
             raise ValueError(
-                f"{self.name}: the distribution made from an output of shape {list(F.shape)} must have a batch shape "
-                f"that begins with {list(F.shape[:2])} (examples, terms of each), got batch shape "
-                f"{list(distribution.batch_shape)} and event shape {list(distribution.event_shape)}."
+                f"{self.name}: the distribution made from an output of shape {list(F.shape)} must "
+                f"have a batch shape that begins with {list(F.shape[:2])} (examples, terms of "
+                f"each), got batch shape {list(distribution.batch_shape)} and event shape "
+                f"{list(distribution.event_shape)}."
             )
         return distribution
 
     def _require_divergence(self, distribution: Distribution) -> None:
         kind = _innermost(distribution)
         try:
-            # PyTorch would compare transforms at one output and assume that equal ones are constant. And what it has
-            # for Wishart distributions can't be differentiated twice.
-            moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
+            # PyTorch would compare transforms at one output and assume that equal ones are
+            # constant. And what it has for Wishart distributions can't be differentiated twice.
+            moved = (
+                isinstance(kind, distributions.TransformedDistribution)
+                and type(kind) not in _CONSTANT_TRANSFORMS
+            )
             if moved or isinstance(kind, distributions.Wishart):
                 raise NotImplementedError
             _divergence(distribution, distribution)
         except NotImplementedError as error:
             raise UnsupportedError(
-                f"{self.name}: PyTorch has no Kullback-Leibler divergence between two {type(kind).__name__} "
-                "distributions, so their exact Fisher matrix is unknown. Use MonteCarlo(samples) or Empirical() "
-                "vectors, FisherMCLinearOperator or EFLinearOperator, or add the divergence with "
-                "torch.distributions.register_kl."
+                f"{self.name}: PyTorch has no Kullback-Leibler divergence between two "
+                f"{type(kind).__name__} distributions, so their exact Fisher matrix is unknown. "
+                "Use MonteCarlo(samples) or Empirical() vectors, FisherMCLinearOperator or "
+                "EFLinearOperator, or add the divergence with torch.distributions.register_kl."
             ) from error
 
 
-#: Transformed distributions whose transforms do not depend on their parameters, or whose divergence is implemented.
+#: Transformed distributions whose transforms do not depend on their parameters, or whose divergence
+#: is implemented.
 _CONSTANT_TRANSFORMS = (
     distributions.LogNormal,
     distributions.LogisticNormal,
@@ -174,5 +216,7 @@ def _divergence(p: Distribution, q: Distribution) -> Tensor:
     inner, other = _innermost(p), _innermost(q)
     if isinstance(inner, distributions.Laplace) and isinstance(other, distributions.Laplace):
         # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
-        return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (2 * inner.scale**2)
+        return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (
+            2 * inner.scale**2
+        )
     return kl_divergence(p, q)

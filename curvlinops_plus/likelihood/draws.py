@@ -1,8 +1,10 @@
-"""Random draws: uniform numbers from counters, and what inverting distribution functions makes of them.
+"""Random draws: uniform numbers from counters, and what inverting distribution functions makes of
+them.
 
-A number depends on where it is used alone, not on what was drawn before. Inversion uses a fixed number of uniforms per
-draw, so draws don't depend on how the examples are split into batches, and float64 uniforms make them (up to rounding
-of the probabilities) the same in every precision of the model.
+A number depends on where it is used alone, not on what was drawn before. Inversion uses a fixed
+number of uniforms per draw, so draws don't depend on how the examples are split into batches, and
+float64 uniforms make them (up to rounding of the probabilities) the same in every precision of the
+model.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ _PIECE = 2**16  # numbers that are made together: they and what they are made wi
 
 
 def splitmix64(z: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64, in place: uint64 to uint64, one to one, each bit depending on all bits.
+    """The finaliser of SplitMix64, in place: uint64 to uint64, one to one, each bit depending on
+    all bits.
 
-    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; constants of Stafford.
+    Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; constants
+    of Stafford.
 
     Example:
         >>> int(splitmix64(np.array([(1234567 + 0x9E3779B97F4A7C15) % 2**64], dtype=np.uint64))[0])
@@ -40,7 +44,9 @@ def splitmix64(z: np.ndarray) -> np.ndarray:
 
 
 def counter_key(*numbers: int) -> int:
-    """One 64-bit number from several, such as a seed and the number of an update; their order matters."""
+    """One 64-bit number from several, such as a seed and the number of an update; their order
+    matters.
+    """
     key = 0
     for number in numbers:  # `splitmix64` in integers: for one number arrays take ten times as long
         key = (key + number + _GAMMA) % 2**64
@@ -50,7 +56,9 @@ def counter_key(*numbers: int) -> int:
     return key
 
 
-def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int) -> Tensor:  # -> [N, count]
+def uniforms(
+    key: int, examples: Sequence[int] | Tensor, first: int, count: int
+) -> Tensor:  # -> [N, count]
     """Uniform numbers in [0, 1), float64 on the CPU: for each example those at some positions.
 
     Args:
@@ -82,23 +90,29 @@ def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int)
 
 
 def inside(uniforms: Tensor) -> Tensor:
-    """Uniforms in [0, 1) moved into the open interval, where every inverse distribution function is finite."""
+    """Uniforms in [0, 1) moved into the open interval, where every inverse distribution function is
+    finite.
+    """
     eps = torch.finfo(uniforms.dtype).eps
-    # 0 does occur. Half the spacing of the uniforms, eps / 4, is as far from 0 as their largest value is from 1.
+    # 0 does occur. Half the spacing of the uniforms, eps / 4, is as far from 0 as their largest
+    # value is from 1.
     return uniforms.clamp(eps / 4, 1 - eps / 2)
 
 
 def normals(uniforms: Tensor) -> Tensor:
     """Standard normal numbers `Φ⁻¹(u)` from uniforms in [0, 1), elementwise and finite."""
-    # A fifth of the time of `ndtri`. `2 u - 1` is exact: uniforms are multiples of the spacing of numbers below 1.
+    # A fifth of the time of `ndtri`. `2 u - 1` is exact: uniforms are multiples of the spacing of
+    # numbers below 1.
     return inside(uniforms).mul_(2).sub_(1).erfinv_().mul_(2**0.5)
 
 
 def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Class indices [..., num] from probabilities [..., C] (of any sum) and uniforms [..., num] in [0, 1).
+    """Class indices [..., num] from probabilities [..., C] (of any sum) and uniforms [..., num] in
+    [0, 1).
 
-    The first class whose cumulative probability exceeds the uniform number: a class of probability zero is never drawn.
-    One cumulative sum and a binary search per draw, some rows at a time; nothing of size num x C is formed.
+    The first class whose cumulative probability exceeds the uniform number: a class of probability
+    zero is never drawn. One cumulative sum and a binary search per draw, some rows at a time;
+    nothing of size num x C is formed.
 
     Example:
         >>> u = torch.tensor([0.0, 0.49, 0.5, 1 - 2**-53], dtype=torch.float64)
@@ -110,25 +124,35 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     rows = max(1, work // (max(C, 1) * uniforms.element_size()))
     if uniforms.shape[:-1].numel() <= rows:
         return _categories(probabilities, uniforms)
-    parts = zip(probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True)
+    parts = zip(
+        probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True
+    )
     return torch.cat([_categories(p, u) for p, u in parts]).view(uniforms.shape)
 
 
-def _categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:  # [..., C], [..., num] -> [..., num]
-    # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of their spacings.
+def _categories(
+    probabilities: Tensor, uniforms: Tensor
+) -> Tensor:  # [..., C], [..., num] -> [..., num]
+    # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of
+    # their spacings.
     cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
     total = cumulative[..., -1:]
     # u * total may round up to total itself, beyond the last class.
     level = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    # searchsorted treats NaN as the largest number; the clamp keeps the index valid, so that NaN appears in the result.
-    return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(max=probabilities.shape[-1] - 1)
+    # searchsorted treats NaN as the largest number; the clamp keeps the index valid, so that NaN
+    # appears in the result.
+    return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(
+        max=probabilities.shape[-1] - 1
+    )
 
 
 def counts(rates: Tensor, uniforms: Tensor) -> Tensor:
-    """Poisson counts with these rates, elementwise from uniforms in [0, 1): smallest k with `P(Y <= k) > u`.
+    """Poisson counts with these rates, elementwise from uniforms in [0, 1): smallest k with `P(Y <=
+    k) > u`.
 
-    Bisection between bounds that hold all but 2⁻⁵⁴ of the probability on either side. A rate that is not finite gives
-    NaN. Cost: about `5 + log2(√rate) ` incomplete gamma functions per number, for the largest rate of all.
+    Bisection between bounds that hold all but 2⁻⁵⁴ of the probability on either side. A rate that
+    is not finite gives NaN. Cost: about `5 + log2(√rate) ` incomplete gamma functions per number,
+    for the largest rate of all.
 
     Example:
         >>> u = torch.tensor([0.0, 0.36, 0.37, 0.99], dtype=torch.float64)

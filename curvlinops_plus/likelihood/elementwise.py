@@ -1,7 +1,8 @@
-"""Losses that are a sum over the numbers of the output, so that the Hessian of every term is diagonal.
+"""Losses that are a sum over the numbers of the output, so that the Hessian of every term is
+diagonal.
 
-Squared errors, a normal distribution with variance 1/2; normal distributions with a predicted variance; and Poisson
-distributions of rates or log-rates.
+Squared errors, a normal distribution with variance 1/2; normal distributions with a predicted
+variance; and Poisson distributions of rates or log-rates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_
 
 
 class DiagonalLikelihood(Likelihood):
-    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass defines `nll` and `root_diagonal`.
+    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass defines `nll` and
+    `root_diagonal`.
 
     Example:
         >>> class Scaled(DiagonalLikelihood):
@@ -59,7 +61,8 @@ class DiagonalLikelihood(Likelihood):
 
 @register_likelihood(nn.MSELoss)
 class MSE(DiagonalLikelihood):
-    """Rules of `nn.MSELoss`: `H = 2·I`, `B = √2·I`, draws `√2·ε` with `ε ~ N(0, I)`. Outputs of any shape.
+    """Rules of `nn.MSELoss`: `H = 2·I`, `B = √2·I`, draws `√2·ε` with `ε ~ N(0, I)`. Outputs of any
+    shape.
 
     Example:
         >>> mse = MSE(nn.MSELoss())
@@ -88,18 +91,19 @@ class MSE(DiagonalLikelihood):
 
 
 _SIDE_BY_SIDE = (
-    "The output holds means, then variances, side by side on the last axis: for a model that returns (mean, variance), "
-    "of one shape, output=lambda o: torch.cat(o, -1)."
+    "The output holds means, then variances, side by side on the last axis: for a model that "
+    "returns (mean, variance), of one shape, output=lambda o: torch.cat(o, -1)."
 )
 
 
 @register_likelihood(nn.GaussianNLLLoss)
 class GaussianNLL(DiagonalLikelihood):
-    """Rules of `nn.GaussianNLLLoss` for an output that holds C means and then C variances along its last axis.
+    """Rules of `nn.GaussianNLLLoss` for an output that holds C means and then C variances along its
+    last axis.
 
-    The Hessian is indefinite and depends on the targets, so `hessian_product` and `hessian_root` are those of the
-    Fisher matrix, `diag(1/s, 1/(2s²))` for variance `s` (at least the loss's `eps`). Draws are gradients at
-    `y ~ N(m, s)`.
+    The Hessian is indefinite and depends on the targets, so `hessian_product` and `hessian_root`
+    are those of the Fisher matrix, `diag(1/s, 1/(2s²))` for variance `s` (at least the loss's
+    `eps`). Draws are gradients at `y ~ N(m, s)`.
 
     Example:
         >>> gaussian = GaussianNLL(nn.GaussianNLLLoss())
@@ -115,21 +119,26 @@ class GaussianNLL(DiagonalLikelihood):
     def no_ggn(self) -> str | None:
         return "has a Hessian in mean and variance that is indefinite and depends on the targets"
 
-    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
         if F.shape[-1] % 2:
             raise ValueError(
-                f"{self.name} needs an output with C means and C variances along axis {class_axis}, an even number; "
-                f"got shape {list(f_shape)}. {_SIDE_BY_SIDE}"
+                f"{self.name} needs an output with C means and C variances along axis "
+                f"{class_axis}, an even number; got shape {list(f_shape)}. {_SIDE_BY_SIDE}"
             )
         shape = torch.Size([*f_shape[:class_axis], F.shape[-1] // 2, *f_shape[class_axis + 1 :]])
         if y.shape != shape:
             raise ValueError(
-                f"{self.name} needs a target of half the output along axis {class_axis}, {list(shape)} for the output "
-                f"{list(f_shape)}, got {list(y.shape)}. {_SIDE_BY_SIDE}"
+                f"{self.name} needs a target of half the output along axis {class_axis}, "
+                f"{list(shape)} for the output {list(f_shape)}, got {list(y.shape)}. "
+                f"{_SIDE_BY_SIDE}"
             )
         Y = super().canonical_target(y, F, shape, class_axis)
         if (F[..., Y.shape[-1] :] < 0).any():
-            raise UnsupportedError(f"{self.name}: the output holds a negative variance; make it positive, as by exp.")
+            raise UnsupportedError(
+                f"{self.name}: the output holds a negative variance; make it positive, as by exp."
+            )
         return Y
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -156,11 +165,12 @@ class GaussianNLL(DiagonalLikelihood):
 class PoissonNLL(DiagonalLikelihood):
     """Rules of `nn.PoissonNLLLoss` for outputs of any shape, with every option.
 
-    Log-rates (`log_input=True`): `H = diag(λ)` with rates `λ = exp f`, draws `λ - k` with `k ~ Poisson(λ)`.
+    Log-rates (`log_input=True`): `H = diag(λ)` with rates `λ = exp f`, draws `λ - k` with `k ~
+    Poisson(λ)`.
 
-    Rates (`log_input=False`): the loss is that of the rates `λ = f + eps`. Its Hessian `diag(y / λ²)` depends on the
-    targets and is zero where nothing was counted, so the Fisher matrix `diag(1 / λ)` replaces it; draws are
-    `1 - k / λ`. `full` adds a constant.
+    Rates (`log_input=False`): the loss is that of the rates `λ = f + eps`. Its Hessian `diag(y /
+    λ²)` depends on the targets and is zero where nothing was counted, so the Fisher matrix `diag(1
+    / λ)` replaces it; draws are `1 - k / λ`. `full` adds a constant.
 
     Raises:
         UnsupportedError: (by `canonical`) If a rate is not positive.
@@ -179,13 +189,18 @@ class PoissonNLL(DiagonalLikelihood):
     def no_ggn(self) -> str | None:
         if self.loss.log_input:
             return None
-        return "with log_input=False has a Hessian in the rates that depends on the targets; log_input=True has not"
+        return (
+            "with log_input=False has a Hessian in the rates that depends on the targets; "
+            "log_input=True has not"
+        )
 
-    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
         if not self.loss.log_input and (F + self.loss.eps <= 0).any():
             raise UnsupportedError(
-                f"{self.name}(log_input=False): the output holds the rate {F.min().item():.3g}; make rates positive, "
-                "as by softplus, or predict log-rates with log_input=True."
+                f"{self.name}(log_input=False): the output holds the rate {F.min().item():.3g}; "
+                "make rates positive, as by softplus, or predict log-rates with log_input=True."
             )
         return super().canonical_target(y, F, f_shape, class_axis)
 

@@ -1,15 +1,19 @@
-"""`Likelihood`: a loss of one batch, its Hessian with respect to the model's output, and random vectors.
+"""`Likelihood`: a loss of one batch, its Hessian with respect to the model's output, and random
+vectors.
 
 Shapes of all likelihoods: a batch has `N` examples, each with `R` loss terms (tokens, pixels) that
 depend on `C` numbers of the output each:
 
 * `F [N, R, C]` is the model's output, at least in float32,
-* `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what `canonical_target` returns,
-* `H [C, C]` of each term is the Hessian of its un-reduced loss, `B [C, K]` a root of it, `B Bᵀ = H`. Where that Hessian
-  is indefinite, or zero by the choice of the output, `H` is the Fisher matrix instead, and `no_ggn` gives the reason.
+* `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what
+  `canonical_target` returns,
+* `H [C, C]` of each term is the Hessian of its un-reduced loss, `B [C, K]` a root of it, `B Bᵀ =
+  H`. Where that Hessian is indefinite, or zero by the choice of the output, `H` is the Fisher
+  matrix instead, and `no_ggn` gives the reason.
 
-`canonical` and `restore` convert between these and a user's shapes. All other methods are about un-reduced terms:
-`reduction` and `count`, the divisor of PyTorch's "mean", are applied to the whole data set, not to a batch.
+`canonical` and `restore` convert between these and a user's shapes. All other methods are about
+un-reduced terms: `reduction` and `count`, the divisor of PyTorch's "mean", are applied to the whole
+data set, not to a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
 
-# `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
+# `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn
+# example by example.
 Uniform = Callable[..., Tensor]
 
 _Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
@@ -33,9 +38,9 @@ _Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
 class Likelihood(ABC):
     """Loss terms of one batch, their gradients, Hessians and Monte-Carlo vectors.
 
-    A subclass defines `nll`. The rest follows by automatic differentiation, and may be overridden where a formula is
-    faster. `nll[n, r]` may depend on `F[n, r]` and `Y[n, r]` only. Gradients flow through every method: pass a
-    detached `F` where they are not wanted.
+    A subclass defines `nll`. The rest follows by automatic differentiation, and may be overridden
+    where a formula is faster. `nll[n, r]` may depend on `F[n, r]` and `Y[n, r]` only. Gradients
+    flow through every method: pass a detached `F` where they are not wanted.
 
     Args:
         loss: The loss; its `reduction` is used, if it has one.
@@ -57,7 +62,9 @@ class Likelihood(ABC):
     """PyTorch's loss class that this likelihood supports with every option, if any."""
 
     option_names: ClassVar[tuple[str, ...]] = ("reduction",)
-    """Attributes of the loss that determine its value; `rebuild_loss` passes them to its constructor."""
+    """Attributes of the loss that determine its value; `rebuild_loss` passes them to its
+    constructor.
+    """
 
     def __init__(self, loss: Any = None, reduction: str = "mean") -> None:
         self.loss = loss
@@ -70,7 +77,9 @@ class Likelihood(ABC):
 
     @property
     def reduction(self) -> str:
-        """How PyTorch reduces the terms of this loss, "mean" or "sum"; anything else raises `UnsupportedError`."""
+        """How PyTorch reduces the terms of this loss, "mean" or "sum"; anything else raises
+        `UnsupportedError`.
+        """
         reduction = getattr(self.loss, "reduction", self._default_reduction)
         if reduction not in ("mean", "sum"):
             raise UnsupportedError(
@@ -80,7 +89,8 @@ class Likelihood(ABC):
 
     @property
     def no_ggn(self) -> str | None:
-        """Why `H` is the Fisher matrix and not the Hessian of the loss, as the predicate of a sentence about the loss.
+        """Why `H` is the Fisher matrix and not the Hessian of the loss, as the predicate of a
+        sentence about the loss.
 
         None if `H` is the Hessian.
         """
@@ -89,21 +99,24 @@ class Likelihood(ABC):
     def options(self) -> dict[str, Any]:
         """Everything that determines the loss, as plain Python and tensors, for serialization.
 
-        `rebuild_loss` constructs the loss from it, if the loss is one of PyTorch's that this package supports.
+        `rebuild_loss` constructs the loss from it, if the loss is one of PyTorch's that this
+        package supports.
 
         Example:
             >>> from curvlinops_plus.likelihood import likelihood_of
             >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
             {'loss': 'MSELoss', 'reduction': 'sum'}
         """
-        options = {name: getattr(self.loss, name, None) for name in self.option_names} | {"reduction": self.reduction}
+        options = {name: getattr(self.loss, name, None) for name in self.option_names} | {
+            "reduction": self.reduction
+        }
         copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
         kind, torchs = type(self if self.loss is None else self.loss), self.loss_type
         if torchs is not None and issubclass(kind, torchs) and _MAKERS.get(torchs) is type(self):
             return {"loss": torchs.__name__} | copies
         return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
 
-    # ---------------------------------------------------------------------------------------------- shapes
+    # --------------------------------------------------------------------------------------- shapes
 
     def canonical(
         self, f: Tensor, y: Tensor, num_examples: int, class_axis: int | None = None
@@ -111,12 +124,13 @@ class Likelihood(ABC):
         """Output and target of one batch as `F [N, R, C]` and `Y [N, R, ...]`.
 
         Args:
-            f: Output [M, ...] of the model, with M = N or a multiple of it: positions of an example next to each other.
-                Half precision is converted to float32.
+            f: Output [M, ...] of the model, with M = N or a multiple of it: positions of an example
+                next to each other. Half precision is converted to float32.
             y: Target, in the shape that the loss expects beside `f`.
             num_examples: N.
-            class_axis: Axis of `f` that holds the C numbers of a term. Default: the loss's own, 1 for cross-entropy and
-                the last one for all others. An output [M] is M terms of one number.
+            class_axis: Axis of `f` that holds the C numbers of a term. Default: the loss's own, 1
+                for cross-entropy and the last one for all others. An output [M] is M terms of one
+                number.
 
         Raises:
             TypeError: If the target is no tensor.
@@ -133,42 +147,59 @@ class Likelihood(ABC):
         """
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. Batches must be (X, y) with a "
-                "tensor y, or mappings with 'labels'; for several targets give losses in their structure."
+                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. Batches "
+                "must be (X, y) with a tensor y, or mappings with 'labels'; for several targets "
+                "give losses in their structure."
             )
         if not f.is_floating_point():
-            raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
+            raise ValueError(
+                f"{self.name} needs a floating-point output of the model, got {f.dtype} "
+                f"{list(f.shape)}."
+            )
         ndim, axis = f.ndim, self.class_axis if class_axis is None else class_axis
         if ndim == 0 or num_examples < 1 or f.shape[0] == 0 or f.shape[0] % num_examples:
             raise ValueError(
-                f"the first axis of the output, of shape {list(f.shape)}, must hold the {num_examples} examples "
-                "(or a positive multiple: positions of one example next to each other)."
+                f"the first axis of the output, of shape {list(f.shape)}, must hold the "
+                f"{num_examples} examples (or a positive multiple: positions of one example next "
+                "to each other)."
             )
-        if not (ndim == 1 and axis in (0, -1)) and not 1 <= (axis + ndim if axis < 0 else axis) < ndim:
+        if (
+            not (ndim == 1 and axis in (0, -1))
+            and not 1 <= (axis + ndim if axis < 0 else axis) < ndim
+        ):
             raise ValueError(
-                f"{self.name}: axis {axis} of an output of shape {list(f.shape)} can't hold the numbers of a loss "
-                "term; the output needs examples along axis 0 and such an axis beside it."
+                f"{self.name}: axis {axis} of an output of shape {list(f.shape)} can't hold the "
+                "numbers of a loss term; the output needs examples along axis 0 and such an axis "
+                "beside it."
             )
         F = _terms(f, num_examples, axis % ndim)
         F = F.to(torch.promote_types(F.dtype, torch.float32))
         return F, self.canonical_target(y, F, f.shape, axis % ndim)
 
-    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
-        """Target `Y [N, R, ...]` for the output `F`, which had the shape `f_shape` and class axis `class_axis`.
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
+        """Target `Y [N, R, ...]` for the output `F`, which had the shape `f_shape` and class axis
+        `class_axis`.
 
         The default expects one number per number of the output.
         """
         if y.shape != f_shape:
             raise ValueError(
-                f"{self.name} needs a target of the output's shape {list(f_shape)}, got {list(y.shape)}; "
-                "nothing is broadcast silently, so reshape one of them."
+                f"{self.name} needs a target of the output's shape {list(f_shape)}, got "
+                f"{list(y.shape)}; nothing is broadcast silently, so reshape one of them."
             )
         return _terms(y, len(F), class_axis).to(F.dtype)
 
     def restore(
-        self, v: Tensor, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None = None
+        self,
+        v: Tensor,
+        f_shape: torch.Size | tuple[int, ...],
+        num_examples: int,
+        class_axis: int | None = None,
     ) -> Tensor:
-        """Vectors [*lead, N, R, C] in the output's own shape, [*lead, *f_shape]: the inverse of `canonical`.
+        """Vectors [*lead, N, R, C] in the output's own shape, [*lead, *f_shape]: the inverse of
+        `canonical`.
 
         Example:
             >>> from curvlinops_plus.likelihood import likelihood_of
@@ -183,7 +214,7 @@ class Likelihood(ABC):
         moved = [d for i, d in enumerate(f_shape) if i != axis] + [f_shape[axis]]
         return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
 
-    # ---------------------------------------------------------------------------------------------- the loss
+    # ------------------------------------------------------------------------------------- the loss
 
     @abstractmethod
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -206,13 +237,17 @@ class Likelihood(ABC):
         return torch.stack([self.count(F[n : n + 1], Y[n : n + 1]) for n in range(len(F))])
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        """Gradient [N, R, C] of each un-reduced term. Cost of the default: one backward pass through `nll`."""
+        """Gradient [N, R, C] of each un-reduced term. Cost of the default: one backward pass
+        through `nll`.
+        """
         return torch.func.grad(lambda F: self.nll(F, Y).sum())(F)
 
-    # ---------------------------------------------------------------------------------------------- its Hessian
+    # ---------------------------------------------------------------------------------- its Hessian
 
     def scale(self, F: Tensor, Y: Tensor) -> Tensor:
-        """`h [N, R, 1 or C]`, the factor by which options and target multiply the Hessian of the plain loss."""
+        """`h [N, R, 1 or C]`, the factor by which options and target multiply the Hessian of the
+        plain loss.
+        """
         return torch.ones_like(F[..., :1])
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
@@ -229,13 +264,14 @@ class Likelihood(ABC):
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         """Columns [K, N, R, C] of a root of each term's Hessian: `H = Σ_k b_k b_kᵀ`.
 
-        The default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_columns`
-        yields one column at a time. The result may be a view that must not be written to. Negative eigenvalues are
-        treated as rounding errors, and set to zero, down to `-√eps` of the largest magnitude in the batch.
+        The default forms the Hessian [N, R, C, C] of every term and its eigendecomposition;
+        `hessian_root_columns` yields one column at a time. The result may be a view that must not
+        be written to. Negative eigenvalues are treated as rounding errors, and set to zero, down to
+        `-√eps` of the largest magnitude in the batch.
 
         Raises:
-            UnsupportedError: If the Hessian has eigenvalues below that: the loss is not convex in the output and no
-                root exists.
+            UnsupportedError: If the Hessian has eigenvalues below that: the loss is not convex in
+                the output and no root exists.
         """
         C = F.shape[-1]
         basis = torch.eye(C, dtype=F.dtype, device=F.device)[:, None, None].expand(C, *F.shape)
@@ -245,9 +281,10 @@ class Likelihood(ABC):
         lowest, largest = eigenvalues.min(), eigenvalues.abs().max()
         if lowest < -(eps**0.5 * largest + C * eps):
             raise UnsupportedError(
-                f"the Hessian of {self.name} with respect to the model's output has the eigenvalue {lowest.item():.3g} "
-                f"(largest: {largest.item():.3g}): the loss is not convex there, so its Hessian has no root. Use an "
-                "empirical Fisher, the Hessian itself, or register a likelihood that returns a root of the Fisher."
+                f"the Hessian of {self.name} with respect to the model's output has the eigenvalue "
+                f"{lowest.item():.3g} (largest: {largest.item():.3g}): the loss is not convex "
+                "there, so its Hessian has no root. Use an empirical Fisher, the Hessian itself, "
+                "or register a likelihood that returns a root of the Fisher."
             )
         return (Q * eigenvalues.clamp(min=0).sqrt()[..., None, :]).permute(3, 0, 1, 2)
 
@@ -275,7 +312,8 @@ class Likelihood(ABC):
         return total
 
     def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
-        """Transposed root of each term's Hessian times vectors, `Bᵀ v`: V [*lead, N, R, C] -> [*lead, N, R, K].
+        """Transposed root of each term's Hessian times vectors, `Bᵀ v`: V [*lead, N, R, C] ->
+        [*lead, N, R, K].
 
         Cost of the default: the columns of the root, one at a time where they have a formula.
 
@@ -289,7 +327,7 @@ class Likelihood(ABC):
         """
         return torch.stack([(column * V).sum(-1) for column in self.hessian_root_columns(F, Y)], -1)
 
-    # ---------------------------------------------------------------------------------------------- random vectors
+    # ------------------------------------------------------------------------------- random vectors
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         """Independent random vectors v [num, N, R, C] with `E[v vᵀ] = H` for each term.
@@ -298,8 +336,8 @@ class Likelihood(ABC):
             F: Output.
             Y: Target.
             num: How many for each term. No factor 1/√num is applied.
-            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the example axis first, so
-                that splitting a batch doesn't change the draws.
+            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the
+                example axis first, so that splitting a batch doesn't change the draws.
 
         The default is a root of the Hessian times standard normal numbers.
         """
@@ -313,10 +351,11 @@ def scalar(value: float, device: torch.device) -> Tensor:
 
 
 class OfExamples(Likelihood):
-    """Any loss without a likelihood as a sum over examples, all that an empirical Fisher needs: one term for each.
+    """Any loss without a likelihood as a sum over examples, all that an empirical Fisher needs: one
+    term for each.
 
-    An example's loss is what the loss returns for the example alone, so that "mean" is the mean of these. The target
-    `Y` is the batch's, with the shape of the output.
+    An example's loss is what the loss returns for the example alone, so that "mean" is the mean of
+    these. The target `Y` is the batch's, with the shape of the output.
 
     Example:
         >>> loss = OfExamples(torch.nn.SmoothL1Loss())
@@ -328,7 +367,9 @@ class OfExamples(Likelihood):
     def canonical(self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None) -> Any:
         return f.reshape(num_examples, 1, -1), (y, f.shape)
 
-    def restore(self, v: Tensor, f_shape: Any, num_examples: int, class_axis: int | None = None) -> Tensor:
+    def restore(
+        self, v: Tensor, f_shape: Any, num_examples: int, class_axis: int | None = None
+    ) -> Tensor:
         return v.reshape(*v.shape[:-3], *f_shape)
 
     def nll(self, F: Tensor, Y: Any) -> Tensor:
@@ -351,7 +392,9 @@ class OfExamples(Likelihood):
 
 
 def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:
-    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], batched with `vmap`."""
+    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], batched with
+    `vmap`.
+    """
     pull = torch.func.vjp(torch.func.grad(function), F)[1]
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 
@@ -367,7 +410,8 @@ _MAKERS: dict[type, Callable[[Any], Likelihood]] = {}
 
 
 def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
-    """Decorator that registers a loss: of a `Likelihood` class, or of a function `loss -> Likelihood`.
+    """Decorator that registers a loss: of a `Likelihood` class, or of a function `loss ->
+    Likelihood`.
 
     Subclasses of the loss are included, unless they have a `forward` of their own.
 
@@ -398,11 +442,12 @@ def likelihood_of(loss: Any) -> Likelihood:
     """The likelihood of a loss.
 
     Args:
-        loss: A loss whose class, or a base class with the same `forward`, is registered. A `Likelihood` is returned
-            unchanged.
+        loss: A loss whose class, or a base class with the same `forward`, is registered. A
+            `Likelihood` is returned unchanged.
 
     Raises:
-        UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
+        UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean"
+            nor "sum".
 
     Example:
         >>> type(likelihood_of(torch.nn.CrossEntropyLoss())).__name__
@@ -421,7 +466,8 @@ def likelihood_of(loss: Any) -> Likelihood:
 
 
 def has_likelihood(loss: Any) -> bool:
-    """Whether a likelihood is registered for the class of this loss; it may still refuse one of its options.
+    """Whether a likelihood is registered for the class of this loss; it may still refuse one of its
+    options.
 
     Example:
         >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
@@ -444,17 +490,21 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
     kind = getattr(nn, options["loss"], None)
     if kind not in _MAKERS:
         raise UnsupportedError(
-            f"the loss {options['loss']} can't be rebuilt from saved options, as those of torch.nn that have a "
-            "likelihood can; pass it as loss_func=..."
+            f"the loss {options['loss']} can't be rebuilt from saved options, as those of torch.nn "
+            "that have a likelihood can; pass it as loss_func=..."
         )
     return kind(**{option: value for option, value in options.items() if option != "loss"})
 
 
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
-    """What makes the likelihood of a loss; None if its class is not registered, or calling it does something else."""
+    """What makes the likelihood of a loss; None if its class is not registered, or calling it does
+    something else.
+    """
     parent = next(filter(_MAKERS.__contains__, type(loss).__mro__), None)
     methods = ("forward", "__call__")
-    same = parent and all(getattr(type(loss), name, None) is getattr(parent, name, None) for name in methods)
+    same = parent and all(
+        getattr(type(loss), name, None) is getattr(parent, name, None) for name in methods
+    )
     return _MAKERS[parent] if parent and same and not is_changed(loss) else None
 
 
@@ -465,7 +515,9 @@ def is_changed(loss: Any) -> bool:
     """
     own = getattr(loss, "__dict__", {})
     tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return "forward" in own or any(not hasattr(h, "only_reads") for name in tables for h in own.get(name, {}).values())
+    return "forward" in own or any(
+        not hasattr(h, "only_reads") for name in tables for h in own.get(name, {}).values()
+    )
 
 
 def _why_unknown(loss: Any) -> str:
@@ -474,16 +526,26 @@ def _why_unknown(loss: Any) -> str:
     parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
     why = ""
     if parent is not None:
-        why = f" It changes the forward of {parent.__name__}, or has hooks, which may change its value."
+        why = (
+            f" It changes the forward of {parent.__name__}, or has hooks, which may change its "
+            "value."
+        )
     elif isinstance(loss, (nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)):
-        why = " It has no curvature far from the target; a distribution has, as torch.distributions.Laplace(f, 1.0)."
+        why = (
+            " It has no curvature far from the target; a distribution has, as "
+            "torch.distributions.Laplace(f, 1.0)."
+        )
     elif not isinstance(loss, nn.Module):
-        why = " Losses are known by their class, which holds the options: pass the module, as nn.CrossEntropyLoss()."
+        why = (
+            " Losses are known by their class, which holds the options: pass the module, as "
+            "nn.CrossEntropyLoss()."
+        )
     return (
-        f"no likelihood is registered for the loss {name}.{why} GGN, Hessian and Empirical() take any function. Known "
-        f"losses: {', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it "
-        f"is the negative log-likelihood of:\n\n"
-        f"    @register_likelihood({name if isinstance(loss, nn.Module) else 'MyLoss'})\n"
-        "    def _(loss):\n        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
-        "or decorate a subclass of Likelihood, which needs one method, nll."
+        f"no likelihood is registered for the loss {name}.{why} GGN, Hessian and Empirical() take "
+        f"any function. Known losses: {', '.join(sorted(t.__name__ for t in _MAKERS))}. To add "
+        "yours (a class), say which distribution it is the negative log-likelihood of:\n\n    "
+        f"@register_likelihood({name if isinstance(loss, nn.Module) else 'MyLoss'})\n    def "
+        "_(loss):\n        return FromDistribution(lambda f: "
+        "torch.distributions.Poisson(f.exp()))\n\nor decorate a subclass of Likelihood, which "
+        "needs one method, nll."
     )

@@ -1,4 +1,6 @@
-"""Linear operators, structured matrices and solvers; nothing here depends on networks, losses or data."""
+"""Linear operators, structured matrices and solvers; nothing here depends on networks, losses or
+data.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 `K.inverse(damping)`, `K.power(p, damping)` and `K.shift(delta)` take
 
 * a number or 0-d tensor `λ`: `λ I` is added to the matrix; results are differentiable in a tensor,
-* a rule: anything that is called with a matrix and returns such a number, for example `RelativeDamping(0.1)`,
-* for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own factor; or a rule that
-  returns a pair, `HeuristicDamping(0.1)`,
-* for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name to any of the above;
-  for `inverse` of a batch of matrices, which is block-diagonal, a 1-d tensor as well.
+* a rule: anything that is called with a matrix and returns such a number, for example
+  `RelativeDamping(0.1)`,
+* for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own
+  factor; or a rule that returns a pair, `HeuristicDamping(0.1)`,
+* for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name
+  to any of the above; for `inverse` of a batch of matrices, which is block-diagonal, a 1-d tensor
+  as well.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ Damping = Scalar | Rule | tuple[Any, Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RelativeDamping:
-    """A rule: `factor` times the mean eigenvalue of the matrix (of each block by itself, for a block-diagonal matrix).
+    """A rule: `factor` times the mean eigenvalue of the matrix (of each block by itself, for a
+    block-diagonal matrix).
 
-    Needs the trace of the matrix, nothing else. A block without scale of its own, whose trace is 0, as of parameters
-    behind a layer that starts at zero, takes the mean eigenvalue of the whole block-diagonal matrix, if that is
-    positive semi-definite. A matrix of zeros gets no damping, nor does such a block by itself: give a number.
+    Needs the trace of the matrix, nothing else. A block without scale of its own, whose trace is 0,
+    as of parameters behind a layer that starts at zero, takes the mean eigenvalue of the whole
+    block-diagonal matrix, if that is positive semi-definite. A matrix of zeros gets no damping, nor
+    does such a block by itself: give a number.
 
     Args:
         factor: 0.1 is what influence functions commonly use; 1e-3 is cautious.
@@ -54,12 +58,15 @@ class RelativeDamping:
 
 @dataclass(frozen=True)
 class HeuristicDamping:
-    """A rule: one damping, split between the two factors of a Kronecker product by `heuristic_damping`.
+    """A rule: one damping, split between the two factors of a Kronecker product by
+    `heuristic_damping`.
 
-    A matrix that is no Kronecker product gets the whole damping. Only inverses can be damped by factors.
+    A matrix that is no Kronecker product gets the whole damping. Only inverses can be damped by
+    factors.
 
     Args:
-        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`; of a curvature also one per block.
+        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`; of a curvature
+            also one per block.
         min: Neither factor gets less than this.
 
     Source: Martens and Grosse 2015, arXiv 1503.05671, section 6.3.
@@ -78,7 +85,11 @@ class HeuristicDamping:
 
     def __call__(self, operator: Any) -> Any:
         damping = resolve(self.damping, operator)
-        return heuristic_damping(operator.A, operator.G, damping, self.min) if hasattr(operator, "G") else damping
+        return (
+            heuristic_damping(operator.A, operator.G, damping, self.min)
+            if hasattr(operator, "G")
+            else damping
+        )
 
 
 def relative_part(damping: Any) -> RelativeDamping | None:
@@ -100,9 +111,9 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
         return float(value)
     given = f"{type(value).__name__} {list(value.shape) if isinstance(value, Tensor) else value!r}"
     raise TypeError(
-        f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}. Pairs "
-        "of dampings, one for each factor, and HeuristicDamping, which makes one, are for the `inverse` of a Kronecker "
-        "product; the product of two matrices is A @ B."
+        f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; "
+        f"got {given}. Pairs of dampings, one for each factor, and HeuristicDamping, which makes "
+        "one, are for the `inverse` of a Kronecker product; the product of two matrices is A @ B."
     )
 
 
@@ -110,7 +121,8 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
     """The number that a damping (a number or a rule) means for this matrix.
 
     Args:
-        each: Whether it may also be a pair, of a Kronecker product, which then is a pair of numbers.
+        each: Whether it may also be a pair, of a Kronecker product, which then is a pair of
+            numbers.
         batch: `(b,)` where it may also be one number for each of `b` matrices.
 
     Raises:
@@ -126,22 +138,31 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
         value = scalar(value, operator, "the damping")
         number = float(value.detach()) if isinstance(value, Tensor) else value
     if operator.structure == Structure.PSD and not number >= 0:
-        raise ValueError(f"Expected the damping of a positive semi-definite matrix to be at least 0, got {number:g}.")
+        raise ValueError(
+            "Expected the damping of a positive semi-definite matrix to be at least 0, got "
+            f"{number:g}."
+        )
     return value
 
 
 def is_zero(damping: Scalar) -> bool:
-    """Whether there is no damping: neither a positive number, nor one that derivatives are taken with respect to."""
+    """Whether there is no damping: neither a positive number, nor one that derivatives are taken
+    with respect to.
+    """
     if isinstance(damping, Tensor):
         return not damping.requires_grad and not bool(damping.any())
     return damping == 0
 
 
-def heuristic_damping(A: Any, G: Any, damping: Scalar, min_damping: float = 1e-8) -> tuple[Tensor, Tensor]:
-    """Split one damping `λ` between the factors of `G ⊗ A` (Martens and Grosse, 2015, arXiv 1503.05671, section 6.3).
+def heuristic_damping(
+    A: Any, G: Any, damping: Scalar, min_damping: float = 1e-8
+) -> tuple[Tensor, Tensor]:
+    """Split one damping `λ` between the factors of `G ⊗ A` (Martens and Grosse, 2015, arXiv
+    1503.05671, section 6.3).
 
-    With `π = √((tr A / dim A) / (tr G / dim G))` the factors get `π √λ` and `√λ / π`, so that
-    `(G + √λ/π I) ⊗ (A + π √λ I)` differs from `G ⊗ A + λ I` by cross terms that are as small as possible in trace norm.
+    With `π = √((tr A / dim A) / (tr G / dim G))` the factors get `π √λ` and `√λ / π`, so that `(G +
+    √λ/π I) ⊗ (A + π √λ I)` differs from `G ⊗ A + λ I` by cross terms that are as small as possible
+    in trace norm.
 
     Args:
         A: Input factor, a tensor `[*b, i, i]` or an operator.
@@ -150,7 +171,8 @@ def heuristic_damping(A: Any, G: Any, damping: Scalar, min_damping: float = 1e-8
         min_damping: Neither part gets smaller than this.
 
     Returns:
-        `(λ_A, λ_G)`, one number per matrix of a batch. Both are `λ` where a mean eigenvalue is not positive.
+        `(λ_A, λ_G)`, one number per matrix of a batch. Both are `λ` where a mean eigenvalue is not
+        positive.
 
     Example:
         >>> heuristic_damping(4.0 * torch.eye(3), torch.eye(2), damping=1e-2)
@@ -162,7 +184,9 @@ def heuristic_damping(A: Any, G: Any, damping: Scalar, min_damping: float = 1e-8
     pi = torch.where(usable, mean_A / torch.where(usable, mean_G, one), one).sqrt()
     root = damping.sqrt() if isinstance(damping, Tensor) else sqrt(damping)
     split = (pi * root).clamp(min=min_damping), (root / pi).clamp(min=min_damping)
-    return torch.where(usable, split[0], damping * one), torch.where(usable, split[1], damping * one)
+    return torch.where(usable, split[0], damping * one), torch.where(
+        usable, split[1], damping * one
+    )
 
 
 def _mean_eigenvalue(factor: Any) -> Tensor:  # -> [*b]

@@ -1,7 +1,8 @@
 """Matrices that hold their entries: `Dense`, `Diagonal` and the identity.
 
-Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones. They are operators of
-their own and also the factors of a `Kronecker` product, which needs the numbers of each matrix: see `Factor`.
+Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones.
+They are operators of their own and also the factors of a `Kronecker` product, which needs the
+numbers of each matrix: see `Factor`.
 
 Tensors are kept by reference. Decompositions are remembered until they are written to.
 """
@@ -36,10 +37,11 @@ T = TypeVar("T")
 
 
 class Factor(Flat):
-    """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
+    """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a
+    `Kronecker` product.
 
-    Subclasses give the numbers of each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers
-    of the whole follow here.
+    Subclasses give the numbers of each matrix of the batch (`[*b]` stands for no axis or one of
+    size `b`); the numbers of the whole follow here.
     """
 
     batch: tuple[int, ...]  # () or (b,)
@@ -76,7 +78,9 @@ class Factor(Flat):
 
     @abstractmethod
     def eigh(self) -> tuple[Tensor, Factor]:  # [*b, n] and a factor Q
-        """Eigenvalues, with zeros by the rule of `psd_clip`, and the orthogonal matrix of eigenvectors (columns)."""
+        """Eigenvalues, with zeros by the rule of `psd_clip`, and the orthogonal matrix of
+        eigenvectors (columns).
+        """
 
     @abstractmethod
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Factor: ...
@@ -106,7 +110,9 @@ class Factor(Flat):
         return frobenius(self.norms())
 
     def eigenvalues(self) -> Tensor:
-        return self.eigh()[0].flatten().clone()  # what is remembered must not be changed by the caller
+        return (
+            self.eigh()[0].flatten().clone()
+        )  # what is remembered must not be changed by the caller
 
     def diagonal(self) -> Tensor:
         return self.diagonals().flatten().clone()
@@ -121,14 +127,24 @@ class Factor(Flat):
 
 
 class OneTensor(Factor):
-    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
+    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered
+    until it changes.
+    """
 
     def __init__(self, tensor: Tensor, axes: int, space: Space | None = None) -> None:
-        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.dtype.is_floating_point:
-            given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.ndim not in (axes, axes + 1)
+            or not tensor.dtype.is_floating_point
+        ):
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
             raise ValueError(
-                f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; "
-                f"got {given}."
+                f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} "
+                f"for a batch; got {given}."
             )
         self._tensor, self.size, self.rows = tensor, tensor.shape[-1], tensor.shape[-axes]
         self.batch = tuple(tensor.shape[:-axes])
@@ -147,7 +163,10 @@ class OneTensor(Factor):
             return compute()
         now, known = (t._version, t.data_ptr()), self._memory.get(name)
         if known is None or known[0] != now:
-            with torch.inference_mode(False), torch.no_grad():  # it may be used where derivatives are taken
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # it may be used where derivatives are taken
                 known = self._memory[name] = now, compute()
         return known[1]
 
@@ -157,14 +176,17 @@ class Dense(OneTensor):
 
     Args:
         matrix: The entries; kept by reference.
-        structure: What is known about them (not checked, except that symmetric matrices are square).
-        rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as zero; by default
-            `d * eps`. Products and traces always use the entries as they are.
+        structure: What is known about them (not checked, except that symmetric matrices are
+            square).
+        rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as
+            zero; by default `d * eps`. Products and traces always use the entries as they are.
         in_space: Names and shapes of the vectors that it multiplies; by default one flat vector.
-        out_space: Those of the results; by default `in_space` of a square matrix, one flat vector otherwise.
+        out_space: Those of the results; by default `in_space` of a square matrix, one flat vector
+            otherwise.
 
     Raises:
-        ValueError: If the tensor is not a matrix or batch of square matrices, or a space has another size.
+        ValueError: If the tensor is not a matrix or batch of square matrices, or a space has
+            another size.
 
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), Structure.PSD)
@@ -184,14 +206,19 @@ class Dense(OneTensor):
         super().__init__(matrix, 2, in_space)
         self.structure, self.rtol, self._spaces = structure, rtol, (in_space, out_space)
         if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
-            kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
+            kind = (
+                f"a {structure.name} matrix"
+                if structure > Structure.GENERAL
+                else "a batch of matrices"
+            )
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
         if out_space is not None:
             self.out_space = out_space
         if (in_space or out_space) and self.shape != (self.out_space.dim, self.in_space.dim):
             m, n = self.shape
             raise ValueError(
-                f"Dense: expected spaces of {m} rows and {n} columns, got {self.out_space} and {self.in_space}."
+                f"Dense: expected spaces of {m} rows and {n} columns, got {self.out_space} and "
+                f"{self.in_space}."
             )
 
     @property
@@ -206,7 +233,9 @@ class Dense(OneTensor):
         return (self._tensor.mT if transposed else self._tensor) @ M
 
     def right(self, M: Tensor, transposed: bool = False) -> Tensor:
-        return M @ (self._tensor if transposed or self.structure >= Structure.SYMMETRIC else self._tensor.mT)
+        return M @ (
+            self._tensor if transposed or self.structure >= Structure.SYMMETRIC else self._tensor.mT
+        )
 
     def _matmat(self, X: Tensor) -> Tensor:
         if not self.batch:
@@ -234,7 +263,11 @@ class Dense(OneTensor):
         return self._like(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
 
     def materialize(self) -> Dense:
-        return self if not self.batch else Dense(self.to_dense(), self.structure, self.rtol, in_space=self.in_space)
+        return (
+            self
+            if not self.batch
+            else Dense(self.to_dense(), self.structure, self.rtol, in_space=self.in_space)
+        )
 
     def _to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
@@ -243,7 +276,10 @@ class Dense(OneTensor):
         if isinstance(other, Dense) and self.batch == other.batch:
             M, rtol = self._tensor + other._tensor, self.rtol if self.rtol == other.rtol else None
         elif isinstance(other, Diagonal):
-            M, rtol = self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size)), self.rtol
+            M, rtol = (
+                self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size)),
+                self.rtol,
+            )
         else:
             return None
         total = Sum(self, other)
@@ -267,7 +303,9 @@ class Dense(OneTensor):
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
         if self.structure == Structure.PSD:
-            return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
+            return self._remember(
+                "slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol))
+            )
         sign, logarithm = torch.linalg.slogdet(at_least_float32(self._tensor))
         return sign.to(self.dtype), logarithm.to(self.dtype)
 
@@ -286,13 +324,16 @@ class Dense(OneTensor):
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
         if not semidefinite:
             return values, Dense(Q)
-        scales = (self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :] @ Q.square())[..., 0, :].detach()
+        scales = (self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :] @ Q.square())[
+            ..., 0, :
+        ].detach()
         return psd_clip(values, self.rtol, scales), Dense(Q)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         if self.structure >= Structure.SYMMETRIC:
             return super()._shift(delta)
-        # Without eigenvalues, a shifted matrix has to be formed to have a determinant and an inverse.
+        # Without eigenvalues, a shifted matrix has to be formed to have a determinant and an
+        # inverse.
         return self._like(add_to_diagonal(self._tensor, delta), Structure.GENERAL, None)
 
     def _inverse(self, damping: Scalar, retry: bool) -> Dense:
@@ -312,15 +353,20 @@ class Dense(OneTensor):
             self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
         )
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
-            raise SingularMatrixError(f"{self.label} with damping {damping} is singular or not finite; add a damping.")
+            raise SingularMatrixError(
+                f"{self.label} with damping {damping} is singular or not finite; add a damping."
+            )
         return Dense(inverse, self.structure, in_space=self.out_space, out_space=self.in_space)
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
-        if is_zero(damping) and self.structure == Structure.PSD:  # what may be rounding has no power of its own
+        if (
+            is_zero(damping) and self.structure == Structure.PSD
+        ):  # what may be rounding has no power of its own
             values = psd_clip(values, self.rtol)
         result = powers(values + _column(damping), p, self)
-        # Formed, because a product with the whole is half the work of two products with its eigenvectors.
+        # Formed, because a product with the whole is half the work of two products with its
+        # eigenvectors.
         power = self._like((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
         power.remember_eigh(result, Q)
         return power
@@ -330,11 +376,14 @@ class Dense(OneTensor):
 
     def _need_square(self) -> None:
         if self.rows != self.size:
-            raise ValueError(f"Only a square matrix has a trace, a determinant and an inverse, got {self.label}.")
+            raise ValueError(
+                f"Only a square matrix has a trace, a determinant and an inverse, got {self.label}."
+            )
 
 
 class Diagonal(OneTensor):
-    """A diagonal matrix `[d]`, or `b` of them, `[b, d]`; positive semi-definite if no entry is negative.
+    """A diagonal matrix `[d]`, or `b` of them, `[b, d]`; positive semi-definite if no entry is
+    negative.
 
     Entries are what they are: only those equal to 0 count as zero eigenvalues.
 
@@ -358,7 +407,8 @@ class Diagonal(OneTensor):
     @property
     def structure(self) -> Structure:  # type: ignore[override]
         return self._remember(
-            "structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC
+            "structure",
+            lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC,
         )
 
     def left(self, M: Tensor, transposed: bool = False) -> Tensor:
@@ -429,8 +479,15 @@ class IdentityLinearOperator(Factor):
     ) -> None:
         space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
         where = torch.empty(0, device="cpu" if device is None else device).device
-        super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
-        self.batch, self.size, self.rows, self.shape = (), space.dim, space.dim, (space.dim, space.dim)
+        super().__init__(
+            space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD
+        )
+        self.batch, self.size, self.rows, self.shape = (
+            (),
+            space.dim,
+            space.dim,
+            (space.dim, space.dim),
+        )
         #: What it is multiplied by.
         self.c: Scalar = 1.0
 
@@ -472,17 +529,22 @@ class IdentityLinearOperator(Factor):
 
     def _power(self, p: float, damping: Scalar) -> Factor:
         value = powers(self.diagonals()[:1] + _column(damping), p, self)  # [*b, 1]
-        return self._times(value[0]) if value.ndim == 1 else Diagonal(value.expand(len(value), self.size))
+        return (
+            self._times(value[0])
+            if value.ndim == 1
+            else Diagonal(value.expand(len(value), self.size))
+        )
 
     def entrywise_square(self) -> IdentityLinearOperator:
         return self._times(self.c**2)
 
 
 def _materialize(self: LinearOperator) -> LinearOperator:
-    """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed forms.
+    """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed
+    forms.
 
-    The exact matrices of a small network thus get `inverse`, `logdet`, `eigenvalues`, `sample` and so on, and still
-    take and return lists and dictionaries of tensors like the parameters.
+    The exact matrices of a small network thus get `inverse`, `logdet`, `eigenvalues`, `sample` and
+    so on, and still take and return lists and dictionaries of tensors like the parameters.
 
     Cost: one `to_dense`; memory of `m n` numbers.
 

@@ -1,7 +1,7 @@
 """Symmetric products `rowsᵀ rows`, and their sums over many pieces of rows.
 
-Of large ones BLAS's `syrk` computes one triangle in half the time of a general product. PyTorch has no `syrk`; SciPy's
-is taken while PyTorch has a single thread, as both have threads of their own.
+Of large ones BLAS's `syrk` computes one triangle in half the time of a general product. PyTorch has
+no `syrk`; SciPy's is taken while PyTorch has a single thread, as both have threads of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _AS_IT_IS = nullcontext()
 
 
 def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
-    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least; with a batch axis one for each of its items.
+    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least; with a batch axis one for
+    each of its items.
 
     On the CPU, with one thread, only one triangle is computed for large `d`, about 2x faster.
 
@@ -35,20 +36,28 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     if rows.ndim == 3:
         items = rows.transpose(0, 1)
         return items.mT @ items
-    # Half of the work, M d² operations, must pay for mirroring d² entries; what is written in place has no derivative.
+    # Half of the work, M d² operations, must pay for mirroring d² entries; what is written in place
+    # has no derivative.
     if len(rows) < 192 or rows.requires_grad or not _half_pays(rows):
         return rows.T @ rows
     return mirror(add_gram(rows, rows.new_zeros(rows.shape[1], rows.shape[1])))
 
 
 def add_gram(rows: Tensor, total: Tensor) -> Tensor:  # [M, d], [d, d] -> [d, d]
-    """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything: see `mirror`."""
+    """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything: see
+    `mirror`.
+    """
     if not (total.is_contiguous() and _half_pays(rows)):
         return total.addmm_(rows.T, rows)
     transposed = rows.T.is_contiguous()
-    array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
-    # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
-    _syrk(rows.dtype)(1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+    array = (
+        rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T
+    )  # BLAS stores by columns
+    # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns
+    # would keep it.
+    _syrk(rows.dtype)(
+        1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True
+    )
     return total
 
 
@@ -72,7 +81,8 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
 
 
 def plain_mode(device: str) -> AbstractContextManager[None]:
-    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made.
+    """Context without autograd and autocast, whatever the modes around it: sums are the same
+    wherever they are made.
 
     Args:
         device: Type of the device.

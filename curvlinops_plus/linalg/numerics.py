@@ -1,12 +1,14 @@
 """Decompositions of dense matrices that do not give up, and which eigenvalues are zero.
 
-Cholesky fails when rounding has made a zero eigenvalue negative; `torch.linalg.eigh` fails for some rank-deficient
-float32 matrices (factors of layers with dead units are such) and returns NaN for NaN without an error. Here every
-decomposition first checks that its matrix is finite, retries in float64, and says what to do if that fails too.
+Cholesky fails when rounding has made a zero eigenvalue negative; `torch.linalg.eigh` fails for some
+rank-deficient float32 matrices (factors of layers with dead units are such) and returns NaN for NaN
+without an error. Here every decomposition first checks that its matrix is finite, retries in
+float64, and says what to do if that fails too.
 
-Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
-only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule; with a
-damping, small ones count where they are large for the entries of the matrix that their eigenvector is made of.
+Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in
+finite precision are only known up to `d * eps * largest`; whatever is below counts as 0. All of
+this package follows that rule; with a damping, small ones count where they are large for the
+entries of the matrix that their eigenvector is made of.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, level_of_user
+from curvlinops_plus.errors import (
+    CurvatureWarning,
+    NumericsError,
+    SingularMatrixError,
+    level_of_user,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,22 +57,26 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def frobenius(x: Tensor, axes: int | tuple[int, ...] | None = None) -> Tensor:
-    """Root of the sum of squares over all axes or some, also where squares under- or overflow in the tensor's dtype."""
+    """Root of the sum of squares over all axes or some, also where squares under- or overflow in
+    the tensor's dtype.
+    """
     return torch.linalg.vector_norm(x, dim=axes, dtype=wide(x)).to(x.dtype.to_real())
 
 
 def psd_clip(  # [*b, d] -> [*b, d]
     values: Tensor, rtol: float | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the largest.
+    """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the
+    largest.
 
     Args:
         values: Eigenvalues along the last axis; leading axes are separate matrices.
-        rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With 0 only negative
-            numbers become 0.
-        scales: For each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its diagonal: with the default of
-            `rtol` what is above `√eps` times that is not 0, so that inputs of a small scale beside others of a large
-            one count, unless it is above `d` times that, which no eigenvalue is.
+        rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With
+            0 only negative numbers become 0.
+        scales: For each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its diagonal:
+            with the default of `rtol` what is above `√eps` times that is not 0, so that inputs of a
+            small scale beside others of a large one count, unless it is above `d` times that, which
+            no eigenvalue is.
 
     Example:
         >>> psd_clip(torch.tensor([-1e-9, 1e-9, 0.5, 2.0]))
@@ -79,7 +90,11 @@ def psd_clip(  # [*b, d] -> [*b, d]
     if bool(kept.all()):
         return values.clone()
     if rtol is None and scales is not None:
-        kept |= (values > eps**0.5 * scales) & (values <= d * scales) & (values > (d * eps) ** 2 * largest)
+        kept |= (
+            (values > eps**0.5 * scales)
+            & (values <= d * scales)
+            & (values > (d * eps) ** 2 * largest)
+        )
     return torch.where(kept, values, torch.zeros_like(values))
 
 
@@ -94,60 +109,80 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
         advice = "Add a damping, for example RelativeDamping(1e-3)."
         if largest == 0:
             advice = (
-                "Add a damping that is a number, such as damping=1e-3, as RelativeDamping of a matrix of zeros is 0. "
-                "If it is a block of a curvature, all gradients of its parameters were 0, as behind a layer that "
-                "starts at zero: or leave them out."
+                "Add a damping that is a number, such as damping=1e-3, as RelativeDamping of a "
+                "matrix of zeros is 0. If it is a block of a curvature, all gradients of its "
+                "parameters were 0, as behind a layer that starts at zero: or leave them out."
             )
         raise SingularMatrixError(
-            f"{what} is singular: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is "
-            f"{largest:.1e}). {advice}"
+            f"{what} is singular: {zeros} of its {values.numel()} eigenvalues count as zero (the "
+            f"largest is {largest:.1e}). {advice}"
         )
     return values**p
 
 
 def damped_cholesky(
-    M: Tensor, damping: float | Tensor = 0.0, *, retry_double_precision: bool = True, what: str = "the matrix"
+    M: Tensor,
+    damping: float | Tensor = 0.0,
+    *,
+    retry_double_precision: bool = True,
+    what: str = "the matrix",
 ) -> Tensor:
-    """The lower Cholesky factor of `M + damping * I`, with `damping` one number or one per matrix of a batch.
+    """The lower Cholesky factor of `M + damping * I`, with `damping` one number or one per matrix
+    of a batch.
 
     Returns:
         `[*b, d, d]` in the dtype of `M`, or in float64 if only that worked (then with a warning).
 
     Raises:
         NumericsError: If the matrix has NaN or infinite entries.
-        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
+        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would
+            do.
     """
     check_finite(M, what)
     working = at_least_float32(M)
-    for dtype in dict.fromkeys((working.dtype, torch.float64) if retry_double_precision else (working.dtype,)):
+    for dtype in dict.fromkeys(
+        (working.dtype, torch.float64) if retry_double_precision else (working.dtype,)
+    ):
         L, info = torch.linalg.cholesky_ex(add_to_diagonal(working.to(dtype), damping))
         if not bool(info.any()):
             return L
         if dtype == torch.float32 and retry_double_precision:
-            message = f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in float32"
-            warnings.warn(f"{message}; retrying in float64.", CurvatureWarning, stacklevel=level_of_user())
+            message = (
+                f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in "
+                "float32"
+            )
+            warnings.warn(
+                f"{message}; retrying in float64.", CurvatureWarning, stacklevel=level_of_user()
+            )
     size = _suggestion(M)
-    precision = "" if retry_double_precision or M.dtype == torch.float64 else ", or pass retry_double_precision=True"
+    precision = (
+        ""
+        if retry_double_precision or M.dtype == torch.float64
+        else ", or pass retry_double_precision=True"
+    )
     raise SingularMatrixError(
-        f"{what} {list(M.shape)} with damping {_show(damping)} is not positive definite in {M.dtype}; "
-        f"a damping of {size:.1e} would do{precision}."
+        f"{what} {list(M.shape)} with damping {_show(damping)} is not positive definite in "
+        f"{M.dtype}; a damping of {size:.1e} would do{precision}."
     )
 
 
-def cholesky_inverse(M: Tensor, damping: float | Tensor = 0.0, retry_double_precision: bool = True) -> Tensor:
+def cholesky_inverse(
+    M: Tensor, damping: float | Tensor = 0.0, retry_double_precision: bool = True
+) -> Tensor:
     """The inverse of the positive definite `M + damping * I`, through its Cholesky factor.
 
     Raises:
         NumericsError: If the matrix has NaN or infinite entries.
-        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
+        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would
+            do.
 
     Example:
         >>> cholesky_inverse(torch.zeros(2, 2), damping=4.0).diagonal()
         tensor([0.2500, 0.2500])
     """
-    return torch.cholesky_inverse(damped_cholesky(M, damping, retry_double_precision=retry_double_precision)).to(
-        M.dtype
-    )
+    return torch.cholesky_inverse(
+        damped_cholesky(M, damping, retry_double_precision=retry_double_precision)
+    ).to(M.dtype)
 
 
 def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
@@ -160,10 +195,11 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
     Args:
         M: The matrix, or a batch of them.
         what: Its name in messages.
-        semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is then tested for a
-            low rank, at 2 % of the cost; at a quarter of full rank it takes a third of the time, and the eigenvalues
-            outside of its range are exactly 0.
-        rtol: Of a semidefinite matrix what is left of the diagonal below `rtol` times its largest entry counts as zero.
+        semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is
+            then tested for a low rank, at 2 % of the cost; at a quarter of full rank it takes a
+            third of the time, and the eigenvalues outside of its range are exactly 0.
+        rtol: Of a semidefinite matrix what is left of the diagonal below `rtol` times its largest
+            entry counts as zero.
 
     Raises:
         NumericsError: If the matrix has NaN or infinite entries, or every attempt fails.
@@ -174,8 +210,16 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
         tensor([1., 2.])
     """
     check_finite(M, what)
-    if semidefinite and M.ndim == 2 and len(M) >= _LARGE and M.device.type == "cpu" and not M.requires_grad:
-        found = _eigh_of_low_rank(M, what, rtol) if M.dtype in (torch.float32, torch.float64) else None
+    if (
+        semidefinite
+        and M.ndim == 2
+        and len(M) >= _LARGE
+        and M.device.type == "cpu"
+        and not M.requires_grad
+    ):
+        found = (
+            _eigh_of_low_rank(M, what, rtol) if M.dtype in (torch.float32, torch.float64) else None
+        )
         if found is not None:
             return found
     attempts = [(M.device, torch.float64), (torch.device("cpu"), torch.float64)]
@@ -185,38 +229,49 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
     for device, dtype in dict.fromkeys(attempts):
         try:
             values, Q = torch.linalg.eigh(M.to(device, dtype))
-        except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # not converged, cuSOLVER gave up, or a device without float64
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue
         if isfinite(values.detach().sum() + Q.detach().sum()):
             return values.to(M), Q.to(M)
         failures.append(f"{dtype} on {device}: the result was not finite")
     raise NumericsError(
-        f"The eigendecomposition of {what} {list(M.shape)} failed in every precision ({'; '.join(failures)}). "
-        "Check that the matrix is symmetric and its entries are of moderate size."
+        f"The eigendecomposition of {what} {list(M.shape)} failed in every precision "
+        f"({'; '.join(failures)}). Check that the matrix is symmetric and its entries are of "
+        "moderate size."
     )
 
 
 def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor] | None:
     """Through a basis of the range, or None where that does not pay.
 
-    Cholesky with pivots finds `M = L Lᵀ` with `L [d, r]` (Higham 2002, section 10.3); in the complete QR decomposition
-    of `L` the first `r` columns span the range, and an `r x r` eigenproblem is left.
+    Cholesky with pivots finds `M = L Lᵀ` with `L [d, r]` (Higham 2002, section 10.3); in the
+    complete QR decomposition of `L` the first `r` columns span the range, and an `r x r`
+    eigenproblem is left.
     """
     d, highest, eps = len(M), int(0.55 * len(M)) - 24, torch.finfo(M.dtype).eps
     if not rtol and not int(torch.linalg.cholesky_ex(M[: highest + 1, : highest + 1])[1]):
         return None  # a part of the matrix has a higher rank already
     tolerance = float(max(rtol, 16 * eps) * M.diagonal().amax())
-    factor, pivots, r, _ = _pstrf(M.dtype)(M.numpy().T, lower=1, tol=tolerance)  # by columns, but M is symmetric
+    factor, pivots, r, _ = _pstrf(M.dtype)(
+        M.numpy().T, lower=1, tol=tolerance
+    )  # by columns, but M is symmetric
     if not 0 < r <= highest:
         return None
     L = M.new_zeros(d, r)
     L[torch.from_numpy(pivots).long() - 1] = torch.from_numpy(factor)[:, :r].tril()
     Q = torch.linalg.qr(L, "complete")[0]
     values, U = eigh(Q[:, :r].T @ M @ Q[:, :r], what)
-    if M.norm() > (1 + d * rtol + 1e-3) * values.norm():  # the caller was wrong: something is left beside the range
+    if (
+        M.norm() > (1 + d * rtol + 1e-3) * values.norm()
+    ):  # the caller was wrong: something is left beside the range
         return None
-    return torch.cat([M.new_zeros(d - r), values.clamp(min=0)]), torch.cat([Q[:, r:], Q[:, :r] @ U], 1)
+    return torch.cat([M.new_zeros(d - r), values.clamp(min=0)]), torch.cat(
+        [Q[:, r:], Q[:, :r] @ U], 1
+    )
 
 
 @cache
@@ -225,8 +280,11 @@ def _pstrf(dtype: torch.dtype) -> Any:
     return scipy.linalg.get_lapack_funcs("pstrf", dtype=str(dtype).removeprefix("torch."))
 
 
-def side_by_side(function: Callable[[T], R], items: Sequence[T], work: Callable[[T], float]) -> list[R]:
-    """`function` of each item, on the CPU's threads: decompositions hardly gain from a second one, two gain a factor 2.
+def side_by_side(
+    function: Callable[[T], R], items: Sequence[T], work: Callable[[T], float]
+) -> list[R]:
+    """`function` of each item, on the CPU's threads: decompositions hardly gain from a second one,
+    two gain a factor 2.
 
     Args:
         function: Must not change what others read.
@@ -248,28 +306,39 @@ def side_by_side(function: Callable[[T], R], items: Sequence[T], work: Callable[
             return function(item)
 
     try:
-        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (available // threads,)) as pool:
+        with ThreadPoolExecutor(
+            threads, "", torch.set_num_threads, (available // threads,)
+        ) as pool:
             return list(pool.map(run, items))
     finally:
-        torch.set_num_threads(available)  # new threads would begin with the number of the last one that was set
+        torch.set_num_threads(
+            available
+        )  # new threads would begin with the number of the last one that was set
 
 
-def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]
+def add_to_diagonal(
+    M: Tensor, damping: float | Tensor
+) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]
     """`M + damping * I` in new memory; differentiable in both."""
     damping = torch.as_tensor(damping, dtype=M.dtype, device=M.device)
     return M + torch.diag_embed(damping[..., None].expand(*damping.shape, M.shape[-1]))
 
 
 def slogdet_of(values: Tensor) -> tuple[Tensor, Tensor]:  # [*b, d] -> [*b], [*b]
-    """Sign and logarithm of the absolute value of the product of eigenvalues; the logarithm of 0 is -inf, never NaN."""
+    """Sign and logarithm of the absolute value of the product of eigenvalues; the logarithm of 0 is
+    -inf, never NaN.
+    """
     return values.sign().prod(-1), values.abs().log().sum(-1)
 
 
-def standard_normal(num: int, dim: int, generator: torch.Generator | None, like: Tensor) -> Tensor:  # -> [dim, num]
-    """Independent N(0, 1) numbers that depend on the generator only, not on the dtype or device of the result.
+def standard_normal(
+    num: int, dim: int, generator: torch.Generator | None, like: Tensor
+) -> Tensor:  # -> [dim, num]
+    """Independent N(0, 1) numbers that depend on the generator only, not on the dtype or device of
+    the result.
 
-    The columns come one after another from the generator's own uniform numbers, so that the first draws stay the same
-    when more are asked for.
+    The columns come one after another from the generator's own uniform numbers, so that the first
+    draws stay the same when more are asked for.
     """
     device = torch.device("cpu") if generator is None else generator.device
     uniform = torch.rand(num, dim, generator=generator, device=device, dtype=torch.float64)
@@ -282,27 +351,38 @@ def check_finite(M: Tensor, what: str) -> None:
     Raises:
         NumericsError: If it has some; says how many, and where they may come from.
     """
-    # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
+    # The sum of all entries is finite unless one of them is not, or it overflows: look at each of
+    # them only then.
     if not isfinite(M.detach().sum()) and (bad := int((~torch.isfinite(M)).sum())):
         raise NumericsError(
-            f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in the data, "
-            "for a diverged model, or for overflow in half precision."
+            f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in "
+            "the data, for a diverged model, or for overflow in half precision."
         )
 
 
 def _suggestion(M: Tensor) -> float:
-    """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
+    """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue`
+    (bounded by row sums).
+    """
     eps = torch.finfo(torch.promote_types(M.dtype, torch.float32)).eps
-    return max(10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()), torch.finfo(torch.float32).tiny)
+    return max(
+        10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()),
+        torch.finfo(torch.float32).tiny,
+    )
 
 
 def _show(damping: float | Tensor) -> str:
     damping = torch.as_tensor(damping).detach()
-    return f"{float(damping):.1e}" if damping.ndim == 0 else f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
+    return (
+        f"{float(damping):.1e}"
+        if damping.ndim == 0
+        else f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
+    )
 
 
 def whole(number: Any) -> int | None:
-    """An integer, also one of NumPy or a 0-d tensor of integers; None for anything else, True and False included.
+    """An integer, also one of NumPy or a 0-d tensor of integers; None for anything else, True and
+    False included.
 
     Example:
         >>> whole(torch.tensor(3)), whole(3.0), whole(True)

@@ -1,12 +1,12 @@
 """A matrix that is known by its products: `LinearOperator`, and what `+ - * / @ .T` return.
 
-To write one, subclass `LinearOperator`, hand `in_space`, `dtype` and `device` to its constructor (or set them on the
-class) and write `_matmat`; declare a symmetric matrix by `structure`, or write `_rmatmat`. Products with every kind of
-vector, arithmetic, export to SciPy and adjoints follow.
+To write one, subclass `LinearOperator`, hand `in_space`, `dtype` and `device` to its constructor
+(or set them on the class) and write `_matmat`; declare a symmetric matrix by `structure`, or write
+`_rmatmat`. Products with every kind of vector, arithmetic, export to SciPy and adjoints follow.
 
-Closed forms (trace, determinant, eigenvalues, inverse, square root) are there for all: structured matrices implement
-them, the others raise `NoClosedForm`, which says what to use instead. An operator holds the numbers of when it was
-made.
+Closed forms (trace, determinant, eigenvalues, inverse, square root) are there for all: structured
+matrices implement them, the others raise `NoClosedForm`, which says what to use instead. An
+operator holds the numbers of when it was made.
 """
 
 from __future__ import annotations
@@ -31,11 +31,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ADVICE = {
-    "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
-    "logdet": "estimate it from products by stochastic Lanczos quadrature: `curvlinops_plus.estimate.logdet(A, ...)`",
+    "trace": (
+        "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, "
+        "...)`"
+    ),
+    "logdet": (
+        "estimate it from products by stochastic Lanczos quadrature: "
+        "`curvlinops_plus.estimate.logdet(A, ...)`"
+    ),
     "frobenius_norm": "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`",
-    "eigenvalues": "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())",
-    "diagonal": "estimate it from products with random vectors: `xdiag(A, ...)` or `hutchinson_diag(A, ...)`",
+    "eigenvalues": (
+        "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())"
+    ),
+    "diagonal": (
+        "estimate it from products with random vectors: `xdiag(A, ...)` or `hutchinson_diag(A, "
+        "...)`"
+    ),
     "inverse": "solve with `CGInverseLinearOperator(A)`, or MINRES if it is indefinite",
     "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
     "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
@@ -46,7 +57,9 @@ Product_ = Callable[[Tensor], Tensor]
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which matrix products keep their precision, whatever the caller's autocast says."""
+    """Context in which matrix products keep their precision, whatever the caller's autocast
+    says.
+    """
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -73,7 +86,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
-    """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies with, to any order.
+    """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies
+    with, to any order.
 
     For products that are computed without a graph, of their own operator or in other libraries.
     """
@@ -83,12 +97,14 @@ def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
 class LinearOperator(ABC):
     """A matrix `[m, n]` that is multiplied with and need not be formed.
 
-    `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape,
-    K]`, and returns the container type it was given; or another operator. `X @ A` is `(A.T @ X.T).T`: of tensors and
-    arrays it takes `[m]` or `[K, m]`, of lists and dictionaries the same as `A.T @ X`.
+    `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors
+    `[*shape]` or `[*shape, K]`, and returns the container type it was given; or another operator.
+    `X @ A` is `(A.T @ X.T).T`: of tensors and arrays it takes `[m]` or `[K, m]`, of lists and
+    dictionaries the same as `A.T @ X`.
 
     Args:
-        in_space: The space of the vectors that it multiplies. This and what follows is by default what the class says.
+        in_space: The space of the vectors that it multiplies. This and what follows is by default
+            what the class says.
         dtype: What it computes in.
         device: Where it computes.
         structure: What is known about the matrix; `Structure.GENERAL` if the class says nothing.
@@ -121,7 +137,13 @@ class LinearOperator(ABC):
         structure: Structure | None = None,
         out_space: Space | None = None,
     ) -> None:
-        given = {"in_space": in_space, "dtype": dtype, "device": device, "structure": structure, "out_space": out_space}
+        given = {
+            "in_space": in_space,
+            "dtype": dtype,
+            "device": device,
+            "structure": structure,
+            "out_space": out_space,
+        }
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value)
@@ -140,11 +162,13 @@ class LinearOperator(ABC):
         if self.structure >= Structure.SYMMETRIC:
             return self._matmat(X)
         raise NotImplementedError(
-            f"{type(self).__name__} has no adjoint: it is not declared symmetric and does not define "
-            "`_rmatmat(self, X)`. Write that method, or a `structure` of Structure.SYMMETRIC if it is symmetric."
+            f"{type(self).__name__} has no adjoint: it is not declared symmetric and does not "
+            "define `_rmatmat(self, X)`. Write that method, or a `structure` of "
+            "Structure.SYMMETRIC if it is symmetric."
         )
 
-    # Shapes ----------------------------------------------------------------------------------------------------------
+    # Shapes
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -165,12 +189,15 @@ class LinearOperator(ABC):
     def label(self) -> str:
         """The operator in one line, for messages."""
         m, n = self.shape
-        return f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
+        return (
+            f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
+        )
 
     def __repr__(self) -> str:
         return self.label
 
-    # Products --------------------------------------------------------------------------------------------------------
+    # Products
+    # ----------------------------------------------------------------------------------------------
 
     def __matmul__(self, X: Any) -> Any:
         """`A @ X`."""
@@ -181,7 +208,9 @@ class LinearOperator(ABC):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.label} @ X: {error}") from error
         with outside_autocast(self.device):
-            return self.out_space.write(self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), container)
+            return self.out_space.write(
+                self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), container
+            )
 
     def __rmatmul__(self, X: Any) -> Any:
         """`X @ A`, with the `K` axis of tensors and arrays first."""
@@ -210,7 +239,9 @@ class LinearOperator(ABC):
     H = T
 
     def to_dense(self) -> Tensor:
-        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a cheaper way."""
+        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a
+        cheaper way.
+        """
         with outside_autocast(self.device):
             return self._to_dense()
 
@@ -222,8 +253,8 @@ class LinearOperator(ABC):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array whose only entry is the operator."""
         raise TypeError(
-            f"{self.label} is not an array. For its entries write A.to_dense().cpu().numpy(), for SciPy A.to_scipy(); "
-            "products with arrays are A @ x and x @ A."
+            f"{self.label} is not an array. For its entries write A.to_dense().cpu().numpy(), for "
+            "SciPy A.to_scipy(); products with arrays are A @ x and x @ A."
         )
 
     if TYPE_CHECKING:  # set where the classes they return are defined, which build on this one
@@ -234,7 +265,11 @@ class LinearOperator(ABC):
 
         def to_scipy(self, dtype: Any = None) -> Any: ...
 
-    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
         """The same matrix on another device or in another dtype (a copy where something changes).
 
         Args:
@@ -242,7 +277,8 @@ class LinearOperator(ABC):
             dtype: What it shall compute in.
 
         Raises:
-            NotImplementedError: If something changes, and the matrix is not made of tensors of its own.
+            NotImplementedError: If something changes, and the matrix is not made of tensors of its
+                own.
 
         Example:
             >>> from curvlinops_plus.linalg import Diagonal
@@ -256,22 +292,30 @@ class LinearOperator(ABC):
             where = self.device
         if where is not None:  # as its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu"
             where = torch.empty(0, device=where).device
-        return self if where in (None, self.device) and dtype in (None, self.dtype) else self._to(where, dtype)
+        return (
+            self
+            if where in (None, self.device) and dtype in (None, self.dtype)
+            else self._to(where, dtype)
+        )
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
         raise NotImplementedError(
-            f"{type(self).__name__} owns no tensors that could be moved: what it is computed from has to be there. If "
-            "that is a model and data, convert these, model.to(...) and X.to(...), and make it again."
+            f"{type(self).__name__} owns no tensors that could be moved: what it is computed from "
+            "has to be there. If that is a model and data, convert these, model.to(...) and "
+            "X.to(...), and make it again."
         )
 
-    # Arithmetic ------------------------------------------------------------------------------------------------------
+    # Arithmetic
+    # ----------------------------------------------------------------------------------------------
 
     def __add__(self, other: Any) -> LinearOperator:
-        """The sum, with closed forms where entries or blocks can be added; otherwise with products, trace and diagonal.
+        """The sum, with closed forms where entries or blocks can be added; otherwise with products,
+        trace and diagonal.
 
-        Block-diagonal matrices of equal groups of parameters are added block by block, `Dense` and `Diagonal` ones by
-        their entries, multiples of the identity are shifts. Sums of Kronecker products have inverses with damping, by
-        conjugate gradients. Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
+        Block-diagonal matrices of equal groups of parameters are added block by block, `Dense` and
+        `Diagonal` ones by their entries, multiples of the identity are shifts. Sums of Kronecker
+        products have inverses with damping, by conjugate gradients. Operators of other libraries,
+        with `shape` and `@`, are multiplied with as they are.
         """
         if (other := self._addend(other)) is NotImplemented:
             return NotImplemented
@@ -293,15 +337,21 @@ class LinearOperator(ABC):
         return NotImplemented if other is NotImplemented else other + (-self)
 
     def _addend(self, other: Any) -> Any:
-        """What can be added to this operator; `NotImplemented` of types that may know how to do it themselves."""
+        """What can be added to this operator; `NotImplemented` of types that may know how to do it
+        themselves.
+        """
         if isinstance(other, LinearOperator):
             return other
         if isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
             raise TypeError(
-                f"{type(other).__name__} can't be added to {self.label}. Add c times the identity by A.shift(c), a "
-                "matrix M of entries by A + Dense(M)."
+                f"{type(other).__name__} can't be added to {self.label}. Add c times the identity "
+                "by A.shift(c), a matrix M of entries by A + Dense(M)."
             )
-        return Foreign(other, self) if hasattr(other, "shape") and hasattr(other, "__matmul__") else NotImplemented
+        return (
+            Foreign(other, self)
+            if hasattr(other, "shape") and hasattr(other, "__matmul__")
+            else NotImplemented
+        )
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         """The sum with closed forms; None where only products are known."""
@@ -330,7 +380,10 @@ class LinearOperator(ABC):
             delta: A number, 0-d tensor or rule; a block-diagonal matrix also takes one per block.
         """
         if self.shape[0] != self.shape[1]:
-            raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self.label}.")
+            raise ValueError(
+                "Only a square matrix can be shifted by a multiple of the identity, got "
+                f"{self.label}."
+            )
         return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
@@ -339,7 +392,8 @@ class LinearOperator(ABC):
     def _scale(self, c: Scalar) -> LinearOperator:
         return Scaled(self, c)
 
-    # Closed forms ----------------------------------------------------------------------------------------------------
+    # Closed forms
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def trace(self) -> Tensor:
@@ -348,13 +402,16 @@ class LinearOperator(ABC):
 
     @property
     def det(self) -> Tensor:
-        """Product of the eigenvalues, a 0-d tensor; 0 if one counts as zero. Use `logdet` for large matrices."""
+        """Product of the eigenvalues, a 0-d tensor; 0 if one counts as zero. Use `logdet` for large
+        matrices.
+        """
         sign, logarithm = self._slogdet()
         return sign * logarithm.exp()
 
     @property
     def logdet(self) -> Tensor:
-        """Logarithm of the determinant, 0-d: -inf if the matrix is singular, NaN if the determinant is negative.
+        """Logarithm of the determinant, 0-d: -inf if the matrix is singular, NaN if the determinant
+        is negative.
 
         `A.shift(delta).logdet` is differentiable in a tensor `delta`.
         """
@@ -374,14 +431,19 @@ class LinearOperator(ABC):
         """The diagonal, `[n]`; `A.in_space.unflatten` makes a dictionary of it."""
         raise self._no_closed_form("diagonal")
 
-    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
-        """The matrix `(A + damping I)⁻¹` as an operator that has its own `logdet`, `trace`, `sample`.
+    def inverse(
+        self, damping: Damping = 0.0, *, retry_double_precision: bool = True
+    ) -> LinearOperator:
+        """The matrix `(A + damping I)⁻¹` as an operator that has its own `logdet`, `trace`,
+        `sample`.
 
         Args:
-            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as `RelativeDamping` or
-                `HeuristicDamping`; of a Kronecker product also a pair `(λ_A, λ_G)`, and of a block-diagonal matrix one
-                per block: a tensor, or a mapping from block name to any of these.
-            retry_double_precision: Repeat a Cholesky decomposition that failed in float32 in float64, with a warning.
+            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as
+                `RelativeDamping` or `HeuristicDamping`; of a Kronecker product also a pair `(λ_A,
+                λ_G)`, and of a block-diagonal matrix one per block: a tensor, or a mapping from
+                block name to any of these.
+            retry_double_precision: Repeat a Cholesky decomposition that failed in float32 in
+                float64, with a warning.
 
         Raises:
             NoClosedForm: If the structure does not give an inverse.
@@ -395,11 +457,13 @@ class LinearOperator(ABC):
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
 
         Args:
-            damping: A number, a 0-d tensor or a rule; of a block-diagonal matrix also one per block.
-            exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
-                power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates
-                the damped one. Where one factor is 1 x 1 or zero, the exact power costs nothing and is taken.
-                Without effect on matrices that are no Kronecker product.
+            damping: A number, a 0-d tensor or a rule; of a block-diagonal matrix also one per
+                block.
+            exact: False splits the damping between the factors of a Kronecker product
+                (`heuristic_damping`), whose power is then a product of powers, as in kfac_jax:
+                nothing is decomposed together, the matrix dominates the damped one. Where one
+                factor is 1 x 1 or zero, the exact power costs nothing and is taken. Without effect
+                on matrices that are no Kronecker product.
 
         Raises:
             NoClosedForm: If the structure does not give powers.
@@ -408,16 +472,19 @@ class LinearOperator(ABC):
         """
         if self.structure < Structure.PSD:
             raise ValueError(
-                f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
+                f"Expected a positive semi-definite matrix, got {self.label}; only those have real "
+                "powers."
             )
         return self._power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
-        """Samples from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten` makes a dictionary.
+        """Samples from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten`
+        makes a dictionary.
 
         Args:
-            generator: Where the random numbers come from, on the CPU or on the operator's device; the same generator
-                gives the same draws on every device and in every dtype. By default PyTorch's global one.
+            generator: Where the random numbers come from, on the CPU or on the operator's device;
+                the same generator gives the same draws on every device and in every dtype. By
+                default PyTorch's global one.
             num: How many. More draws begin with the fewer ones.
 
         Raises:
@@ -426,25 +493,32 @@ class LinearOperator(ABC):
             ValueError: If the matrix is not positive semi-definite.
         """
         if self.structure < Structure.PSD:
-            raise ValueError(f"Expected a positive semi-definite matrix, got {self.label}; only those are covariances.")
+            raise ValueError(
+                f"Expected a positive semi-definite matrix, got {self.label}; only those are "
+                "covariances."
+            )
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
-                f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a seed write "
-                "generator=torch.Generator().manual_seed(seed), for several draws num=..."
+                f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a "
+                "seed write generator=torch.Generator().manual_seed(seed), for several draws "
+                "num=..."
             )
         like = torch.empty((), dtype=self.dtype, device=self.device)
-        draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
+        draws = self._root_matmat(
+            standard_normal(1 if num is None else num, self.shape[1], generator, like)
+        )
         return draws[:, 0] if num is None else draws
 
     def quadratic_form(self, J: Any) -> Any:
         """`J A Jᵀ`: a number for one vector, `[..., m, m]` for the rows of Jacobians.
 
-        It is differentiable in `J`, so that `A.quadratic_form({name: p - p0[name] for name, p in ...})` is a penalty.
-        Costs one product with as many columns as `J` has rows; of a `GGN` a forward pass with tangents for each row.
+        It is differentiable in `J`, so that `A.quadratic_form({name: p - p0[name] for name, p in
+        ...})` is a penalty. Costs one product with as many columns as `J` has rows; of a `GGN` a
+        forward pass with tangents for each row.
 
         Args:
-            J: A tensor or NumPy array `[n]` or `[..., m, n]`; or a list, tuple or dictionary of tensors `[*shape]` or
-                `[..., m, *shape]`.
+            J: A tensor or NumPy array `[n]` or `[..., m, n]`; or a list, tuple or dictionary of
+                tensors `[*shape]` or `[..., m, *shape]`.
 
         Returns:
             A tensor, 0-d for one vector; for a NumPy array another array.
@@ -461,13 +535,17 @@ class LinearOperator(ABC):
                     [0., 2.]]))
         """
         if self.shape[0] != self.shape[1]:
-            raise ValueError(f"Only a square matrix has quadratic forms, got {self.label}; use A.T @ A or A @ A.T.")
+            raise ValueError(
+                f"Only a square matrix has quadratic forms, got {self.label}; use A.T @ A or A @ "
+                "A.T."
+            )
         rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
         with outside_autocast(self.device):
             form = self._quadratic_form(rows)
         return to_numpy(form) if kind == "numpy" else form
 
-    # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
+    # What a structure implements; arguments are checked, and dampings are numbers
+    # -------------------------------------
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
         products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
@@ -478,27 +556,35 @@ class LinearOperator(ABC):
         raise self._no_closed_form("logdet")
 
     def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
-        """The inverse; of a Kronecker product also with a pair of dampings, of a batch with one for each, `[b]`."""
+        """The inverse; of a Kronecker product also with a pair of dampings, of a batch with one for
+        each, `[b]`.
+        """
         raise self._no_closed_form("inverse")
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         raise self._no_closed_form("power")
 
     def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
-        """`L X` with `L Lᵀ = A`, the symmetric `L` where it is known: no rounding of `A` changes it much."""
+        """`L X` with `L Lᵀ = A`, the symmetric `L` where it is known: no rounding of `A` changes it
+        much.
+        """
         try:
             return self._power(0.5, 0.0)._matmat(X)
         except NoClosedForm:
             raise self._no_closed_form("sample") from None
 
     def _no_closed_form(self, member: str) -> NoClosedForm:
-        formed = f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
+        formed = (
+            f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
+        )
         advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
         return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
 
 
 class Flat(LinearOperator):
-    """A matrix that knows its shape, whose spaces are made when asked for: by default one flat vector."""
+    """A matrix that knows its shape, whose spaces are made when asked for: by default one flat
+    vector.
+    """
 
     shape: tuple[int, int] = (0, 0)  # type: ignore[assignment] (an attribute here)
 
@@ -513,18 +599,27 @@ class Flat(LinearOperator):
 
 
 class Foreign(LinearOperator):
-    """An operator of another library: curvlinops', SciPy's, or any object with `shape`, `@` and a transpose.
+    """An operator of another library: curvlinops', SciPy's, or any object with `shape`, `@` and a
+    transpose.
 
     Args:
-        op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else arrays.
-        like: What has the dtype and device of this one; the operator itself, if nothing else is said.
+        op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else
+            arrays.
+        like: What has the dtype and device of this one; the operator itself, if nothing else is
+            said.
         structure: What is known about the matrix.
     """
 
     def __init__(self, op: Any, like: Any = None, structure: Structure = Structure.GENERAL) -> None:
         m, n = map(int, op.shape)
         like = op if like is None else like
-        super().__init__(Space.flat(n), like.dtype, torch.empty(0, device=like.device).device, structure, Space.flat(m))
+        super().__init__(
+            Space.flat(n),
+            like.dtype,
+            torch.empty(0, device=like.device).device,
+            structure,
+            Space.flat(m),
+        )
         self.op = op
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -546,7 +641,9 @@ class Foreign(LinearOperator):
         try:
             return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
         except TypeError as error:  # SciPy's, which calls None
-            raise NotImplementedError(f"{self.op!r} cannot multiply from the left; give it `rmatvec`.") from error
+            raise NotImplementedError(
+                f"{self.op!r} cannot multiply from the left; give it `rmatvec`."
+            ) from error
 
     def _of(self, op: Any, X: Tensor) -> Tensor:
         dtype = getattr(self.op, "dtype", self.dtype)
@@ -563,7 +660,9 @@ class Sum(LinearOperator):
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
         _check_fit(A, B, A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space), "+")
         # Of two spaces that match, the one with names and shapes.
-        spaces = [b if a.is_flat else a for a, b in ((A.in_space, B.in_space), (A.out_space, B.out_space))]
+        spaces = [
+            b if a.is_flat else a for a, b in ((A.in_space, B.in_space), (A.out_space, B.out_space))
+        ]
         super().__init__(spaces[0], A.dtype, A.device, min(A.structure, B.structure), spaces[1])
         self.A, self.B = A, B
 
@@ -632,7 +731,9 @@ class Adjoint(LinearOperator):
 
 
 class Scaled(LinearOperator):
-    """`c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes it indefinite."""
+    """`c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes it
+    indefinite.
+    """
 
     def __init__(self, A: LinearOperator, c: Scalar = 1.0, delta: Scalar = 0.0) -> None:
         structure = A.structure if c >= 0 and delta >= 0 else min(A.structure, Structure.SYMMETRIC)
@@ -649,7 +750,11 @@ class Scaled(LinearOperator):
         return Y if is_zero(self.delta) else Y + self.delta * X
 
     def adjoint(self) -> LinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else Scaled(self.A.adjoint(), self.c, self.delta)
+        return (
+            self
+            if self.structure >= Structure.SYMMETRIC
+            else Scaled(self.A.adjoint(), self.c, self.delta)
+        )
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
@@ -715,9 +820,11 @@ class Scaled(LinearOperator):
 
 
 class Deferred(LinearOperator):
-    """Stands for `self.operator`, which a subclass may compute at first use: its products and closed forms.
+    """Stands for `self.operator`, which a subclass may compute at first use: its products and
+    closed forms.
 
-    Spaces, dtype, device and structure are known before; sums and multiples are made of what is computed.
+    Spaces, dtype, device and structure are known before; sums and multiples are made of what is
+    computed.
     """
 
     operator: LinearOperator
@@ -726,8 +833,24 @@ class Deferred(LinearOperator):
         {
             name: property(attrgetter(f"operator.{name}"))
             for name in (
-                *("trace", "frobenius_norm", "eigenvalues", "diagonal", "inverse", "power", "shift"),
-                *("_rmatmat", "_to_dense", "_scale", "_slogdet", "_inverse", "_power", "_root_matmat"),
+                *(
+                    "trace",
+                    "frobenius_norm",
+                    "eigenvalues",
+                    "diagonal",
+                    "inverse",
+                    "power",
+                    "shift",
+                ),
+                *(
+                    "_rmatmat",
+                    "_to_dense",
+                    "_scale",
+                    "_slogdet",
+                    "_inverse",
+                    "_power",
+                    "_root_matmat",
+                ),
             )
         }
     )
@@ -741,10 +864,13 @@ class Deferred(LinearOperator):
 
 def _check_fit(A: LinearOperator, B: LinearOperator, spaces_fit: bool, operation: str) -> None:
     if not spaces_fit:
-        spaces = [f"{type(X).__name__}({[*map(list, X.out_shapes)]} x {[*map(list, X.in_shapes)]})" for X in (A, B)]
+        spaces = [
+            f"{type(X).__name__}({[*map(list, X.out_shapes)]} x {[*map(list, X.in_shapes)]})"
+            for X in (A, B)
+        ]
         raise ValueError(f"The spaces of {spaces[0]} {operation} {spaces[1]} don't fit.")
     if A.dtype != B.dtype or A.device != B.device:
         raise TypeError(
-            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} "
-            f"on {B.device}; convert one of them with .to(device=..., dtype=...)."
+            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} "
+            f"and {B.dtype} on {B.device}; convert one of them with .to(device=..., dtype=...)."
         )

@@ -16,7 +16,8 @@ from curvlinops_plus.linalg.space import Structure
 #: What states of this package say that they are.
 FORMAT = "curvlinops_plus"
 
-#: Of each class that has a state the arguments that it is made of: operators, tensors and numbers, and plain ones.
+#: Of each class that has a state the arguments that it is made of: operators, tensors and numbers,
+#: and plain ones.
 _PARTS: dict[type[Any], tuple[str, ...]] = {
     Kronecker: ("G", "A"),
     KroneckerSum: ("A", "B"),
@@ -40,7 +41,9 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
         return {"type": name, "size": operator.size, "dtype": dtype, "c": float(operator.c)}
     if type(operator) not in _PARTS:
         known = ", ".join(kind.__name__ for kind in _PARTS)
-        raise ValueError(f"A block of type {name} can't be saved; known are {known}, and the identity.")
+        raise ValueError(
+            f"A block of type {name} can't be saved; known are {known}, and the identity."
+        )
     state: dict[str, Any] = {"type": name}
     for key in _PARTS[type(operator)]:
         part = getattr(operator, key)
@@ -63,7 +66,9 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
     """
     try:
         if state["type"] == IdentityLinearOperator.__name__:
-            return IdentityLinearOperator([(state["size"],)], device, getattr(torch, state["dtype"]))._scale(state["c"])
+            return IdentityLinearOperator(
+                [(state["size"],)], device, getattr(torch, state["dtype"])
+            )._scale(state["c"])
         kind = next(kind for kind in _PARTS if kind.__name__ == state["type"])
         parts = []
         for key in _PARTS[kind]:
@@ -76,7 +81,8 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
         return kind(*parts)
     except (KeyError, StopIteration, TypeError, AttributeError) as error:
         raise ValueError(
-            f"The state of a block is incomplete or of an unknown type ({error!r}); is the file cut off, or not ours?"
+            f"The state of a block is incomplete or of an unknown type ({error!r}); is the file "
+            "cut off, or not ours?"
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""Operators of this package as SciPy ones, and matrices of SciPy and NumPy as operators of this package."""
+"""Operators of this package as SciPy ones, and matrices of SciPy and NumPy as operators of this
+package.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,18 @@ if TYPE_CHECKING:
 
 
 def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
-    """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the operator's device.
+    """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the
+    operator's device.
 
-    SciPy's functions ask a matrix for NumPy's dtype and can't take `A` itself, whose dtype is PyTorch's: they raise
-    `Cannot interpret 'torch.float32' as a data type`.
+    SciPy's functions ask a matrix for NumPy's dtype and can't take `A` itself, whose dtype is
+    PyTorch's: they raise `Cannot interpret 'torch.float32' as a data type`.
 
     Args:
         A: The operator.
-        dtype: NumPy's or PyTorch's dtype that is declared to SciPy's algorithms, which work in it; float64 by default,
-            as in curvlinops: they lose nothing to rounding of their own. NumPy has no bfloat16: it becomes float32. A
-            product has the dtype of the array it was given, and is computed in the operator's own dtype.
+        dtype: NumPy's or PyTorch's dtype that is declared to SciPy's algorithms, which work in it;
+            float64 by default, as in curvlinops: they lose nothing to rounding of their own. NumPy
+            has no bfloat16: it becomes float32. A product has the dtype of the array it was given,
+            and is computed in the operator's own dtype.
 
     Example:
         >>> from scipy.sparse.linalg import eigsh
@@ -48,7 +52,9 @@ def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
         return multiply
 
     forth, back = of(A.matmat), of(A.rmatmat)
-    make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
+    make: Any = (
+        scipy.sparse.linalg.LinearOperator
+    )  # whose arguments are those of the class that it returns
     return make(A.shape, matvec=forth, rmatvec=back, matmat=forth, rmatmat=back, dtype=wanted)
 
 
@@ -60,11 +66,14 @@ def from_scipy(
 ) -> LinearOperator:
     """A SciPy operator, sparse matrix or NumPy array as an operator of this package.
 
-    An array becomes a `Dense` copy. For the others, vectors are copied between the device and NumPy in each product.
+    An array becomes a `Dense` copy. For the others, vectors are copied between the device and NumPy
+    in each product.
 
     Args:
-        op: `scipy.sparse.linalg.LinearOperator`, sparse matrix or array, or NumPy array [m, n]; real.
-        dtype: What the result computes in; by default float32 for a float32 or half-precision `op`, float64 otherwise.
+        op: `scipy.sparse.linalg.LinearOperator`, sparse matrix or array, or NumPy array [m, n];
+            real.
+        dtype: What the result computes in; by default float32 for a float32 or half-precision `op`,
+            float64 otherwise.
         device: Where the result takes and returns vectors, by default the CPU.
         structure: What is known about the matrix; not checked.
 
@@ -78,15 +87,25 @@ def from_scipy(
         tensor([1., 2.])
     """
     if isinstance(op, (Tensor, LinearOperator)):
-        raise TypeError(f"Expected a SciPy operator, sparse matrix or NumPy array, got a {type(op).__name__}.")
+        raise TypeError(
+            f"Expected a SciPy operator, sparse matrix or NumPy array, got a {type(op).__name__}."
+        )
     given = np.dtype(getattr(op, "dtype", None) or np.float64)
     if given.kind not in "fiub":
-        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
-    dtype = dtype or (torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64)
+        raise TypeError(
+            f"Expected a matrix of real numbers, got dtype {given}; take its real part."
+        )
+    dtype = dtype or (
+        torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64
+    )
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=where), structure)
-    return Foreign(scipy.sparse.linalg.aslinearoperator(op), torch.empty(0, dtype=dtype, device=where), structure)
+    return Foreign(
+        scipy.sparse.linalg.aslinearoperator(op),
+        torch.empty(0, dtype=dtype, device=where),
+        structure,
+    )
 
 
 # Set from here, because operators are defined without the classes that build on them.

@@ -1,8 +1,10 @@
-"""Iterative solvers: conjugate gradients of many columns together, SciPy's MINRES and LSMR, and the Neumann series.
+"""Iterative solvers: conjugate gradients of many columns together, SciPy's MINRES and LSMR, and the
+Neumann series.
 
-Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow. What
-`SolveInfo` reports is the true residual `b - A x`, from a product with `A` at the end; a missed tolerance warns with a
-`CurvatureWarning`. The operators, such as `CGInverseLinearOperator`, solve in every product.
+Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under-
+nor overflow. What `SolveInfo` reports is the true residual `b - A x`, from a product with `A` at
+the end; a missed tolerance warns with a `CurvatureWarning`. The operators, such as
+`CGInverseLinearOperator`, solve in every product.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class SolveInfo:
 
     Attributes:
         iterations: How many it took, the largest number over columns.
-        relative_residual: `‖b - A x‖ / ‖b‖` of each column, [K], from a product with `A` at the end; 0 for `b = 0`.
+        relative_residual: `‖b - A x‖ / ‖b‖` of each column, [K], from a product with `A` at the
+            end; 0 for `b = 0`.
         converged: Whether each column met its tolerance, [K].
         reason: "converged", or why other columns ended.
 
@@ -56,11 +59,14 @@ class System:
 
     Args:
         b: Right-hand sides, anything that `A.out_space` reads.
-        x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None` is 0.
+        x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None`
+            is 0.
         preconditioner: Operator or function `[n, k] -> [n, k]`.
     """
 
-    def __init__(self, A: LinearOperator, b: Any, x0: Any = None, preconditioner: Preconditioner = None) -> None:
+    def __init__(
+        self, A: LinearOperator, b: Any, x0: Any = None, preconditioner: Preconditioner = None
+    ) -> None:
         self.A, self.dtype = A, torch.promote_types(A.dtype, torch.float32)
         B, self.container = A.out_space.read(b, A.dtype, A.device)
         B = B.detach().to(self.dtype)
@@ -91,7 +97,8 @@ class System:
         return (tol * self.norm_b).clamp(min=atol / self.scale)
 
     def for_scipy(self) -> tuple[Any, float, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """`A / size`, about of norm 1, `size`, and number, right-hand side and first guess times `size` of each column.
+        """`A / size`, about of norm 1, `size`, and number, right-hand side and first guess times
+        `size` of each column.
 
         SciPy's methods compare numbers with others that don't depend on the norm of `A`.
         """
@@ -103,9 +110,16 @@ class System:
         return self.A.to_scipy() * (1 / size), size, [(k, B[:, k], size * X[:, k]) for k in todo]
 
     def report(
-        self, name: str, tolerance: str, iterations: int, limit: int, met: Callable[[Tensor], Tensor], advice: str
+        self,
+        name: str,
+        tolerance: str,
+        iterations: int,
+        limit: int,
+        met: Callable[[Tensor], Tensor],
+        advice: str,
     ) -> tuple[Any, SolveInfo]:
-        """The solution in the container type of the right-hand side, and a `SolveInfo`; warns of what was not met.
+        """The solution in the container type of the right-hand side, and a `SolveInfo`; warns of
+        what was not met.
 
         Args:
             name: Of the method, for the warning.
@@ -121,14 +135,20 @@ class System:
         if missed := int((~converged).sum()):
             worst = float(relative[~converged].nan_to_num(torch.inf).max())
             if worst == torch.inf:
-                reason = "the right-hand side, or a product with A or the preconditioner, has NaN or infinite entries"
+                reason = (
+                    "the right-hand side, or a product with A or the preconditioner, has NaN or "
+                    "infinite entries"
+                )
             elif iterations >= limit:
-                reason = f"iteration limit {limit} reached; raise it, precondition, or add a damping to A"
+                reason = (
+                    f"iteration limit {limit} reached; raise it, precondition, or add a damping to "
+                    "A"
+                )
             else:
                 reason = advice
             warnings.warn(
-                f"{name} missed {tolerance} for {missed} of {len(converged)} columns; the largest relative residual "
-                f"after {iterations} iterations is {worst:.1e}: {reason}.",
+                f"{name} missed {tolerance} for {missed} of {len(converged)} columns; the largest "
+                f"relative residual after {iterations} iterations is {worst:.1e}: {reason}.",
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
@@ -145,10 +165,15 @@ def _operator(A: Any, square: bool = True) -> LinearOperator:
     """`A`; an operator of curvlinops or the like is wrapped."""
     if not isinstance(A, LinearOperator):
         if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
-            raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
+            raise TypeError(
+                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or "
+                "from_scipy(A)."
+            )
         A = Foreign(A)
     if square and A.shape[0] != A.shape[1]:
-        raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
+        raise ValueError(
+            f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one."
+        )
     return A
 
 
@@ -164,20 +189,23 @@ def cg(
 ) -> tuple[Any, SolveInfo]:
     """Conjugate gradients for a symmetric positive definite `A`, all columns of `b` together.
 
-    A positive semi-definite `A` is fine if `b` is in its range. A direction of zero or negative curvature ends a column
-    with a warning; its `x` is that of the step before. True residuals are computed at the end; a warning says where
-    rounding kept them above the tolerance.
+    A positive semi-definite `A` is fine if `b` is in its range. A direction of zero or negative
+    curvature ends a column with a warning; its `x` is that of the step before. True residuals are
+    computed at the end; a warning says where rounding kept them above the tolerance.
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.
-        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a
+            dictionary, NumPy.
         x0: First guess, any of these; a single vector serves all columns. By default 0.
-        tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual. None: `max_iter`
-            iterations, unless 1e-10 is reached before; 1e-5 is enough for `info` and for there being no warning.
+        tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
+            None: `max_iter` iterations, unless 1e-10 is reached before; 1e-5 is enough for `info`
+            and for there being no warning.
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
-        preconditioner: Symmetric positive definite approximation of `A⁻¹`: an operator (also one in a lower precision),
-            or a function `[n, k] -> [n, k]` for any `k`. KFAC's inverse often saves few iterations: compare.
+        preconditioner: Symmetric positive definite approximation of `A⁻¹`: an operator (also one in
+            a lower precision), or a function `[n, k] -> [n, k]` for any `k`. KFAC's inverse often
+            saves few iterations: compare.
 
     Returns:
         `x` in the container type of `b`, and a `SolveInfo`.
@@ -185,8 +213,8 @@ def cg(
     Raises:
         ValueError: If `A` is not square or shapes do not fit.
 
-    Cost: one product with `A` and the preconditioner per iteration, with all columns until the last one is done, and
-    one product with `A` at the end. Memory: seven tensors [n, K].
+    Cost: one product with `A` and the preconditioner per iteration, with all columns until the last
+    one is done, and one product with `A` at the end. Memory: seven tensors [n, K].
 
     Example:
         >>> from curvlinops_plus.linalg import Dense, Structure
@@ -217,10 +245,23 @@ def cg(
             active = active & (norm(R) > goal) & (rz > 0)
             iterations += 1
         system.X = X
-        advice = f"no more progress in {system.dtype}; loosen the tolerance, compute in float64, or add a damping to A"
+        advice = (
+            f"no more progress in {system.dtype}; loosen the tolerance, compute in float64, or add "
+            "a damping to A"
+        )
         if bool((~active & (norm(R) > goal)).any()):
-            advice = "zero or negative curvature: A or the preconditioner is not positive definite; damp, or use MINRES"
-        return system.report("CG", f"tol={accepted:g}, atol={atol:g}", iterations, limit, lambda r: r <= enough, advice)
+            advice = (
+                "zero or negative curvature: A or the preconditioner is not positive definite; "
+                "damp, or use MINRES"
+            )
+        return system.report(
+            "CG",
+            f"tol={accepted:g}, atol={atol:g}",
+            iterations,
+            limit,
+            lambda r: r <= enough,
+            advice,
+        )
 
 
 def minres(
@@ -235,18 +276,19 @@ def minres(
 ) -> tuple[Any, SolveInfo]:
     """Minimal residual method for a symmetric `A`, also an indefinite one such as a Hessian.
 
-    This is `scipy.sparse.linalg.minres`, on the CPU and for one column after the other, with true residuals every
-    10 iterations.
+    This is `scipy.sparse.linalg.minres`, on the CPU and for one column after the other, with true
+    residuals every 10 iterations.
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.
-        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a
+            dictionary, NumPy.
         x0: First guess, any of these; a single vector serves all columns. By default 0.
         tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
-        preconditioner: Symmetric positive definite, even if `A` is not: an operator (also one in a lower precision), or
-            a function `[n, k] -> [n, k]` for any `k`.
+        preconditioner: Symmetric positive definite, even if `A` is not: an operator (also one in a
+            lower precision), or a function `[n, k] -> [n, k]` for any `k`.
 
     Returns:
         `x` in the container type of `b`, and a `SolveInfo`.
@@ -254,7 +296,8 @@ def minres(
     Raises:
         ValueError: If `A` is not square, shapes do not fit, or the preconditioner is indefinite.
 
-    Cost: one product with `A` and the preconditioner per iteration and column, and a tenth more for true residuals.
+    Cost: one product with `A` and the preconditioner per iteration and column, and a tenth more for
+    true residuals.
 
     Example:
         >>> from curvlinops_plus.linalg import Diagonal
@@ -269,15 +312,27 @@ def minres(
     with torch.no_grad(), outside_autocast(A.device):
         (op, size, columns), M = system.for_scipy(), None
         if preconditioner is not None:
-            make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
+            make: Any = (
+                scipy.sparse.linalg.LinearOperator
+            )  # whose arguments are those of the class that it returns
             M = make(
-                A.shape, lambda r: system.M(size * torch.as_tensor(r[:, None]).to(system.X)).cpu().double().numpy()
+                A.shape,
+                lambda r: (
+                    system.M(size * torch.as_tensor(r[:, None]).to(system.X)).cpu().double().numpy()
+                ),
             )
         for column, right, x in columns:
-            x, made = _minres(op, right, x, float(goal[column]), limit, M, torch.finfo(system.dtype).eps)
+            x, made = _minres(
+                op, right, x, float(goal[column]), limit, M, torch.finfo(system.dtype).eps
+            )
             system.X[:, column], iterations = torch.as_tensor(x / size), max(iterations, made)
-        advice = "no more progress; if A is singular and b not in its range, x minimizes the residual; damp A"
-        return system.report("MINRES", f"tol={tol:g}, atol={atol:g}", iterations, limit, lambda r: r <= goal, advice)
+        advice = (
+            "no more progress; if A is singular and b not in its range, x minimizes the residual; "
+            "damp A"
+        )
+        return system.report(
+            "MINRES", f"tol={tol:g}, atol={atol:g}", iterations, limit, lambda r: r <= goal, advice
+        )
 
 
 class _Met(Exception):
@@ -319,10 +374,11 @@ def lsmr(
 ) -> tuple[Any, SolveInfo]:
     """LSMR: the `x` of least `‖b - A x‖² + damp² ‖x - x0‖²`, for an `A` of any shape.
 
-    Among several such `x` it is the one closest to `x0`. With `r` the residual of that least-squares problem, a column
-    is done when `‖r‖ <= btol ‖b‖ + atol ‖A‖ ‖x‖` (compatible systems) or `‖Aᵀ r‖ <= atol ‖A‖ ‖r‖` holds by the
-    recurrence of `scipy.sparse.linalg.lsmr`, which does the work, on the CPU and for one column after the other. A
-    converged column may thus have a large `relative_residual`: that of the least-squares solution.
+    Among several such `x` it is the one closest to `x0`. With `r` the residual of that
+    least-squares problem, a column is done when `‖r‖ <= btol ‖b‖ + atol ‖A‖ ‖x‖` (compatible
+    systems) or `‖Aᵀ r‖ <= atol ‖A‖ ‖r‖` holds by the recurrence of `scipy.sparse.linalg.lsmr`,
+    which does the work, on the CPU and for one column after the other. A converged column may thus
+    have a large `relative_residual`: that of the least-squares solution.
 
     Args:
         A: The matrix [m, n]; its adjoint is needed too.
@@ -330,10 +386,12 @@ def lsmr(
         damp: Weight of the distance from `x0`.
         atol: See above.
         btol: See above.
-        conlim: A column ends, with a warning, when the estimated condition number exceeds this. 0 means no limit.
+        conlim: A column ends, with a warning, when the estimated condition number exceeds this. 0
+            means no limit.
         max_iter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
         show: Print a line per iteration.
-        x0: First guess, anything that `A` multiplies; a single vector serves all columns. By default 0.
+        x0: First guess, anything that `A` multiplies; a single vector serves all columns. By
+            default 0.
 
     Returns:
         `x` in the container type of `b`, and a `SolveInfo`.
@@ -361,7 +419,10 @@ def lsmr(
             x, end, made, *_ = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, **stop)
             system.X[:, column], iterations = torch.as_tensor(x / size), max(iterations, made)
             ended[column] = end not in (3, 6, 7) and limit > 0 and bool(np.isfinite(x).all())
-        wanted, advice = f"atol={atol:g}, btol={btol:g}", "condition number above conlim; raise it or damp"
+        wanted, advice = (
+            f"atol={atol:g}, btol={btol:g}",
+            "condition number above conlim; raise it or damp",
+        )
         return system.report("LSMR", wanted, iterations, limit, lambda r: ended, advice)
 
 
@@ -375,26 +436,30 @@ def neumann(
     tol: float | None = None,
     check_nan: bool = True,
 ) -> tuple[Any, SolveInfo]:
-    """The truncated Neumann series `x = scale · P Σ_{k=0}^{num_terms} (I - scale · A P)ᵏ b`, `P ≈ A⁻¹`.
+    """The truncated Neumann series `x = scale · P Σ_{k=0}^{num_terms} (I - scale · A P)ᵏ b`, `P ≈
+    A⁻¹`.
 
-    Converges if all eigenvalues of `scale · A P` are within 1 of 1; for symmetric `A` and no preconditioner, if the
-    eigenvalues of `A` are between 0 and `2 / scale`.
+    Converges if all eigenvalues of `scale · A P` are within 1 of 1; for symmetric `A` and no
+    preconditioner, if the eigenvalues of `A` are between 0 and `2 / scale`.
 
     Args:
         A: The matrix [n, n].
-        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a
+            dictionary, NumPy.
         num_terms: How many terms follow the first.
         scale: See above.
         preconditioner: `P`, by default the identity: an operator, or a function `[n, K] -> [n, K]`.
-        tol: Stop when `‖b - A x‖ <= tol ‖b‖` for all columns, and warn where that is not reached. By default all terms
-            are added up, and a warning says only where the series made the residual larger than that of `x = 0`.
+        tol: Stop when `‖b - A x‖ <= tol ‖b‖` for all columns, and warn where that is not reached.
+            By default all terms are added up, and a warning says only where the series made the
+            residual larger than that of `x = 0`.
         check_nan: Raise when the series overflows, instead of returning NaN with a warning.
 
     Returns:
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square, shapes do not fit, or the terms overflow (see `check_nan`).
+        ValueError: If `A` is not square, shapes do not fit, or the terms overflow (see
+            `check_nan`).
 
     Cost: one product with `A` and the preconditioner per term.
 
@@ -409,27 +474,40 @@ def neumann(
     goal = system.goal(1.0 if tol is None else tol, 0.0)
     wanted = "a residual below that of x = 0" if tol is None else f"tol={tol:g}"
     with torch.no_grad(), outside_autocast(A.device):
-        V, terms = system.B, 0  # the terms are residuals: V is b - A x of the sum of the terms before it
+        V, terms = (
+            system.B,
+            0,
+        )  # the terms are residuals: V is b - A x of the sum of the terms before it
         for terms in range(1, num_terms + 2):
             Z = system.M(V)
             system.X, V = system.X + scale * Z, V - scale * system.product(Z)
             size = norm(V)
             if check_nan and not bool((size.isfinite() | ~system.norm_b.isfinite()).all()):
                 raise ValueError(
-                    f"The Neumann series overflowed at term {terms} of {num_terms + 1}: it diverges. Decrease scale="
-                    f"{scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg."
+                    f"The Neumann series overflowed at term {terms} of {num_terms + 1}: it "
+                    f"diverges. Decrease scale={scale:g} below 2 / (largest eigenvalue of A), "
+                    "precondition, or use cg."
                 )
             if tol is not None and bool((size <= goal).all()):
                 break
-        advice = f"add terms, decrease scale={scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg"
-        return system.report("The Neumann series", wanted, terms, num_terms + 2, lambda r: r <= goal, advice)
+        advice = (
+            f"add terms, decrease scale={scale:g} below 2 / (largest eigenvalue of A), "
+            "precondition, or use cg"
+        )
+        return system.report(
+            "The Neumann series", wanted, terms, num_terms + 2, lambda r: r <= goal, advice
+        )
 
 
 class IterativeInverse(LinearOperator):
-    """`A⁻¹`, whose products solve with `A`: `solver` is called with the matrix, right-hand sides and `options`."""
+    """`A⁻¹`, whose products solve with `A`: `solver` is called with the matrix, right-hand sides
+    and `options`.
+    """
 
     solver: Callable[..., tuple[Any, SolveInfo]]
-    square = symmetric = True  # whether the method takes the matrix for symmetric, whatever it declares
+    square = symmetric = (
+        True  # whether the method takes the matrix for symmetric, whatever it declares
+    )
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
         self.A = A = _operator(A, self.square)
@@ -460,7 +538,9 @@ class IterativeInverse(LinearOperator):
         return x
 
     def adjoint(self) -> Self:
-        return self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)
+        return (
+            self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)
+        )
 
     def _like(self, A: LinearOperator, **options: Any) -> Self:
         """The same kind of inverse of another matrix, with some options changed."""
@@ -470,7 +550,9 @@ class IterativeInverse(LinearOperator):
         return other
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
-        movable = {name: x for name, x in self.options.items() if isinstance(x, (Tensor, LinearOperator))}
+        movable = {
+            name: x for name, x in self.options.items() if isinstance(x, (Tensor, LinearOperator))
+        }
         moved = {name: x.to(device=device, dtype=dtype) for name, x in movable.items()}
         return self._like(self.A.to(device, dtype), **moved)
 
@@ -480,15 +562,17 @@ class CGInverseLinearOperator(IterativeInverse):
 
     Args:
         A: The matrix. It is taken for symmetric, whatever it declares.
-        tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`. Default: 1e-5; if `max_iter` is given alone, so
-            many iterations are made, unless 1e-10 is reached before.
-        eps: Accepted for code written for curvlinops, without effect: no division needs to be guarded.
+        tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`. Default: 1e-5; if
+            `max_iter` is given alone, so many iterations are made, unless 1e-10 is reached before.
+        eps: Accepted for code written for curvlinops, without effect: no division needs to be
+            guarded.
         stop_updating_after: If larger than `tolerance`, it takes its place.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
-        max_tridiag_iter: Accepted for code written for curvlinops, without effect: nothing is tridiagonalized.
+        max_tridiag_iter: Accepted for code written for curvlinops, without effect: nothing is
+            tridiagonalized.
         initial_guess: First guess, anything that `A` multiplies; by default 0.
-        preconditioner: Approximation of `A⁻¹`, symmetric positive definite: an operator, for example the inverse of an
-            EKFAC, or a function `[n, k] -> [n, k]`.
+        preconditioner: Approximation of `A⁻¹`, symmetric positive definite: an operator, for
+            example the inverse of an EKFAC, or a function `[n, k] -> [n, k]`.
 
     Example:
         >>> from curvlinops_plus.linalg import Diagonal
@@ -514,7 +598,9 @@ class CGInverseLinearOperator(IterativeInverse):
         tol = tolerance if tolerance is not None else 1e-5 if max_iter is None else None
         if stop_updating_after is not None:
             tol = stop_updating_after if tol is None else max(tol, stop_updating_after)
-        super().__init__(A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
+        super().__init__(
+            A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner
+        )
 
 
 class MINRESInverseLinearOperator(IterativeInverse):
@@ -548,7 +634,8 @@ class MINRESInverseLinearOperator(IterativeInverse):
 
 
 class LSMRInverseLinearOperator(IterativeInverse):
-    """`A⁻¹`, or the pseudo-inverse `(AᵀA + damp² I)⁻¹ Aᵀ` of an `A` of any shape, by LSMR; see `lsmr`.
+    """`A⁻¹`, or the pseudo-inverse `(AᵀA + damp² I)⁻¹ Aᵀ` of an `A` of any shape, by LSMR; see
+    `lsmr`.
 
     Args:
         A: The matrix [m, n]; its adjoint is needed too.
@@ -587,19 +674,24 @@ class LSMRInverseLinearOperator(IterativeInverse):
         show: bool = False,
         x0: Any = None,
     ) -> None:
-        super().__init__(A, damp=damp, atol=atol, btol=btol, conlim=conlim, max_iter=maxiter, show=show, x0=x0)
+        super().__init__(
+            A, damp=damp, atol=atol, btol=btol, conlim=conlim, max_iter=maxiter, show=show, x0=x0
+        )
 
 
 class NeumannInverseLinearOperator(IterativeInverse):
-    """`A⁻¹ ≈ scale · P Σ_{k=0}^{num_terms} (I - scale · A P)ᵏ`, a truncated Neumann series; see `neumann`.
+    """`A⁻¹ ≈ scale · P Σ_{k=0}^{num_terms} (I - scale · A P)ᵏ`, a truncated Neumann series; see
+    `neumann`.
 
     Args:
         A: The matrix [n, n].
         num_terms: How many terms follow the first.
         scale: For symmetric `A` without preconditioner, below 2 / (largest eigenvalue).
         check_nan: Raise a `ValueError` when the series overflows.
-        preconditioner: `P ≈ A⁻¹`, an operator or a function `[n, K] -> [n, K]`; by default the identity.
-        tol: Stop at this relative residual, and warn if it is not reached; by default add up all terms.
+        preconditioner: `P ≈ A⁻¹`, an operator or a function `[n, K] -> [n, K]`; by default the
+            identity.
+        tol: Stop at this relative residual, and warn if it is not reached; by default add up all
+            terms.
 
     Example:
         >>> from curvlinops_plus.linalg import Diagonal
@@ -622,7 +714,12 @@ class NeumannInverseLinearOperator(IterativeInverse):
         tol: float | None = None,
     ) -> None:
         super().__init__(
-            A, num_terms=num_terms, scale=scale, preconditioner=preconditioner, tol=tol, check_nan=check_nan
+            A,
+            num_terms=num_terms,
+            scale=scale,
+            preconditioner=preconditioner,
+            tol=tol,
+            check_nan=check_nan,
         )
 
     @property

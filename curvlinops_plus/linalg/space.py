@@ -1,14 +1,16 @@
-"""Named tensors seen as one vector or as one matrix, and the conversions; and what is known of a matrix.
+"""Named tensors seen as one vector or as one matrix, and the conversions; and what is known of a
+matrix.
 
-A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each flattened row by
-row, one after another. Operators compute with flat matrices `[dim, K]` only; what a user passes (a flat tensor, a list,
-a dictionary, a NumPy array, with or without `K` columns) is converted by `Space.read`, and the result by `Space.write`
-to the container type that was given.
+A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each
+flattened row by row, one after another. Operators compute with flat matrices `[dim, K]` only; what
+a user passes (a flat tensor, a list, a dictionary, a NumPy array, with or without `K` columns) is
+converted by `Space.read`, and the result by `Space.write` to the container type that was given.
 
-A `Layout` is a group of parameters, for example the weight and bias of a layer, as ONE matrix. The pattern of each
-parameter says how, in the words of einops: `"o i h w -> o (i h w)"` is the weight of a convolution with one row per
-output channel, `"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it, right are the axes
-`rows cols` of the matrix, or `batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`).
+A `Layout` is a group of parameters, for example the weight and bias of a layer, as ONE matrix. The
+pattern of each parameter says how, in the words of einops: `"o i h w -> o (i h w)"` is the weight
+of a convolution with one row per output channel, `"o -> o 1"` its bias as one more column. Left is
+the parameter as PyTorch stores it, right are the axes `rows cols` of the matrix, or `batch rows
+cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
 
 
 class Structure(IntEnum):
-    """What is known about a matrix; each value implies the smaller ones, so that a sum has the minimum of its parts.
+    """What is known about a matrix; each value implies the smaller ones, so that a sum has the
+    minimum of its parts.
 
     Example:
         >>> min(Structure.PSD, Structure.SYMMETRIC).name
@@ -57,8 +60,8 @@ class Space:
     """An ordered list of named shapes whose tensors together make one vector of size `dim`.
 
     Args:
-        shapes: Name to shape, in the order of the vector. `Space.of` and `Space.from_shapes` also take sequences,
-            whose members are called "0", "1", and so on.
+        shapes: Name to shape, in the order of the vector. `Space.of` and `Space.from_shapes` also
+            take sequences, whose members are called "0", "1", and so on.
 
     Example:
         >>> space = Space.from_shapes({"weight": (2, 3), "bias": (2,)})
@@ -70,11 +73,15 @@ class Space:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         #: Name to shape, in the order of the vector.
-        self.shapes: dict[str, torch.Size] = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.shapes: dict[str, torch.Size] = {
+            name: torch.Size(shape) for name, shape in shapes.items()
+        }
         #: The number of entries of each tensor.
         self.sizes: list[int] = [shape.numel() for shape in self.shapes.values()]
         #: Name to first position in the vector, and number of entries.
-        self.extents: dict[str, tuple[int, int]] = dict(zip(self.shapes, zip([0, *accumulate(self.sizes)], self.sizes)))
+        self.extents: dict[str, tuple[int, int]] = dict(
+            zip(self.shapes, zip([0, *accumulate(self.sizes)], self.sizes))
+        )
         #: The number of entries of the whole vector.
         self.dim: int = sum(self.sizes)
 
@@ -111,7 +118,9 @@ class Space:
         """
         items = _items(shapes)
         if any(isinstance(shape, (int, str)) for _, shape in items):
-            raise TypeError(f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}.")
+            raise TypeError(
+                f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}."
+            )
         return cls(dict(items))
 
     @property
@@ -131,7 +140,9 @@ class Space:
         return hash(tuple(self.shapes.items()))
 
     def __repr__(self) -> str:
-        return f"Space({', '.join(f'{name}: {list(shape)}' for name, shape in self.shapes.items())})"
+        return (
+            f"Space({', '.join(f'{name}: {list(shape)}' for name, shape in self.shapes.items())})"
+        )
 
     def compatible(self, other: Space) -> bool:
         """Whether both have equal shapes in the same order; names need not agree.
@@ -143,7 +154,8 @@ class Space:
         return list(self.shapes.values()) == list(other.shapes.values())
 
     def matches(self, other: Space) -> bool:
-        """Whether a vector of one can be taken for a vector of the other: compatible, or one of them is flat.
+        """Whether a vector of one can be taken for a vector of the other: compatible, or one of
+        them is flat.
 
         Example:
             >>> Space.from_shapes([(2, 3)]).matches(Space.from_shapes([(6,)]))
@@ -151,7 +163,8 @@ class Space:
         """
         return self.compatible(other) or (self.dim == other.dim and (self.is_flat or other.is_flat))
 
-    # Trees of tensors and flat vectors ------------------------------------------------------------------------------
+    # Trees of tensors and flat vectors
+    # ------------------------------------------------------------------------------
 
     def flatten(self, tree: Tree) -> Tensor:  # {name: [*shape, *K]} -> [dim, *K]
         """Join a dictionary or list of tensors, any trailing axes `K` kept, into one `[dim, *K]`.
@@ -180,7 +193,8 @@ class Space:
         }
 
     def flatten_rows(self, tree: Tree) -> Tensor:  # {name: [*K, *shape]} -> [*K, dim]
-        """Join tensors with leading axes `K`, as Jacobians and stacked gradients have them, into one `[*K, dim]`.
+        """Join tensors with leading axes `K`, as Jacobians and stacked gradients have them, into
+        one `[*K, dim]`.
 
         Raises:
             ValueError: If names, number, shapes or leading axes of the tensors do not fit.
@@ -204,7 +218,9 @@ class Space:
                     f'Tensor "{name}": expected shape {list(shape)} {"behind" if axis else "before"} axes that are the '
                     f"same in every tensor; got {list(tensor.shape)}."
                 )
-            parts.append(tensor.reshape(*K, shape.numel()) if axis else tensor.reshape(shape.numel(), *K))
+            parts.append(
+                tensor.reshape(*K, shape.numel()) if axis else tensor.reshape(shape.numel(), *K)
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
     def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
@@ -219,19 +235,23 @@ class Space:
             for name, (start, size) in self.extents.items()
         }
 
-    # Containers -----------------------------------------------------------------------------------------------------
+    # Containers
+    # ----------------------------------------------------------------------------------------------
 
     def read(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Container]:
-        """Convert whatever a user multiplies with into `[dim, K]`, and say what `write` has to convert back to.
+        """Convert whatever a user multiplies with into `[dim, K]`, and say what `write` has to
+        convert back to.
 
         Args:
-            X: A tensor or NumPy array `[dim]` or `[dim, K]`; a list, tuple or dictionary of tensors `[*shape]` or
-                `[*shape, K]`.
-            dtype: What the operator computes in. Tensors that are not wider are converted to it, NumPy arrays always.
+            X: A tensor or NumPy array `[dim]` or `[dim, K]`; a list, tuple or dictionary of tensors
+                `[*shape]` or `[*shape, K]`.
+            dtype: What the operator computes in. Tensors that are not wider are converted to it,
+                NumPy arrays always.
             device: Where the operator computes.
 
         Raises:
-            TypeError: On a container that is not in the list, a dtype or a device that does not fit.
+            TypeError: On a container that is not in the list, a dtype or a device that does not
+                fit.
             ValueError: On names, lengths or shapes that do not fit.
 
         Example:
@@ -244,15 +264,18 @@ class Space:
         kind, tensors = self._tensors(X, dtype, device)
         v = tensors[0] if kind in ("tensor", "numpy") else self.flatten(tensors)
         if v.ndim not in (1, 2) or v.shape[0] != self.dim:
-            raise ValueError(f"Expected shape [{self.dim}] or [{self.dim}, K], got {list(v.shape)}.")
+            raise ValueError(
+                f"Expected shape [{self.dim}] or [{self.dim}, K], got {list(v.shape)}."
+            )
         return (v[:, None], Container(kind, False)) if v.ndim == 1 else (v, Container(kind, True))
 
     def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
-        """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the container type.
+        """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the
+        container type.
 
         Args:
-            J: A tensor or NumPy array `[dim]` or `[..., m, dim]`; a list, tuple or dictionary of tensors `[*shape]` or
-                `[..., m, *shape]`.
+            J: A tensor or NumPy array `[dim]` or `[..., m, dim]`; a list, tuple or dictionary of
+                tensors `[*shape]` or `[..., m, *shape]`.
             dtype, device: As for `read`.
 
         Raises:
@@ -269,7 +292,9 @@ class Space:
         kind, tensors = self._tensors(J, dtype, device)
         rows = tensors[0] if kind in ("tensor", "numpy") else self.flatten_rows(tensors)
         if rows.ndim == 0 or rows.shape[-1] != self.dim:
-            raise ValueError(f"Expected J of shape [{self.dim}] or [..., m, {self.dim}], got {list(rows.shape)}.")
+            raise ValueError(
+                f"Expected J of shape [{self.dim}] or [..., m, {self.dim}], got {list(rows.shape)}."
+            )
         return rows, kind
 
     def write(self, Y: Tensor, container: Container) -> Any:
@@ -286,38 +311,56 @@ class Space:
         if container.kind == "numpy":
             return to_numpy(v)
         tree = self.unflatten(v)
-        return tree if container.kind == "dict" else (list if container.kind == "list" else tuple)(tree.values())
+        return (
+            tree
+            if container.kind == "dict"
+            else (list if container.kind == "list" else tuple)(tree.values())
+        )
 
-    def _tensors(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Kind, list[Tensor]]:
-        """What the container is, and its one tensor, or its tensors in the order of the space, as computed with."""
+    def _tensors(
+        self, X: Any, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Kind, list[Tensor]]:
+        """What the container is, and its one tensor, or its tensors in the order of the space, as
+        computed with.
+        """
         if isinstance(X, Tensor):
             return "tensor", [_convert(X, dtype, device, "the vector")]
         if isinstance(X, np.ndarray):
             if X.dtype.kind not in "fiub":
                 raise TypeError(f"Expected a NumPy array of real numbers, got dtype {X.dtype}.")
-            # A copy, always: NumPy arrays may be read-only, or change while autograd still needs them.
+            # A copy, always: NumPy arrays may be read-only, or change while autograd still needs
+            # them.
             return "numpy", [torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)]
         if not isinstance(X, (Mapping, list, tuple)):
             raise TypeError(
-                f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or dictionary of "
-                f"{len(self.shapes)} tensors; got {type(X).__name__}."
+                f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or "
+                f"dictionary of {len(self.shapes)} tensors; got {type(X).__name__}."
             )
         tensors = []
         for tensor, (name, shape) in zip(self._ordered(X), self.shapes.items(), strict=True):
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
-                    + (" Gradients in `.grad` are there after loss.backward()." if tensor is None else "")
+                    + (
+                        " Gradients in `.grad` are there after loss.backward()."
+                        if tensor is None
+                        else ""
+                    )
                 )
             tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
-        return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(X, tuple) else "list", tensors
+        return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(
+            X, tuple
+        ) else "list", tensors
 
     def _ordered(self, tree: Tree) -> list[Tensor]:
         if isinstance(tree, Mapping):
             if tree.keys() != self.shapes.keys():
                 missing = [name for name in self.shapes if name not in tree]
                 unexpected = [name for name in tree if name not in self.shapes]
-                raise ValueError(f"Expected tensors named {self.names}; missing {missing}, unexpected {unexpected}.")
+                raise ValueError(
+                    f"Expected tensors named {self.names}; missing {missing}, unexpected "
+                    f"{unexpected}."
+                )
             return [tree[name] for name in self.shapes]
         if len(tree) != len(self.shapes):
             shapes = [list(shape) for shape in self.shapes.values()]
@@ -347,14 +390,16 @@ def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str
     if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits:
         # Of a wider vector digits would be lost unseen.
         raise TypeError(
-            f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it, X.to({dtype}), or "
-            "have the operator in a wider dtype: of model and data in it, or by its own .to(dtype=...)."
+            f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert "
+            f"it, X.to({dtype}), or have the operator in a wider dtype: of model and data in it, "
+            "or by its own .to(dtype=...)."
         )
     return tensor.to(dtype)
 
 
 class Layout:
-    """How a group of parameters makes one matrix `[rows, cols]` or `[batch, rows, cols]`, and its row-major vector.
+    """How a group of parameters makes one matrix `[rows, cols]` or `[batch, rows, cols]`, and its
+    row-major vector.
 
     Columns of several parameters stand side by side, in the order of the patterns.
 
@@ -364,7 +409,8 @@ class Layout:
         sizes: Sizes of axes that the shapes leave open, for example `{"g": 4}`.
 
     Raises:
-        ValueError: If a pattern cannot be read, does not fit its shape, or the rows of the parameters differ.
+        ValueError: If a pattern cannot be read, does not fit its shape, or the rows of the
+            parameters differ.
 
     Example:
         >>> layout = Layout({"weight": "o i -> o i", "bias": "o -> o 1"}, {"weight": (2, 3), "bias": (2,)})
@@ -378,17 +424,22 @@ class Layout:
     """
 
     def __init__(
-        self, patterns: Mapping[str, str], shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int] | None = None
+        self,
+        patterns: Mapping[str, str],
+        shapes: Mapping[str, Sequence[int]],
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         if not patterns or patterns.keys() != shapes.keys():
             raise ValueError(
-                f"Expected one pattern and one shape per parameter, got patterns of {list(patterns)} "
-                f"and shapes of {list(shapes)}."
+                "Expected one pattern and one shape per parameter, got patterns of "
+                f"{list(patterns)} and shapes of {list(shapes)}."
             )
         self.patterns = dict(patterns)
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
-        self._parts = [_Part(name, patterns[name], shape, self.sizes) for name, shape in self.shapes.items()]
+        self._parts = [
+            _Part(name, patterns[name], shape, self.sizes) for name, shape in self.shapes.items()
+        ]
         if len({part.matrix[:-1] for part in self._parts}) > 1:
             raise ValueError(
                 f"Expected parameters of one layout to have the same rows, got matrices "
@@ -409,7 +460,9 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout({self.patterns} -> {list(self.matrix_shape)})"
 
-    def gather(self, parts: Sequence[Tensor]) -> Tensor:  # each [K, *shape] or [K, size] -> [K, dim]
+    def gather(
+        self, parts: Sequence[Tensor]
+    ) -> Tensor:  # each [K, *shape] or [K, size] -> [K, dim]
         """The row-major vectors of the matrix, from the parameters in their order.
 
         A view if there is one parameter whose axes keep their order.
@@ -417,7 +470,9 @@ class Layout:
         if self._is_vector:
             return parts[0].reshape(len(parts[0]), self.dim)
         matrices = [part.matrices(t) for part, t in zip(self._parts, parts, strict=True)]
-        return torch.cat(matrices, dim=-1).reshape(len(parts[0]), self.dim)  # channels-last parts make one that is
+        return torch.cat(matrices, dim=-1).reshape(
+            len(parts[0]), self.dim
+        )  # channels-last parts make one that is
 
     def scatter(self, rows: Tensor) -> list[Tensor]:  # [K, dim] -> each [K, size]
         """The parameters of row-major vectors, in their order: undoes `gather`."""
@@ -439,7 +494,8 @@ class Layout:
         return {name: t.reshape(len(t), *shape).movedim(0, -1) for (name, shape), t in found}
 
     def views(self, v: Tensor) -> dict[str, Tensor]:  # [dim] -> {name: [*shape]}
-        """The parameters of a row-major vector as views; axes that the matrix takes apart stay apart.
+        """The parameters of a row-major vector as views; axes that the matrix takes apart stay
+        apart.
 
         Example:
             >>> layout = Layout({"w": "(g o) i -> g o i"}, {"w": (6, 2)}, {"g": 3})
@@ -447,17 +503,25 @@ class Layout:
             torch.Size([3, 2, 2])
         """
         columns = v.view(1, *self.matrix_shape).split_with_sizes(self._widths, -1)
-        return {name: part.view(t)[0] for name, part, t in zip(self.patterns, self._parts, columns, strict=True)}
+        return {
+            name: part.view(t)[0]
+            for name, part, t in zip(self.patterns, self._parts, columns, strict=True)
+        }
 
 
 class _Part:
     """One parameter and its columns of the matrix."""
 
-    def __init__(self, name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]
+    ) -> None:
         left, _, right = (side.strip() for side in pattern.partition("->"))
         axes = re.findall(r"\([^()]*\)|\S+", left)
         known = {**sizes, **{axis: size for axis, size in zip(axes, shape) if axis.isidentifier()}}
-        self.shape, self.sizes = shape, {axis: n for axis, n in known.items() if axis in re.findall(r"\w+", pattern)}
+        self.shape, self.sizes = (
+            shape,
+            {axis: n for axis, n in known.items() if axis in re.findall(r"\w+", pattern)},
+        )
         apart = re.sub(r"[()]", "", left)
         #: Whether the axes change their order.
         self.permutes = apart.split() != [axis for axis in re.findall(r"\w+", right) if axis != "1"]
@@ -467,10 +531,14 @@ class _Part:
             empty = self.matrices(torch.empty(1, *shape, device="meta"))
             self.parameters(empty)
         except (EinopsError, ValueError) as error:
-            raise ValueError(f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}: {error}') from error
+            raise ValueError(
+                f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}: {error}'
+            ) from error
         self.matrix = tuple(empty.shape[1:])
         if len(self.matrix) not in (2, 3):
-            raise ValueError(f'Pattern "{pattern}": expected "rows cols" or "batch rows cols" on the right.')
+            raise ValueError(
+                f'Pattern "{pattern}": expected "rows cols" or "batch rows cols" on the right.'
+            )
 
     def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
         return rearrange(t.reshape(len(t), *self.shape), self._forth, **self.sizes)

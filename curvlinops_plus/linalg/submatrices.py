@@ -5,8 +5,8 @@ What may be picked is, for rows and columns alike,
 * positions: a list, range, tensor or array of different integers from 0, in any order,
 * a boolean mask with one entry per row (or column),
 * a slice; `:` picks everything and keeps names and shapes,
-* parameters: a name, or a list of names of the operator's space. The result keeps their names and shapes, and
-  multiplies lists and dictionaries of them.
+* parameters: a name, or a list of names of the operator's space. The result keeps their names and
+  shapes, and multiplies lists and dictionaries of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Selection:
 
     def same(self, other: Selection) -> bool:
         """Whether both pick the same entries in the same order."""
-        return self is other or (self.dim == other.dim and torch.equal(self.positions, other.positions))
+        return self is other or (
+            self.dim == other.dim and torch.equal(self.positions, other.positions)
+        )
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
@@ -69,7 +71,9 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     names = [which] if isinstance(which, str) else which
     if isinstance(names, Sequence) and len(names) and all(isinstance(name, str) for name in names):
         if len(set(names)) != len(names) or not set(names) <= set(space.names):
-            raise ValueError(f"Expected different names of {axis}s out of {space.names}, got {list(names)}.")
+            raise ValueError(
+                f"Expected different names of {axis}s out of {space.names}, got {list(names)}."
+            )
         picked = torch.cat([space.unflatten(every)[name].flatten() for name in names])
         return Selection(Space({name: space.shapes[name] for name in names}), picked, n)
     if isinstance(which, slice):
@@ -82,10 +86,14 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
         if picked.dtype == torch.bool and picked.shape == (n,):
             picked = every[picked]
         wrong = picked.ndim != 1 or picked.dtype == torch.bool or picked.is_floating_point()
-        if wrong or bool(((picked < 0) | (picked >= n)).any()) or len(picked.unique()) != len(picked):
+        if (
+            wrong
+            or bool(((picked < 0) | (picked >= n)).any())
+            or len(picked.unique()) != len(picked)
+        ):
             raise ValueError(
-                f"Expected {axis}s as different integers between 0 and {n - 1}, a mask of {n} entries, a slice, or "
-                f"names of parameters out of {space.names}; got {which!r}."
+                f"Expected {axis}s as different integers between 0 and {n - 1}, a mask of {n} "
+                f"entries, a slice, or names of parameters out of {space.names}; got {which!r}."
             )
     return Selection(Space.flat(len(picked)), picked.to(device, torch.long), n)
 
@@ -93,12 +101,13 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
 class SubmatrixLinearOperator(LinearOperator):
     """The submatrix of selected rows and columns of `A`; one product with `A` per product.
 
-    With the same rows and columns it is as symmetric and positive semi-definite as `A`. `submatrix(A, rows, cols)` may
-    give an operator that knows more of itself.
+    With the same rows and columns it is as symmetric and positive semi-definite as `A`.
+    `submatrix(A, rows, cols)` may give an operator that knows more of itself.
 
     Args:
         A: The matrix.
-        row_idxs: Which rows: integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
+        row_idxs: Which rows: integers, a boolean mask, a slice, or names of parameters; see
+            `submatrix`.
         col_idxs: Which columns.
 
     Raises:
@@ -146,7 +155,8 @@ class ProjectedLinearOperator(LinearOperator):
 
     Args:
         A: A square matrix.
-        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
+        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see
+            `submatrix`.
 
     Raises:
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
@@ -184,7 +194,8 @@ class ProjectedLinearOperator(LinearOperator):
 
 
 class PositionedBlocks(BlockDiagonal):
-    """A `BlockDiagonal` matrix, given by the positions of each block's entries in the vector: a part of another one.
+    """A `BlockDiagonal` matrix, given by the positions of each block's entries in the vector: a
+    part of another one.
 
     Args:
         blocks: Name to square operator.
@@ -202,9 +213,13 @@ class PositionedBlocks(BlockDiagonal):
         tensor([2., 3., 1.])
     """
 
-    def __init__(self, blocks: Mapping[str, LinearOperator], positions: Mapping[str, Tensor], space: Space) -> None:
+    def __init__(
+        self, blocks: Mapping[str, LinearOperator], positions: Mapping[str, Tensor], space: Space
+    ) -> None:
         shapes = {name: (len(at),) for name, at in positions.items()}
-        layouts = {name: Layout({name: "d -> 1 d"}, {name: shape}) for name, shape in shapes.items()}
+        layouts = {
+            name: Layout({name: "d -> 1 d"}, {name: shape}) for name, shape in shapes.items()
+        }
         super().__init__(blocks, layouts, Space(shapes))
         at = torch.cat([positions[name] for name in shapes]).to(self.device)
         #: For each entry of all blocks its position in the vector, and the other way round.
@@ -223,16 +238,20 @@ class PositionedBlocks(BlockDiagonal):
         return super().merge(parts)[self._back]
 
     def state_dict(self) -> dict[str, Any]:
-        raise UnsupportedError("A part of a matrix that cuts blocks has no state: save the whole matrix.")
+        raise UnsupportedError(
+            "A part of a matrix that cuts blocks has no state: save the whole matrix."
+        )
 
 
 def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
-    """The submatrix of some rows and columns, as the operator with the most closed forms: what `A[rows, cols]` returns.
+    """The submatrix of some rows and columns, as the operator with the most closed forms: what
+    `A[rows, cols]` returns.
 
-    Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a `Diagonal` one, and
-    block-diagonal of a block-diagonal matrix such as KFAC, with inverse, determinant and so on: blocks that are
-    selected as a whole keep their form, other parts of blocks, Kronecker products and matrices in an eigenbasis are
-    dense. Everything else is a `SubmatrixLinearOperator`.
+    Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a
+    `Diagonal` one, and block-diagonal of a block-diagonal matrix such as KFAC, with inverse,
+    determinant and so on: blocks that are selected as a whole keep their form, other parts of
+    blocks, Kronecker products and matrices in an eigenbasis are dense. Everything else is a
+    `SubmatrixLinearOperator`.
 
     Args:
         A: The matrix.
@@ -265,20 +284,37 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     if same and len(at) and isinstance(A, BlockDiagonal) and not isinstance(A, OwnedBlockDiagonal):
         return _part_of_blocks(A, picked)
     part = SubmatrixLinearOperator(A, picked_rows, picked)
-    if not same or A.structure == Structure.GENERAL or not isinstance(A, (Dense, Kronecker, Eigendecomposed)):
+    if (
+        not same
+        or A.structure == Structure.GENERAL
+        or not isinstance(A, (Dense, Kronecker, Eigendecomposed))
+    ):
         return part
-    if isinstance(A, Kronecker) and not A.batch and isinstance(A.G, Dense) and isinstance(A.A, Dense):
+    if (
+        isinstance(A, Kronecker)
+        and not A.batch
+        and isinstance(A.G, Dense)
+        and isinstance(A.A, Dense)
+    ):
         o, i = at // A.A.size, at % A.A.size
         return Dense(A.G.matrix[o][:, o] * A.A.matrix[i][:, i], A.structure, in_space=picked.space)
     columns = torch.eye(len(at), dtype=A.dtype, device=A.device).split(_COLUMNS, 1)
-    return Dense(torch.cat([part._matmat(X) for X in columns], 1), A.structure, in_space=picked.space)
+    return Dense(
+        torch.cat([part._matmat(X) for X in columns], 1), A.structure, in_space=picked.space
+    )
 
 
 def _part_of_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
-    """A part of each block, in the order of the block; those of which everything is picked stay what they are."""
+    """A part of each block, in the order of the block; those of which everything is picked stay
+    what they are.
+    """
     names = picked.space.names
-    whole = {block: layout for block, layout in A.layouts.items() if set(layout.names) <= set(names)}
-    if sorted(name for layout in whole.values() for name in layout.names) == sorted(names):  # no block is cut
+    whole = {
+        block: layout for block, layout in A.layouts.items() if set(layout.names) <= set(names)
+    }
+    if sorted(name for layout in whole.values() for name in layout.names) == sorted(
+        names
+    ):  # no block is cut
         return BlockDiagonal({block: A.blocks[block] for block in whole}, whole, picked.space)
     new = torch.full((A.shape[0],), -1, device=A.device)
     new[picked.positions] = torch.arange(len(picked.positions), device=A.device)

@@ -8,11 +8,14 @@ import torch
 
 
 class TiedOptimizer(torch.optim.Optimizer):
-    """An optimizer that is neither copied nor pickled: PyTorch's would copy groups and state, and nothing else."""
+    """An optimizer that is neither copied nor pickled: PyTorch's would copy groups and state, and
+    nothing else.
+    """
 
     def __getstate__(self) -> NoReturn:  # type: ignore[override]
         name = type(self).__name__
         raise TypeError(
-            f"A {name} can't be copied or pickled, as it is tied to its model. Make another one with the same "
-            "arguments for the copy of the model, and pass on the state: other.load_state_dict(optimizer.state_dict())."
+            f"A {name} can't be copied or pickled, as it is tied to its model. Make another one "
+            "with the same arguments for the copy of the model, and pass on the state: "
+            "other.load_state_dict(optimizer.state_dict())."
         )

@@ -1,7 +1,8 @@
-"""Mini-batches: read in all formats that are accepted, given to the model, and the graph that it leaves.
+"""Mini-batches: read in all formats that are accepted, given to the model, and the graph that it
+leaves.
 
-Accepted batches: `(X, y)` with `X` a tensor or a mapping of tensors, or one mapping that carries its `labels` (Hugging
-Face).
+Accepted batches: `(X, y)` with `X` a tensor or a mapping of tensors, or one mapping that carries
+its `labels` (Hugging Face).
 """
 
 from __future__ import annotations
@@ -40,26 +41,32 @@ class Batch:
     weight: Tensor | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 def check_data(data: Any) -> None:
     """Refuse what can't be an iterable of batches; nothing is read.
 
-    A `Dataset` of examples would pass where an example looks like a batch: a sequence [T, C] with targets [T] like T
-    examples. So no look at its items could tell, and the caller has to say what they are.
+    A `Dataset` of examples would pass where an example looks like a batch: a sequence [T, C] with
+    targets [T] like T examples. So no look at its items could tell, and the caller has to say what
+    they are.
 
     Raises:
-        TypeError: If it can't be iterated over, or is a map-style `Dataset` that doesn't say itself how.
+        TypeError: If it can't be iterated over, or is a map-style `Dataset` that doesn't say itself
+            how.
     """
     kind = type(data)
-    dataset = isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(kind, "__iter__")
+    dataset = (
+        isinstance(data, Dataset)
+        and not isinstance(data, IterableDataset)
+        and not hasattr(kind, "__iter__")
+    )
     if dataset or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
         advice = (
-            "A Dataset holds single examples: wrap it, DataLoader(dataset, batch_size=...), or if its items are "
-            "batches already, DataLoader(dataset, batch_size=None)."
+            "A Dataset holds single examples: wrap it, DataLoader(dataset, batch_size=...), or if "
+            "its items are batches already, DataLoader(dataset, batch_size=None)."
         )
         raise TypeError(
-            f"`data` is a {kind.__name__}; expected an iterable of batches (X, y): a DataLoader, or for one batch "
-            f"data=[(X, y)].{' ' + advice if dataset else ''}"
+            f"`data` is a {kind.__name__}; expected an iterable of batches (X, y): a DataLoader, "
+            f"or for one batch data=[(X, y)].{' ' + advice if dataset else ''}"
         )
 
 
@@ -71,14 +78,14 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
     """
     if isinstance(data, Iterator):
         raise ValueError(
-            f"`data` is an iterator, which can be read only once, and {reason}. Pass a list of batches or a DataLoader"
-            f"{advice}."
+            f"`data` is an iterator, which can be read only once, and {reason}. Pass a list of "
+            f"batches or a DataLoader{advice}."
         )
 
 
 def known_length(data: Any) -> int | None:
-    """How many batches there are, None if the data don't tell: a DataLoader over an IterableDataset has a `len` that
-    raises.
+    """How many batches there are, None if the data don't tell: a DataLoader over an IterableDataset
+    has a `len` that raises.
     """
     try:
         return len(data)
@@ -86,28 +93,34 @@ def known_length(data: Any) -> int | None:
         return None
 
 
-def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool) -> int:
-    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a mapping's tensors
-    share.
+def count_examples(
+    X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool
+) -> int:
+    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a
+    mapping's tensors share.
     """
     if batch_size_fn is not None:
         return int(batch_size_fn(X))
-    carriers = [X] if isinstance(X, Tensor) else [y] if unpack and isinstance(y, Tensor) and y.ndim else []
+    carriers = (
+        [X] if isinstance(X, Tensor) else [y] if unpack and isinstance(y, Tensor) and y.ndim else []
+    )
     if not carriers and isinstance(X, Mapping):
         carriers = [t for t in X.values() if isinstance(t, Tensor) and t.ndim]
     sizes = {len(t) if t.ndim else -1 for t in carriers}
     if len(sizes) != 1 or -1 in sizes:
         raise ValueError(
-            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, without a first axis "
-            "that carries them. Pass `batch_size_fn`, a function of X that returns the number, for instance "
-            "`batch_size_fn=lambda X: len(X[0])`."
+            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}, "
+            "without a first axis that carries them. Pass `batch_size_fn`, a function of X that "
+            "returns the number, for instance `batch_size_fn=lambda X: len(X[0])`."
         )
     return sizes.pop()
 
 
-# --------------------------------------------------------------------------------------------------- trees of tensors
+# --------------------------------------------------------------------------------- trees of tensors
 def mapped(function: Callable[..., Any], tree: Any, *more: Any) -> Any:
-    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *more)`; other objects stay."""
+    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *more)`; other
+    objects stay.
+    """
     if isinstance(tree, Tensor):
         return function(tree, *more)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
@@ -138,14 +151,18 @@ def copy_of(t: Tensor) -> Tensor:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tensor, mapping, list or tuple."""
-    return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
+    return [
+        t
+        for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
+        if isinstance(t, Tensor)
+    ]
 
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     """Some examples of a batch, with every tensor that carries them.
 
-    None if no tensor of the input does, or if one may have examples times positions on its first axis, or something
-    else, as a bag of tokens or the nodes of a graph.
+    None if no tensor of the input does, or if one may have examples times positions on its first
+    axis, or something else, as a bag of tokens or the nodes of a graph.
     """
     N, seen = batch.num_examples, set[str]()
     first, *more = examples  # one is a view, which costs a tenth
@@ -162,23 +179,29 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
         else:
             seen.add("other")
             return pick(t.unflatten(0, (N, -1))).flatten(0, 1)
-        return t.index_select(axis, torch.tensor(examples, device=t.device)) if more else t.narrow(axis, first, 1)
+        return (
+            t.index_select(axis, torch.tensor(examples, device=t.device))
+            if more
+            else t.narrow(axis, first, 1)
+        )
 
     X = mapped(pick, batch.X)
     clear = seen == {"examples"}
     return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack) if clear else None
 
 
-# ----------------------------------------------------------------------------------------------- the graph of a pass
+# ------------------------------------------------------------------------------ the graph of a pass
 REENTRANT = (
-    "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
-    "than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint (Hugging Face: "
-    "gradient_checkpointing_kwargs={'use_reentrant': False})."
+    "The model uses activation checkpointing with use_reentrant=True, which hides parameters from "
+    "derivatives other than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint "
+    "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False})."
 )
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The node of the graph that made each tensor, None for leaves; modes that watch a model's calls don't see it."""
+    """The node of the graph that made each tensor, None for leaves; modes that watch a model's
+    calls don't see it.
+    """
     with torch._C.DisableTorchFunction():
         return [t.grad_fn for t in tensors]
 
@@ -220,11 +243,12 @@ def gradients_of(
     retain_graph: bool,
     create_graph: bool = False,
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad(outputs, inputs, vectors, allow_unused=True)`, without its comparison of symbolic shapes.
+    """`torch.autograd.grad(outputs, inputs, vectors, allow_unused=True)`, without its comparison of
+    symbolic shapes.
 
-    To compare shapes, that function loads SymPy, a third of a second in the first call of a process, and takes as long
-    in each as a layer of a small network. And it hides modes that watch functions from parts of the model that run
-    again in the backward pass.
+    To compare shapes, that function loads SymPy, a third of a second in the first call of a
+    process, and takes as long in each as a layer of a small network. And it hides modes that watch
+    functions from parts of the model that run again in the backward pass.
 
     Args:
         inputs: Tensors, or edges of the graph.
@@ -233,22 +257,31 @@ def gradients_of(
         create_graph: Whether what comes out is differentiated.
     """
     return _engine_run_backward(
-        tuple(outputs), tuple(vectors), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs),
+        tuple(vectors),
+        retain_graph,
+        create_graph,
+        tuple(inputs),
+        True,
+        accumulate_grad=False,
     )
 
 
 def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
-    """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse graphs with gaps.
+    """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse
+    graphs with gaps.
 
-    Where the batch or all of an axis of the image has length one, strides don't tell whether a tensor is contiguous or
-    channels-last. The CPU kernel of the backward pass takes input and gradient to be alike then, and mixes channels up
-    if they are not: with a loss on `[1, C, H, W]`, for instance. Instance norm calls it with a batch of one.
+    Where the batch or all of an axis of the image has length one, strides don't tell whether a
+    tensor is contiguous or channels-last. The CPU kernel of the backward pass takes input and
+    gradient to be alike then, and mixes channels up if they are not: with a loss on `[1, C, H, W]`,
+    for instance. Instance norm calls it with a batch of one.
 
     Returns:
         Whether there is any batch norm.
 
     Raises:
-        UnsupportedError: If there is reentrant activation checkpointing, which leaves out parameters.
+        UnsupportedError: If there is reentrant activation checkpointing, which leaves out
+            parameters.
 
     Cost: a walk through the graph.
     """
@@ -266,8 +299,9 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
 def raise_unreached() -> NoReturn:
     """The error if derivatives of a model don't reach any parameter."""
     raise UnsupportedError(
-        "The output of the model does not depend on any of the parameters in a way that can be differentiated. Does it "
-        "run under torch.no_grad(), detach its output, or call torch.autograd.grad without create_graph=True?"
+        "The output of the model does not depend on any of the parameters in a way that can be "
+        "differentiated. Does it run under torch.no_grad(), detach its output, or call "
+        "torch.autograd.grad without create_graph=True?"
     )
 
 
@@ -276,14 +310,18 @@ def _copy_ambiguous(N: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     # Of several examples, instance norm makes one of more channels, which is contiguous.
     if g is not None and g.shape[0] == 1 < N and g.is_contiguous():
         return grads
-    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads by its strides.
+    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads
+    # by its strides.
     if g is None or g.device.type != "cpu" or 1 not in (g.shape[0], *g.shape[2:]):
         return grads
     return (torch.stack((g, g), -1)[..., 0], *grads[1:])
 
 
-def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping[str, Tensor]) -> None:
-    """Refuse a model or loss that reads trainable parameters past the modules, where other values stand for them.
+def refuse_outside_reads(
+    reader: str, tensors: Iterable[Tensor], params: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model or loss that reads trainable parameters past the modules, where other values
+    stand for them.
 
     Args:
         reader: Which of the two.
@@ -293,13 +331,16 @@ def refuse_outside_reads(reader: str, tensors: Iterable[Tensor], params: Mapping
     Cost: a walk through the graph.
     """
     own = {id(p): key for key, p in params.items()}
-    if read := {own.get(id(getattr(node, "variable", None))) for node in postorder(nodes_of(tensors))} - {None}:
+    if read := {
+        own.get(id(getattr(node, "variable", None))) for node in postorder(nodes_of(tensors))
+    } - {None}:
         names = [key for key in params if key in read]
         raise UnsupportedError(
-            f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
-            "attributes of modules, such as a list that keeps them, a tensor kept from an earlier call (a cache of "
-            "eval mode), or a penalty in the loss. Derivatives are taken where parameters are replaced in the modules, "
-            "so that part would be left out. Let forward read the attribute (self.weight), keep several in an "
-            "nn.ParameterList, and add the curvature of a penalty to the operator, as in `H + weight_decay * "
-            "IdentityLinearOperator(...)`."
+            f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from "
+            "elsewhere than the attributes of modules, such as a list that keeps them, a tensor "
+            "kept from an earlier call (a cache of eval mode), or a penalty in the loss. "
+            "Derivatives are taken where parameters are replaced in the modules, so that part "
+            "would be left out. Let forward read the attribute (self.weight), keep several in an "
+            "nn.ParameterList, and add the curvature of a penalty to the operator, as in `H + "
+            "weight_decay * IdentityLinearOperator(...)`."
         )

@@ -1,8 +1,10 @@
-"""The self-check: on one graph of a few examples, the layers' rules give the gradients that autograd gives.
+"""The self-check: on one graph of a few examples, the layers' rules give the gradients that
+autograd gives.
 
-Three examples of a batch are run and recorded by themselves. A random vector goes back from all of their outputs, once
-to the layers, whose rules make gradients of single examples, and once to the parameters. Both sides are linear in the
-vector and stand on the same graph, so they agree to rounding for every vector if they do for a random one.
+Three examples of a batch are run and recorded by themselves. A random vector goes back from all of
+their outputs, once to the layers, whose rules make gradients of single examples, and once to the
+parameters. Both sides are linear in the vector and stand on the same graph, so they agree to
+rounding for every vector if they do for a random one.
 """
 
 from __future__ import annotations
@@ -34,44 +36,54 @@ from curvlinops_plus.risk.preserve import (
 from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# How many examples are run by themselves. If three disagree, two are tried: an axis of another meaning may have size 3.
+# How many examples are run by themselves. If three disagree, two are tried: an axis of another
+# meaning may have size 3.
 _FEW = (3, 2)
 # Batches that are looked at although nothing about them is new: 1, 4, 16, 64, ...
 _REGULARLY = {4**k for k in range(32)}
-#: Largest relative difference of two gradients on one graph that passes as rounding, by bytes of a number. Models in
-#: float64 may have norms that compute in float32 whatever they get.
+#: Largest relative difference of two gradients on one graph that passes as rounding, by bytes of a
+#: number. Models in float64 may have norms that compute in float32 whatever they get.
 _ROUNDING = {2: 5e-2, 4: 1e-5, 8: 1e-6}
 
 _CAUSES = (
-    "Does something else read the parameter, does another axis than the first of the layer's output carry the examples "
-    "(say example_axis=), does the module compute something else when it is run again, does a hook change what it "
-    "returns, or is something differentiated in the forward pass?"
+    "Does something else read the parameter, does another axis than the first of the layer's "
+    "output carry the examples (say example_axis=), does the module compute something else when it "
+    "is run again, does a hook change what it returns, or is something differentiated in the "
+    "forward pass?"
 )
 
 
 def check_batch(
-    risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+    risk: EmpiricalRisk,
+    recorder: Recorder,
+    batch: Batch,
+    outputs: Sequence[Tensor],
+    repeatable: bool,
 ) -> None:
-    """Compare a recorded batch with a few of its examples: the first batch, those of a new kind, and the 4ᵏth ones.
+    """Compare a recorded batch with a few of its examples: the first batch, those of a new kind,
+    and the 4ᵏth ones.
 
-    A batch is of a new kind if other layers are called, if layers return one row for all examples where they didn't
-    before, or get examples in other inputs. Which vectors are sent back makes no difference.
+    A batch is of a new kind if other layers are called, if layers return one row for all examples
+    where they didn't before, or get examples in other inputs. Which vectors are sent back makes no
+    difference.
 
     Args:
         outputs: Of the recorded pass, with their graph.
         repeatable: Whether two evaluations of the model have to agree; not so in training loops.
 
     Raises:
-        OutsideReads: If a layer's rule disagrees with autograd, or takes for rows of examples what is none.
+        OutsideReads: If a layer's rule disagrees with autograd, or takes for rows of examples what
+            is none.
         UnsupportedError: If examples depend on each other, as by batch norm in training mode.
         RuntimeError: If two evaluations of the model disagree.
 
     Warns:
-        CurvatureWarning: In training loops, once, if the model can't be run again, or if batch norm keeps no running
-            statistics; nothing is compared then.
+        CurvatureWarning: In training loops, once, if the model can't be run again, or if batch norm
+            keeps no running statistics; nothing is compared then.
 
-    Cost: a forward pass of three examples and two backward passes, one of them with gradients of the parameters; of the
-    whole batch where three examples can't be run by themselves (graphs, bags of tokens).
+    Cost: a forward pass of three examples and two backward passes, one of them with gradients of
+    the parameters; of the whole batch where three examples can't be run by themselves (graphs, bags
+    of tokens).
     """
     checked = risk.checked
     checked.batches += 1
@@ -79,17 +91,22 @@ def check_batch(
     due = kind not in checked.seen or risk.options.check == "every" or checked.batches in _REGULARLY
     if not risk.options.check or not due:
         return
-    norms = {name: m for name, m in risk.model.named_modules() if m.training and isinstance(m, _BatchNorm)}
+    norms = {
+        name: m
+        for name, m in risk.model.named_modules()
+        if m.training and isinstance(m, _BatchNorm)
+    }
     if norms and repeatable:
         raise UnsupportedError(
-            f"{[*norms]} are batch norm in training mode: the examples of a batch depend on each other. Call "
-            "model.eval() first, or say EmpiricalRisk(..., check=False)."
+            f"{[*norms]} are batch norm in training mode: the examples of a batch depend on each "
+            "other. Call model.eval() first, or say EmpiricalRisk(..., check=False)."
         )
     if untracked := [name for name, norm in norms.items() if norm.running_mean is None]:
         _warn_once(
             risk,
-            f"{untracked} are batch norm in training mode: the examples of a batch depend on each other. Without "
-            "running statistics the gradients of layers can't be compared with autograd's.",
+            f"{untracked} are batch norm in training mode: the examples of a batch depend on each "
+            "other. Without running statistics the gradients of layers can't be compared with "
+            "autograd's.",
         )
         return
     if _Check(risk, recorder, batch, outputs, repeatable, list(norms.values())).passes():
@@ -110,13 +127,13 @@ class _CannotRun(Exception):
 class _Check:
     """One comparison; arguments as for `check_batch`.
 
-    A row that is taken for another example's changes no sum over examples. So each example has a factor: on one side
-    rows of the layers are multiplied by it, on the other what is sent back. Factors are powers of two, which commute
-    with rounding.
+    A row that is taken for another example's changes no sum over examples. So each example has a
+    factor: on one side rows of the layers are multiplied by it, on the other what is sent back.
+    Factors are powers of two, which commute with rounding.
 
     Args:
-        norms: Batch norms in training mode, which use their running statistics meanwhile: layers, reads and axes stay
-            the same.
+        norms: Batch norms in training mode, which use their running statistics meanwhile: layers,
+            reads and axes stay the same.
     """
 
     risk: EmpiricalRisk
@@ -146,7 +163,9 @@ class _Check:
                     break
                 try:
                     return self._compare(few, chosen)
-                except _CannotRun:  # the whole batch, which is run instead, raises what else is wrong
+                except (
+                    _CannotRun
+                ):  # the whole batch, which is run instead, raises what else is wrong
                     break
                 except OutsideReads as error:
                     disagreement = disagreement or error
@@ -161,8 +180,9 @@ class _Check:
                     raise
                 _warn_once(
                     self.risk,
-                    "The gradients that layers' rules give are not compared with autograd's: the model can't be run "
-                    f"again on a batch of the training loop, {type(error).__name__}: {error}.",
+                    "The gradients that layers' rules give are not compared with autograd's: the "
+                    "model can't be run again on a batch of the training loop, "
+                    f"{type(error).__name__}: {error}.",
                 )
                 return True
 
@@ -179,7 +199,9 @@ class _Check:
     def _compare(self, few: Batch, chosen: Sequence[int]) -> bool:
         """Run and record these examples, and compare what was recorded."""
         params = self.risk.params
-        if not self.recorder.backward or all(p.requires_grad and not p._backward_hooks for p in params.values()):
+        if not self.recorder.backward or all(
+            p.requires_grad and not p._backward_hooks for p in params.values()
+        ):
             return self._compare_at(None, params, few, chosen)
         # Frozen ones have no gradients, and hooks are the user's.
         free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
@@ -190,7 +212,9 @@ class _Check:
     ) -> bool:
         """The same, at these tensors in place of the parameters."""
         main = self.recorder
-        small = Recorder(main.layers, main.example_axis, main.backward, params=params, ignored=main.ignored)
+        small = Recorder(
+            main.layers, main.example_axis, main.backward, params=params, ignored=main.ignored
+        )
         before = RandomState.now(self.risk.device) if self.repeatable else None
         with small:
             try:
@@ -212,9 +236,13 @@ class _Check:
             self._compare_kinds(small)
             return not main.backward or self._compare_gradients(small, outputs, params)
 
-    # -------------------------------------------------------------------------------------- outputs, and axes of inputs
-    def _compare_outputs(self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]) -> None:
-        """Refuse examples whose outputs depend on the rest of the batch, and models that are random."""
+    # ------------------------------------------------------------------ outputs, and axes of inputs
+    def _compare_outputs(
+        self, small: Recorder, outputs: Sequence[Tensor], few: Batch, chosen: Sequence[int]
+    ) -> None:
+        """Refuse examples whose outputs depend on the rest of the batch, and models that are
+        random.
+        """
         N = self.batch.num_examples
         at = torch.tensor(chosen, device=self.risk.device)
         rows = [F.unflatten(0, (N, -1)).index_select(0, at).flatten(0, 1) for F in self.outputs]
@@ -230,10 +258,11 @@ class _Check:
         if different := self._difference(again, self.outputs):
             raise _random(self.risk, different)
         raise UnsupportedError(
-            f"The model's outputs for {len(chosen)} of {N} examples, by themselves, differ from those in the batch by "
-            f"{away:.1e} of the norm: the examples of a batch depend on each other, so they have no gradients of their "
-            "own. (Or code of the model depends on the number of examples, as `len(x)`; or a tensor of the input has "
-            "as many rows as there are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) "
+            f"The model's outputs for {len(chosen)} of {N} examples, by themselves, differ from "
+            f"those in the batch by {away:.1e} of the norm: the examples of a batch depend on each "
+            "other, so they have no gradients of their own. (Or code of the model depends on the "
+            "number of examples, as `len(x)`; or a tensor of the input has as many rows as there "
+            "are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) "
             "continues without this check; results may be wrong."
         )
 
@@ -250,25 +279,33 @@ class _Check:
     def _compare_kinds(self, small: Recorder) -> None:
         """Require that calls have the examples in the same inputs whatever the number of examples.
 
-        A table of T rows looks like a row for each example in a batch of T examples, and in no other.
+        A table of T rows looks like a row for each example in a batch of T examples, and in no
+        other.
         """
         if small.num_examples == self.batch.num_examples:
             return
         for layer in small.layers:
             for use in layer.uses:
-                here, there = ({kind for kind in r.kinds if kind[0] == use.name} for r in (small, self.recorder))
+                here, there = (
+                    {kind for kind in r.kinds if kind[0] == use.name}
+                    for r in (small, self.recorder)
+                )
                 if there and not here <= there:
                     raise OutsideReads(
-                        f"{layer.title} ({type(use.owner).__name__}) has the examples on other axes of its inputs in a "
-                        f"batch of {small.num_examples} examples than in one of {self.batch.num_examples}: a table "
-                        "has as many rows as there are examples. Give it an axis of size 1 in front, make it a buffer "
-                        f"of the layer, or leave the parameters {list(layer.params)} out of `params`.",
+                        f"{layer.title} ({type(use.owner).__name__}) has the examples on other "
+                        f"axes of its inputs in a batch of {small.num_examples} examples than in "
+                        f"one of {self.batch.num_examples}: a table has as many rows as there are "
+                        "examples. Give it an axis of size 1 in front, make it a buffer of the "
+                        f"layer, or leave the parameters {list(layer.params)} out of `params`.",
                         layer.params,
                     )
 
-    # -------------------------------------------------------------------------------------------------------- gradients
-    def _compare_gradients(self, small: Recorder, outputs: Sequence[Tensor], params: dict[str, Tensor]) -> bool:
-        """Compare `Σ_n r_n J_nᵀ v_n` by the layers' rules and by autograd, for a random vector at all outputs.
+    # ------------------------------------------------------------------------------------ gradients
+    def _compare_gradients(
+        self, small: Recorder, outputs: Sequence[Tensor], params: dict[str, Tensor]
+    ) -> bool:
+        """Compare `Σ_n r_n J_nᵀ v_n` by the layers' rules and by autograd, for a random vector at
+        all outputs.
 
         Returns:
             Whether all layers have gradients that are more than rounding.
@@ -303,9 +340,11 @@ class _Check:
         for layer, size in zip(layers, sizes, strict=True):
             away = math.hypot(*[away_of[key] for key in layer.params])
             tolerance = rounding_of(layer, small)
-            # A gradient of which rounding is all that is left is compared with the others, or with what was sent. What
-            # is not finite is refused with the statistic that it makes.
-            floor = 0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
+            # A gradient of which rounding is all that is left is compared with the others, or with
+            # what was sent. What is not finite is refused with the statistic that it makes.
+            floor = (
+                0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
+            )
             if math.isfinite(away) and math.isfinite(size) and away > tolerance * size + floor:
                 wrong.append((layer, size, away))
             self.risk.checked.errors[layer.name] = away / size if size > 0 else away
@@ -314,7 +353,9 @@ class _Check:
             raise self._disagreement(small, wrong, ours)
         return all_told
 
-    def _by_rules(self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _by_rules(
+        self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
         """The sum by the layers' rules: rows of each example times its factor."""
         sums: dict[str, Tensor] = {}
 
@@ -326,22 +367,28 @@ class _Check:
                 raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise OutsideReads(
-                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded "
-                    f"call, with {type(error).__name__}: {error}. {_CAUSES} Leave the parameters "
-                    f"{list(layer.params)} out of `params`, or restructure that part of the model.",
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule "
+                    f"failed on a recorded call, with {type(error).__name__}: {error}. {_CAUSES} "
+                    f"Leave the parameters {list(layer.params)} out of `params`, or restructure "
+                    "that part of the model.",
                     layer.params,
                 ) from error
 
         small.begin(add)
         small.send_one(live, vectors)
         like = {key: p for layer in small.layers for key, p in layer.params.items()}
-        return {key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p) for key, p in like.items()}
+        return {
+            key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p)
+            for key, p in like.items()
+        }
 
     def _sum_of(self, batch: LayerBatch) -> dict[str, Tensor]:
         layer = batch.layer
         for call in batch.calls:
             several = isinstance(call.grads, list)  # [1, few · positions, ...] each
-            call.grads = [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
+            call.grads = (
+                [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
+            )
         # The examples are taken for positions of one: their sum is one product.
         whole = LayerBatch(layer, batch.calls, 1)
         if not whole.whole:
@@ -354,9 +401,15 @@ class _Check:
         return sums
 
     def _by_autograd(
-        self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor], params: dict[str, Tensor]
+        self,
+        small: Recorder,
+        live: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        params: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """The sum by a plain backward pass: what is sent back from each example times its factor."""
+        """The sum by a plain backward pass: what is sent back from each example times its
+        factor.
+        """
         sent, power = small.in_range([self._scaled(v) for v in vectors], live)
         gradients = gradients_of(live, list(params.values()), sent, False)
         sums: dict[str, Tensor] = {}
@@ -383,14 +436,23 @@ class _Check:
         (layer, size, away), *others = wrong
         norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
         called = layer in [small.layers[index] for index in small.by_layer]
-        causes = _CAUSES if called else "The layer was not called, so something else reads the parameters."
-        turned_off = "EmpiricalRisk(..., check=False)" if self.repeatable else "KFACOptimizer(..., check=False)"
+        causes = (
+            _CAUSES
+            if called
+            else "The layer was not called, so something else reads the parameters."
+        )
+        turned_off = (
+            "EmpiricalRisk(..., check=False)"
+            if self.repeatable
+            else "KFACOptimizer(..., check=False)"
+        )
         also = f" So do those of {[other.name for other, *_ in others]}." if others else ""
         return OutsideReads(
-            f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of {list(layer.params)} for "
-            f"{small.num_examples} of {self.batch.num_examples} examples have norm {norm:.4g} by the layer's rule and "
-            f"{size:.4g} by autograd, and differ by {away:.2g}.{also} {causes} Leave them out of `params`, or "
-            f"restructure that part of the model. {turned_off} continues without this check; results may be wrong.",
+            f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of "
+            f"{list(layer.params)} for {small.num_examples} of {self.batch.num_examples} examples "
+            f"have norm {norm:.4g} by the layer's rule and {size:.4g} by autograd, and differ by "
+            f"{away:.2g}.{also} {causes} Leave them out of `params`, or restructure that part of "
+            f"the model. {turned_off} continues without this check; results may be wrong.",
             [key for wrong_layer, *_ in wrong for key in wrong_layer.params],
         )
 
@@ -405,19 +467,24 @@ def _factors(number: int) -> Tensor:
 
 def rounding_of(layer: Layer, recorder: Recorder) -> float:
     """What passes as rounding for a layer's gradients."""
-    sizes = [dtype.itemsize for dtype in recorder.dtypes] + [p.dtype.itemsize for p in layer.params.values()]
+    sizes = [dtype.itemsize for dtype in recorder.dtypes] + [
+        p.dtype.itemsize for p in layer.params.values()
+    ]
     coarsest = min(sizes)
     return with_short_products(_ROUNDING[coarsest], coarsest, layer.device)
 
 
-# ------------------------------------------------------------------------------------------- two evaluations that agree
+# ----------------------------------------------------------------------- two evaluations that agree
 def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
-    """Compare two evaluations of the model on three examples of a batch, once for each mode of its modules.
+    """Compare two evaluations of the model on three examples of a batch, once for each mode of its
+    modules.
 
     Raises:
-        RuntimeError: If they differ, or if a model in training mode draws random numbers at all: it may differ rarely.
+        RuntimeError: If they differ, or if a model in training mode draws random numbers at all: it
+            may differ rarely.
 
-    Cost: once, two forward passes of three examples, or of the batch where these can't be run by themselves.
+    Cost: once, two forward passes of three examples, or of the batch where these can't be run by
+    themselves.
     """
     modes = tuple(m.training for m in risk.model.modules())
     if not risk.options.check or modes in risk.checked.modes:
@@ -434,7 +501,8 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
             if away > TOLERANCE[f.element_size()]:
                 raise _random(risk, away)
         _refuse_draws(risk, before)
-    torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
+    # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
+    torch.clear_autocast_cache()
     risk.checked.modes.add(modes)
 
 
@@ -442,8 +510,9 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
     if RandomState.now(risk.device) != before and any(m.training for m in risk.model.modules()):
         names = training_modules(risk.model) or "code of its own"
         raise RuntimeError(
-            f"The model draws random numbers in training mode, in {names}, so that evaluations may differ, if rarely: "
-            "call model.eval(). check_deterministic=False takes them as they come."
+            f"The model draws random numbers in training mode, in {names}, so that evaluations may "
+            "differ, if rarely: call model.eval(). check_deterministic=False takes them as they "
+            "come."
         )
 
 
@@ -452,7 +521,7 @@ def _random(risk: EmpiricalRisk, away: float) -> RuntimeError:
     random = training_modules(risk.model)
     cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
     return RuntimeError(
-        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm. "
-        f"{cause or 'Does it draw random numbers, or count its calls?'} check_deterministic=False takes them as they "
-        "come."
+        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's "
+        f"norm. {cause or 'Does it draw random numbers, or count its calls?'} "
+        "check_deterministic=False takes them as they come."
     )

@@ -1,8 +1,10 @@
-"""The calls of one layer in one mini-batch: rows, and gradients of each example; all that an approximation reads.
+"""The calls of one layer in one mini-batch: rows, and gradients of each example; all that an
+approximation reads.
 
-Shapes, here and in every accumulator: N examples, V vectors backpropagated, S positions at which an affine layer's
-weight is used (all calls of a shared module included), i and o the columns and rows of the layer's parameters as one
-matrix. A layer of several matrices (groups of a convolution) has one more axis `b`; `[*b]` stands for none or this one.
+Shapes, here and in every accumulator: N examples, V vectors backpropagated, S positions at which an
+affine layer's weight is used (all calls of a shared module included), i and o the columns and rows
+of the layer's parameters as one matrix. A layer of several matrices (groups of a convolution) has
+one more axis `b`; `[*b]` stands for none or this one.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from curvlinops_plus.layer.squares import row_products, squared_examples, square
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk.layers import Call, Group, Layer, OutsideReads, Role, title
 
-# Per-example gradients that are only needed one after the other are formed in pieces of about this size.
+# Per-example gradients that are only needed one after the other are formed in pieces of about this
+# size.
 _PIECE_BYTES = 2**26
-# Patches of images are formed in pieces that a processor's cache can hold, but not too few at a time for fast products.
+# Patches of images are formed in pieces that a processor's cache can hold, but not too few at a
+# time for fast products.
 _ROW_BYTES = 2**20
 _ROWS = 256
 
@@ -42,16 +46,19 @@ class LayerBatch:
         layer: The layer.
         calls: Its calls, in the order in which they happened.
         num_examples: N.
-        first: Whether the inputs are new. A batch through which several vectors are sent one after the other is shown
-            once per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
+        first: Whether the inputs are new. A batch through which several vectors are sent one after
+            the other is shown once per vector, with the same inputs; a statistic of inputs alone is
+            counted when `first` is True.
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
-        example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
+        example_weights: Weights of the examples [N], None for ones. Gradients carry their roots
+            already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: What all calls multiply with; None if there is no matrix, or if there are several.
         whole: Whether all calls multiply with the layer's matrix.
         keys: Keys of the parameters that the batch is restricted to.
         weight: Whether the weight is among them.
-        bias: Whether the bias is, as one more column of the role's matrix: a column of ones in the inputs.
+        bias: Whether the bias is, as one more column of the role's matrix: a column of ones in the
+            inputs.
         sparse: Whether the inputs are `SparseRows`.
     """
 
@@ -79,13 +86,14 @@ class LayerBatch:
         self.weight = layer.weight in self.keys
         self.bias = self.whole and layer.bias in self.keys
 
-    # ------------------------------------------------------------------------------------------------ parts of a batch
+    # ----------------------------------------------------------------------------- parts of a batch
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`."""
         return self if group is self.group else replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
-        """The batch restricted to each role, in the layer's order; a role that was not called has no calls.
+        """The batch restricted to each role, in the layer's order; a role that was not called has
+        no calls.
 
         A layer whose parameters belong to one module has one role: the batch itself.
         """
@@ -93,7 +101,10 @@ class LayerBatch:
             return [self]
         modules = [{id(use.module) for use in role.uses} for role in self.layer.roles]
         calls = [[call for call in self.calls if id(call.use.module) in own] for own in modules]
-        return [replace(self, calls=own, role=role) for own, role in zip(calls, self.layer.roles, strict=True)]
+        return [
+            replace(self, calls=own, role=role)
+            for own, role in zip(calls, self.layer.roles, strict=True)
+        ]
 
     def examples(self, chosen: slice | Tensor, vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
@@ -118,7 +129,10 @@ class LayerBatch:
             if call.in_axes is None:
                 args = (rows_of(args[0], 0),)
             else:
-                axes, rows = iter(call.in_axes), (grads if isinstance(grads, Tensor) else grads[0]).shape[1]
+                axes, rows = (
+                    iter(call.in_axes),
+                    (grads if isinstance(grads, Tensor) else grads[0]).shape[1],
+                )
 
                 def taken(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
                     return t if next(axes) is None or len(t) != rows else rows_of(t, 0)
@@ -132,11 +146,15 @@ class LayerBatch:
             part.args, part.kwargs, part.grads = args, kwargs, grads
             calls.append(part)
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
-        mask, weights = (None if t is None else take(t, 0) for t in (self.mask, self.example_weights))
+        mask, weights = (
+            None if t is None else take(t, 0) for t in (self.mask, self.example_weights)
+        )
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights)
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
-        """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
+        """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64
+        MiB by default.
+        """
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)
         return self._cut(_PIECE_BYTES if max_bytes is None else max_bytes, numbers)
 
@@ -155,7 +173,7 @@ class LayerBatch:
         grads = self.calls[0].grads
         return 0 if grads is None else (grads if isinstance(grads, Tensor) else grads[0]).shape[0]
 
-    # ------------------------------------------------------------------------------------------ rows of affine layers
+    # ------------------------------------------------------------------------ rows of affine layers
     @cached_property
     def inputs(self) -> Tensor | SparseRows:
         """Rows `a`, [N, S, *b, i]; a column of ones is the bias's, masked rows are zero.
@@ -194,16 +212,24 @@ class LayerBatch:
         if self.weight and (call := self._only_call) is not None:
             a = call.rule.mean_inputs(call.use.module, call.args[0])
             a = a.unflatten(0, (self.num_examples, -1)).mean(1)
-            return torch.cat([a, torch.full_like(a[..., :1], "bias" in call.use.keys)], -1) if self.bias else a
+            return (
+                torch.cat([a, torch.full_like(a[..., :1], "bias" in call.use.keys)], -1)
+                if self.bias
+                else a
+            )
         assert isinstance(self.inputs, Tensor)
         return self.inputs.sum(1) / self._kept.clamp(min=1)
 
     def bias_grads(self) -> Tensor:
-        """Gradients of the bias for each example, [V, N, *b, o]: those of calls that add it, over all positions."""
+        """Gradients of the bias for each example, [V, N, *b, o]: those of calls that add it, over
+        all positions.
+        """
         adding = [float("bias" in call.use.keys) for call in self.calls]
         if 0.0 not in adding:
             return self.grads.sum(2)
-        return torch.stack([g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]).sum(0)
+        return torch.stack(
+            [g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]
+        ).sum(0)
 
     def stacked_inputs(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `input_gram` as one matrix [M, i], without the bias's ones.
@@ -213,7 +239,9 @@ class LayerBatch:
         call = self._only_call
         if call is None or not self.weight or self.sparse or self.example_weights is not None:
             return None
-        if (self.bias and "bias" not in call.use.keys) or type(call.rule).input_gram is not AffineRule.input_gram:
+        if (self.bias and "bias" not in call.use.keys) or type(
+            call.rule
+        ).input_gram is not AffineRule.input_gram:
             return None
         a = self._inputs[0]
         if isinstance(a, SparseRows) or a.ndim > 3:
@@ -221,22 +249,34 @@ class LayerBatch:
         return a.mean(1) if reduce else a.flatten(0, 1)
 
     def packed_gram(self) -> tuple[Tensor, float] | None:
-        """Numbers of whose sums the rule of the layer's only use makes `input_gram`, and the number of rows.
+        """Numbers of whose sums the rule of the layer's only use makes `input_gram`, and the number
+        of rows.
 
         None if there is another way to it.
         """
         call = self._only_call
-        if call is None or len(self.layer.uses) > 1 or not self.weight or self.example_weights is not None:
+        if (
+            call is None
+            or len(self.layer.uses) > 1
+            or not self.weight
+            or self.example_weights is not None
+        ):
             return None
         return call.rule.packed_gram(call.use.module, call.args[0], self.bias)
 
-    def input_gram(self, reduce: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor | float]:
-        """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
+    def input_gram(
+        self, reduce: bool = False, diagonal: bool = False
+    ) -> tuple[Tensor, Tensor | float]:
+        """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the
+        diagonal [i].
 
-        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals alone [*b, i].
-        An example counts as often as its weight says.
+        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals
+        alone [*b, i]. An example counts as often as its weight says.
         """
-        weights, by_rule = self.example_weights, self.weight and not (reduce or diagonal or self.sparse)
+        weights, by_rule = (
+            self.example_weights,
+            self.weight and not (reduce or diagonal or self.sparse),
+        )
         by_rule = by_rule and weights is None and not any(call.rule.sparse for call in self.calls)
         if by_rule and all(mask is None for mask in self._masks):
             total, number = torch.zeros(()), 0.0
@@ -246,7 +286,9 @@ class LayerBatch:
                 count = float(rows) if read is None else rows * read.to(part.dtype)[:, None, None]
                 if self.bias:
                     adds = float("bias" in call.use.keys)
-                    part = F.pad(part, (0, 1, 0, 1))  # one copy of what may be the largest matrix of all
+                    part = F.pad(
+                        part, (0, 1, 0, 1)
+                    )  # one copy of what may be the largest matrix of all
                     part[..., -1, :-1] = part[..., :-1, -1] = row_sum * adds
                     part[..., -1:, -1:] = count * adds
                 total, number = part if call is self.calls[0] else total + part, number + count
@@ -262,7 +304,9 @@ class LayerBatch:
             total = a.square().sum(0) if diagonal else gram(a)
         kept = (self._kept > 0 if reduce else self._kept).to(total.dtype)  # [N, *b, 1]
         number = (kept if weights is None else kept * _beside(weights.to(kept), kept.ndim)).sum(0)
-        return total, number.sum() if number.numel() == 1 else number if diagonal else number[..., None]
+        return total, number.sum() if number.numel() == 1 else number if diagonal else number[
+            ..., None
+        ]
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
@@ -293,9 +337,10 @@ class LayerBatch:
                 f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
         return UnsupportedError(
-            f"{layer.title} ({owner}) {'is shared by several modules' if layer.tied else 'has no affine rule'}, so it "
-            "has no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule and register it "
-            f"with @register_rule({owner})."
+            f"{layer.title} ({owner}) "
+            f"{'is shared by several modules' if layer.tied else 'has no affine rule'}, so it has "
+            "no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule "
+            f"and register it with @register_rule({owner})."
         )
 
     @cached_property
@@ -305,14 +350,22 @@ class LayerBatch:
             raise self._no_matrix()
         call = self.calls[0]
         every = (self.mask is None and not call.rule.sparse) or self._masks[0] is None
-        return call if len(self.calls) == 1 and every and call.rule.reads(call.use.module) is None else None
+        return (
+            call
+            if len(self.calls) == 1 and every and call.rule.reads(call.use.module) is None
+            else None
+        )
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for all."""
+        """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for
+        all.
+        """
         found: list[Tensor | None] = [None] * len(self.calls)
         for k, call in enumerate(self.calls):
-            if not isinstance(call.rule, AffineRule) or (self.mask is None and not call.rule.sparse):
+            if not isinstance(call.rule, AffineRule) or (
+                self.mask is None and not call.rule.sparse
+            ):
                 continue
             kept = self._inputs[k].kept if call.rule.sparse else None
             if self.mask is not None and self.mask.shape[1] == self._positions(k):
@@ -324,32 +377,48 @@ class LayerBatch:
         """Positions of one call: rows of the module's input per example."""
         if (call := self.calls[k]).grads is None:
             return self._inputs[k].shape[1]
-        return call.rule.grads(call.use.module, call.grads[:1]).shape[1:3].numel() // self.num_examples
+        return (
+            call.rule.grads(call.use.module, call.grads[:1]).shape[1:3].numel() // self.num_examples
+        )
 
     @cached_property
     def _kept(self) -> Tensor:
-        """How many rows of each example count [N, *b, 1], or the same for all matrices [N, *1, 1]."""
+        """How many rows of each example count [N, *b, 1], or the same for all matrices [N, *1,
+        1].
+        """
         total: Any = 0.0
         for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
             N, read = self.num_examples, call.rule.reads(call.use.module)
-            kept = torch.full((N,), self._positions(k), device=self.layer.device) if mask is None else mask.sum(1)
+            kept = (
+                torch.full((N,), self._positions(k), device=self.layer.device)
+                if mask is None
+                else mask.sum(1)
+            )
             kept = _beside(kept, len(self.layer.groups[0].layout.matrix_shape))
             total = total + (kept if read is None else kept * read[:, None])
         return total
 
     @cached_property
     def _inputs(self) -> Any:
-        """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias; None of other rules."""
+        """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias;
+        None of other rules.
+        """
         found = []
         for call in self.calls:
-            a = call.rule.rows(call.use.module, call.args[0]) if isinstance(call.rule, AffineRule) else None
+            a = (
+                call.rule.rows(call.use.module, call.args[0])
+                if isinstance(call.rule, AffineRule)
+                else None
+            )
             shape = () if a is None or isinstance(a, SparseRows) else (-1, *a.shape[2:])
             found.append(None if a is None else a.reshape(self.num_examples, *shape))
         return found
 
     @cached_property
     def _grads(self) -> list[Any]:
-        """Gradients of the products of each call [V, N, S, *b, o], zero where they don't count; None of other rules."""
+        """Gradients of the products of each call [V, N, S, *b, o], zero where they don't count;
+        None of other rules.
+        """
         found = []
         for call, mask in zip(self.calls, self._masks, strict=True):
             if not isinstance(call.rule, AffineRule):
@@ -360,10 +429,11 @@ class LayerBatch:
             found.append(g if mask is None else g * _beside(mask, g.ndim - 1))
         return found
 
-    # ---------------------------------------------------------------------------------------- gradients of each example
+    # -------------------------------------------------------------------- gradients of each example
     @cached_property
     def per_example_grads(self) -> Tensor:
-        """Gradients of each example, `J` [V, N, *b, rows, columns] in the layout of the parameters it is restricted to.
+        """Gradients of each example, `J` [V, N, *b, rows, columns] in the layout of the parameters
+        it is restricted to.
 
         Summed over positions, calls and modules that share the parameter.
         """
@@ -371,7 +441,9 @@ class LayerBatch:
             if not self.weight:
                 return self.bias_grads()[..., None]
             total = outer_products(self._grads[0], self._inputs[0])
-            for g, a in zip(self._grads[1:], self._inputs[1:], strict=True):  # a cat along S would copy everything
+            for g, a in zip(
+                self._grads[1:], self._inputs[1:], strict=True
+            ):  # a cat along S would copy everything
                 total = total.add_(outer_products(g, a))
             return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
         (group,) = self.layer.groups if self.group is None else (self.group,)
@@ -383,10 +455,12 @@ class LayerBatch:
         """Inner products of `per_example_grads` with some matrices, [V, N, K].
 
         Args:
-            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted to.
+            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted
+                to.
 
-        Cost: from rows where no weight is shared by positions. Else gradients per example are formed in pieces, never
-        all at once; those of sparse rows not at all. Roles of a tied parameter add up.
+        Cost: from rows where no weight is shared by positions. Else gradients per example are
+        formed in pieces, never all at once; those of sparse rows not at all. Roles of a tied
+        parameter add up.
         """
         if len(self.layer.roles) > 1 and self.role is None:
             parts = [part.inner_products(C) for part in self.roles() if part.calls]
@@ -395,23 +469,28 @@ class LayerBatch:
         if by_rows and isinstance(self.inputs, SparseRows):
             return self.inputs.inner_products(self.grads, C)
         if not by_rows or C.ndim > 3 or self.grads.shape[2] > 1:
-            return torch.cat([piece.per_example_grads.flatten(2) @ C.flatten(1).T for piece in self.pieces()], 1)
+            return torch.cat(
+                [piece.per_example_grads.flatten(2) @ C.flatten(1).T for piece in self.pieces()], 1
+            )
         parts = []
         for piece in self._cut(_PIECE_BYTES, sum(C.shape[1:]) + len(C) * min(C.shape[1:])):
             assert isinstance(piece.inputs, Tensor)
             parts.append(row_products(piece.grads[:, :, 0], piece.inputs[:, 0], C))
         return torch.cat(parts, 1)
 
-    def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None) -> Tensor:
-        """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
+    def squared_grads(
+        self, QG: Tensor | None = None, QA: Tensor | None = None, total: Tensor | None = None
+    ) -> Tensor:
+        """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact
+        block in a basis.
 
         Args:
             QG: Basis of the rows [*b, rows, rows], None for the identity.
             QA: Basis of the columns [*b, columns, columns], likewise.
             total: What it is added to, if it is not the first one; it is returned then.
 
-        Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
-        all, unless there is a basis of the columns.
+        Cost: rows and gradients per example are formed in pieces, never all at once; gradients of
+        sparse rows not at all, unless there is a basis of the columns.
         """
         by_rows = self.whole and self.weight
         if by_rows and self.sparse and QA is None:
@@ -422,8 +501,16 @@ class LayerBatch:
         from_rows = dense and not self._many_positions
         for piece in self._row_pieces() if dense else self.pieces():
             if from_rows:
-                ones = self.bias and all("bias" in call.use.keys for call in piece.calls)  # else they are stored
-                a: Any = piece.inputs if not ones else piece._inputs[0] if len(piece.calls) == 1 else piece._inputs
+                ones = self.bias and all(
+                    "bias" in call.use.keys for call in piece.calls
+                )  # else they are stored
+                a: Any = (
+                    piece.inputs
+                    if not ones
+                    else piece._inputs[0]
+                    if len(piece.calls) == 1
+                    else piece._inputs
+                )
                 a = torch.cat(a, 1) if isinstance(a, list) else a
                 for g in piece.grads:
                     total = squared_gradients(g, a, QG, QA, ones, total)
@@ -443,44 +530,71 @@ class LayerBatch:
     @property
     def _shared_positions(self) -> int:
         """Of all calls and matrices, per example."""
-        outputs = sum([call.grads.shape[1:].numel() for call in self.calls])  # examples · positions · b · o
+        outputs = sum(
+            [call.grads.shape[1:].numel() for call in self.calls]
+        )  # examples · positions · b · o
         return outputs // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
 
     @property
     def _many_positions(self) -> bool:
-        """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or not."""
+        """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or
+        not.
+        """
         *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
         return self._shared_positions > math.prod(batch) * max(rows, columns)
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
-        V, N, dtype, total = self.num_vectors, self.num_examples, self.layer.accumulation_dtype, dict[str, Tensor]()
+        V, N, dtype, total = (
+            self.num_vectors,
+            self.num_examples,
+            self.layer.accumulation_dtype,
+            dict[str, Tensor](),
+        )
         for k, call in enumerate(self.calls):
             for local, J in self._call_grads(k).items():
                 if (key := call.use.keys.get(local)) in self.keys:
                     J = (J if J.shape[1] == N else J.unflatten(1, (N, -1)).sum(2)).to(dtype)
                     total[key] = total[key] + J if key in total else J
-        for key in set(self.keys) - total.keys():  # a module of a tied parameter that was not called in this batch
+        for key in (
+            set(self.keys) - total.keys()
+        ):  # a module of a tied parameter that was not called in this batch
             p = self.layer.params[key]
             total[key] = torch.zeros(V, N, *p.shape, dtype=dtype, device=p.device)
         return total
 
     def _call_grads(self, k: int) -> dict[str, Tensor]:
-        """Gradients of the rows of one call in its parameters' own shapes: local name to [V, N * positions, *shape]."""
+        """Gradients of the rows of one call in its parameters' own shapes: local name to [V, N *
+        positions, *shape].
+        """
         call = self.calls[k]
         module, rule, g = call.use.module, call.rule, call.grads
         try:
             if isinstance(rule, AffineRule):
                 g = self._grads[k]
                 if call.use.keys.keys() == {"bias"}:
-                    return {"bias": g.sum(2).reshape(*g.shape[:2], *self.layer.params[call.use.keys["bias"]].shape)}
+                    return {
+                        "bias": g.sum(2).reshape(
+                            *g.shape[:2], *self.layer.params[call.use.keys["bias"]].shape
+                        )
+                    }
                 return rule.split(module, outer_products(g, self._inputs[k]), g)
-            g = [rule.masked(t, self.mask) for t in g] if isinstance(g, list) else rule.masked(g, self.mask)
-            return rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
+            g = (
+                [rule.masked(t, self.mask) for t in g]
+                if isinstance(g, list)
+                else rule.masked(g, self.mask)
+            )
+            return rule.example_grads(
+                module, call.args, call.kwargs, g, call.in_axes, call.out_axes
+            )
         except RerunError as error:
-            raise OutsideReads(f"{title(call.use.name)}: {error}", call.use.keys.values()) from error
+            raise OutsideReads(
+                f"{title(call.use.name)}: {error}", call.use.keys.values()
+            ) from error
         except NoExampleGradients as error:
-            raise NoExampleGradients(f"{title(call.use.name)}: {error.fact}", error.advice) from error
+            raise NoExampleGradients(
+                f"{title(call.use.name)}: {error.fact}", error.advice
+            ) from error
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 

@@ -1,9 +1,10 @@
-"""Which modules hold the parameters: a `Layer` per module, or per set of modules that share a parameter.
+"""Which modules hold the parameters: a `Layer` per module, or per set of modules that share a
+parameter.
 
-A layer's parameters are addressed by *keys*: the names of a dict of parameters, or the model's own names for a list. A
-`ModuleUse` is one module, or one function call inside a module, that reads some of them; a tied weight has several uses
-in one layer, in one or two *roles*: an embedding multiplies with the transpose of the matrix that the head multiplies
-with.
+A layer's parameters are addressed by *keys*: the names of a dict of parameters, or the model's own
+names for a list. A `ModuleUse` is one module, or one function call inside a module, that reads some
+of them; a tied weight has several uses in one layer, in one or two *roles*: an embedding multiplies
+with the transpose of the matrix that the head multiplies with.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from curvlinops_plus.risk.parameters import common_dtype
 
 
 class OutsideReads(UnsupportedError):
-    """What a layer's calls show is not all that the model does with a parameter; `look_for_functions` finds the rest.
+    """What a layer's calls show is not all that the model does with a parameter;
+    `look_for_functions` finds the rest.
 
     Args:
         message: What to say if that does not help.
-        keys: Keys of parameters whose gradients only a module around their layer can tell apart by examples.
+        keys: Keys of parameters whose gradients only a module around their layer can tell apart by
+            examples.
     """
 
     def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
@@ -78,7 +81,8 @@ class Layer:
         uses: The modules; more than one if a parameter is shared.
         params: Key to parameter.
         groups: The blocks, either one for all parameters or one per parameter.
-        roles: What the modules multiply with; the first one's matrix is the layer's. Empty without Kronecker factors.
+        roles: What the modules multiply with; the first one's matrix is the layer's. Empty without
+            Kronecker factors.
         affine: Whether Kronecker factors exist: all modules have affine rules, and roles that fit.
         sparse: Whether the input factor is a diagonal.
         weight: Key of an affine layer's weight, None if it is not tracked.
@@ -101,7 +105,9 @@ class Layer:
 
     def __post_init__(self) -> None:
         self.affine = bool(self.roles)
-        self.sparse = self.affine and all(role.sparse and not role.transposed for role in self.roles)
+        self.sparse = self.affine and all(
+            role.sparse and not role.transposed for role in self.roles
+        )
         for use in self.roles[0].uses if self.roles else self.uses[:1]:
             for local, key in use.keys.items():
                 if local == "bias":
@@ -129,7 +135,8 @@ def find_layers(
     found: FoundReads | None = None,
     uses: list[ModuleUse] | None = None,
 ) -> list[Layer]:
-    """Group parameters by the modules that read them, in the order in which the model names its modules.
+    """Group parameters by the modules that read them, in the order in which the model names its
+    modules.
 
     Modules that share a parameter form one layer. Only modules that own one of `params` appear.
 
@@ -159,8 +166,8 @@ def find_layers(
     if len({*names}) < len(names):
         twice = {name for name in names if names.count(name) > 1}
         raise ValueError(
-            f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the name of a module. Give "
-            "it another key in `params`."
+            f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the "
+            "name of a module. Give it another key in `params`."
         )
     return layers
 
@@ -170,11 +177,14 @@ class FoundReads:
     """What a forward pass showed of how parameters are read, beyond the types of modules.
 
     Attributes:
-        products: Functions that multiply with parameters, or add them, in addition to modules with rules of their own,
-            and instead of modules without; each with the keys of "weight" and "bias".
-        enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
-            name of the innermost module in which they all are, and that gives their gradients when it runs again.
-        failed: Keys of parameters, each with the names of modules that were run again before, and did not.
+        products: Functions that multiply with parameters, or add them, in addition to modules with
+            rules of their own, and instead of modules without; each with the keys of "weight" and
+            "bias".
+        enclosing: Keys of parameters that other functions read outside of the module that holds
+            them, each with the name of the innermost module in which they all are, and that gives
+            their gradients when it runs again.
+        failed: Keys of parameters, each with the names of modules that were run again before, and
+            did not.
     """
 
     products: Sequence[tuple[Function, dict[str, str]]] = ()
@@ -185,7 +195,9 @@ class FoundReads:
 def _with_found(
     model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
 ) -> list[ModuleUse]:
-    """The uses of modules, each followed by products that read its parameters; modules that enclose reads come last."""
+    """The uses of modules, each followed by products that read its parameters; modules that enclose
+    reads come last.
+    """
     enclosing: dict[str, dict[str, str]] = {}
     for key, name in found.enclosing.items():
         inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
@@ -203,7 +215,9 @@ def _with_found(
         for product in [product for product in pending if not own.isdisjoint(product[1].values())]:
             pending.remove(product)
             function, keys = product
-            module, rule = function.module(*(params[keys[n]] if n in keys else None for n in ("weight", "bias")))
+            module, rule = function.module(
+                *(params[keys[n]] if n in keys else None for n in ("weight", "bias"))
+            )
             name = next(iter(keys.values())).removesuffix(".weight")
             merged.append(ModuleUse(name, module, rule, keys, use.owner, function))
     for name, keys in enclosing.items():
@@ -220,9 +234,12 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
         named = sorted(use.keys, key="bias".__eq__)  # it is the last column
-        patterns |= {use.keys[local]: known[local] for local in named if use.keys[local] not in patterns}
+        patterns |= {
+            use.keys[local]: known[local] for local in named if use.keys[local] not in patterns
+        }
     if not roles and len(uses) > 1:
-        # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
+        # Two modules may see the same parameter as different matrices; what is left in common is a
+        # flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
@@ -234,34 +251,47 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
 
 
 @lru_cache(4096)
-def _layout(named: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]) -> Layout:
+def _layout(
+    named: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]
+) -> Layout:
     """Some parameters as one matrix, by the patterns of their rule."""
     used = {axis: n for axis, n in sizes if any(axis in _axes(pattern) for _, pattern, _ in named)}
-    return Layout({key: pattern for key, pattern, _ in named}, {key: shape for key, _, shape in named}, used)
+    return Layout(
+        {key: pattern for key, pattern, _ in named}, {key: shape for key, _, shape in named}, used
+    )
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     """What affine modules that share parameters multiply with; empty if they have no common matrix.
 
-    They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
-    as a separate block it would need the gradient factor of that role, which the nearest product does not have.
+    They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs
+    to one role alone; as a separate block it would need the gradient factor of that role, which the
+    nearest product does not have.
     """
     for use in uses:
         if not isinstance(use.rule, AffineRule):
             return ()
     if len(uses) == 1:
         return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
-    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
+    weights = {
+        tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses
+    }
     if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
         return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
-    if len(weights) > 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
+    if (
+        len(weights) > 1
+        or len(next(iter(weights))) != 1
+        or any(use.rule.sizes(use.module) for use in uses)
+    ):
         return ()
     by_matrix: dict[str, list[ModuleUse]] = {}
     for use in uses:
         by_matrix.setdefault(_matrix_of(use), []).append(use)
-    # A module with dense rows says what the matrix is: it may have a bias, which is one more column.
+    # A module with dense rows says what the matrix is: it may have a bias, which is one more
+    # column.
     (lead, _), *others = ordered = sorted(
-        by_matrix.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _is_sparse(item[1][0]))
+        by_matrix.items(),
+        key=lambda item: (not any("bias" in u.keys for u in item[1]), _is_sparse(item[1][0])),
     )
     flipped = " ".join(reversed(re.findall(r"\([^()]*\)|\w+", lead)))
     if any(pattern != flipped for pattern, _ in others):
@@ -272,7 +302,9 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
         several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
         if several or (biases != {None} and (position or (separate and len(ordered) > 1))):
             return ()
-    return tuple([Role(tuple(own), pattern != lead, all(map(_is_sparse, own))) for pattern, own in ordered])
+    return tuple(
+        [Role(tuple(own), pattern != lead, all(map(_is_sparse, own))) for pattern, own in ordered]
+    )
 
 
 def _is_sparse(use: ModuleUse) -> bool:
@@ -280,7 +312,9 @@ def _is_sparse(use: ModuleUse) -> bool:
 
 
 def _matrix_of(use: ModuleUse) -> str:
-    """The pattern that makes a matrix of the weight, with axes named after their positions in the parameter."""
+    """The pattern that makes a matrix of the weight, with axes named after their positions in the
+    parameter.
+    """
     local = next(local for local in use.keys if local != "bias")
     left, right = use.rule.patterns(use.module)[local].split("->")
     names = {axis: f"d{k}" for k, axis in enumerate(_axes(left))}
@@ -296,12 +330,14 @@ class ModuleUse:
     """One module that reads parameters of a layer.
 
     Attributes:
-        name: The module's name in the model ("" for the model itself); of a function call, the name of the part too.
+        name: The module's name in the model ("" for the model itself); of a function call, the name
+            of the part too.
         module: The module, or what stands for the part of it that a function call reads.
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
         owner: The module in the model that holds the parameters.
-        function: The function that reads the parameters, which no hook sees; None if the module does.
+        function: The function that reads the parameters, which no hook sees; None if the module
+            does.
     """
 
     name: str
@@ -312,10 +348,14 @@ class ModuleUse:
     function: Function | None = None
 
     def places(self, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-        """The modules that hold the parameters, which may be parametrizations or children; local names; keys."""
+        """The modules that hold the parameters, which may be parametrizations or children; local
+        names; keys.
+        """
         found = []
         for local, key in self.keys.items():
-            inside, _, name = ("", "", local) if local in module._parameters else local.rpartition(".")
+            inside, _, name = (
+                ("", "", local) if local in module._parameters else local.rpartition(".")
+            )
             found.append((module.get_submodule(inside), name, key))
         return found
 
@@ -327,7 +367,8 @@ class ModuleUse:
 
 @dataclass(eq=False)
 class Output:
-    """A tensor that a call returned, which is not kept: what it was like, and where its gradient arrives.
+    """A tensor that a call returned, which is not kept: what it was like, and where its gradient
+    arrives.
 
     Attributes:
         axis: The axis that carries the examples.
@@ -362,18 +403,19 @@ class Call:
     Attributes:
         use: The module or function.
         rule: Its rule; of a function that reads some rows of a weight, that of these.
-        args: Positional inputs, detached; per-example tensors carry the examples (times positions) on axis 0.
+        args: Positional inputs, detached; per-example tensors carry the examples (times positions)
+            on axis 0.
         kwargs: Keyword inputs, likewise.
-        in_axes: Where the module itself has the examples, for each tensor among its inputs; None for one that all
-            examples share. None for affine layers.
+        in_axes: Where the module itself has the examples, for each tensor among its inputs; None
+            for one that all examples share. None for affine layers.
         out_axes: The same for its outputs.
         layer: Index of its layer.
         expanded: Whether it returned one row for all examples, which was expanded.
         outputs: The floating-point tensors that it returned.
         versions: Its inputs and their versions, to notice changes in place.
         single: Whether it returned just one tensor.
-        grads: Output gradients [V, N * positions, *out], None before they are known; a list of them for a module that
-            returns several tensors.
+        grads: Output gradients [V, N * positions, *out], None before they are known; a list of them
+            for a module that returns several tensors.
     """
 
     use: ModuleUse
@@ -396,7 +438,9 @@ def title(name: str) -> str:
 
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
-    """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
+    """The modules that read some parameters, and the function calls inside attention (key to the
+    model's own).
+    """
     key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
     claimed: set[nn.Module] = set()  # whose parameters another one answers for
@@ -419,14 +463,17 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     return [read for use in uses if (read := _without_aliases(use, uses)).keys]
 
 
-def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:
+def _tracked(
+    params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()
+) -> dict[str, str]:
     """Local name to key, of those parameters that have one, `without` some."""
     found = zip(params, map(id, params.values()))
     return {local: key_of[at] for local, at in found if at in key_of and at not in without}
 
 
 def _without_aliases(use: ModuleUse, uses: list[ModuleUse]) -> ModuleUse:
-    """A container without parameters that affine modules inside read: it only holds names (BERT's `predictions.bias`).
+    """A container without parameters that affine modules inside read: it only holds names (BERT's
+    `predictions.bias`).
 
     Should it read them too, recording finds one reader more than calls, and says so.
     """

@@ -1,11 +1,13 @@
 """The losses of a risk, one for each output: `Σ_h w_h c_h Σ_n Σ_r ℓ_h(f_h(x_n)_r, y_{h,n,r})`.
 
-Most models have one output and one loss, a list of one with weight 1. With several, the model returns a dict or a
-tuple, the losses are the same of `loss` or `(loss, weight)`, and so are the targets. Each loss has a reduction of its
-own, read literally over the whole data set: `c_h` is 1 for "sum", and one over what PyTorch divides by for "mean".
+Most models have one output and one loss, a list of one with weight 1. With several, the model
+returns a dict or a tuple, the losses are the same of `loss` or `(loss, weight)`, and so are the
+targets. Each loss has a reduction of its own, read literally over the whole data set: `c_h` is 1
+for "sum", and one over what PyTorch divides by for "mean".
 
-Statistics have one factor `c` in front, that of the reference loss: the first one under "mean". What else multiplies a
-loss is its relative weight `w_h c_h / c`, see `LossWeights`. `Totals` are what a pass over the data counts.
+Statistics have one factor `c` in front, that of the reference loss: the first one under "mean".
+What else multiplies a loss is its relative weight `w_h c_h / c`, see `LossWeights`. `Totals` are
+what a pass over the data counts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples
 from curvlinops_plus.random_state import kept_random_state
-from curvlinops_plus.risk.batches import Batch, mapped, raise_unreached, refuse_outside_reads, require_rereadable
+from curvlinops_plus.risk.batches import (
+    Batch,
+    mapped,
+    raise_unreached,
+    refuse_outside_reads,
+    require_rereadable,
+)
 from curvlinops_plus.risk.preserve import kept_modules, training_modules
 
 Key = str | int
@@ -41,13 +49,16 @@ class Totals:
     Attributes:
         examples: N.
         terms: Loss terms of the reference loss, N·R.
-        loss_count: What PyTorch's mean reduction of the reference loss divides by; of all losses if all are sums.
+        loss_count: What PyTorch's mean reduction of the reference loss divides by; of all losses if
+            all are sums.
         called: Indices of the layers that ran.
         reached: Indices of the layers that a gradient reached.
         counts: For each loss, what its mean divides by.
         losses: For each loss, its un-reduced sum; of one batch it may have a graph.
-        weights: For each loss, its relative weight in the vectors (see `LossWeights`); empty if there were none.
-        steps: Of a stream, the sum of the weights of its steps: what totals that are added are parts of, too.
+        weights: For each loss, its relative weight in the vectors (see `LossWeights`); empty if
+            there were none.
+        steps: Of a stream, the sum of the weights of its steps: what totals that are added are
+            parts of, too.
     """
 
     examples: int = 0
@@ -63,9 +74,15 @@ class Totals:
     def mismatch(self, other: Totals) -> str | None:
         """Why statistics of these and other totals must not be added, None if they may."""
         mine, theirs = self.weights, other.weights
-        if not mine or not theirs or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs)):
+        if (
+            not mine
+            or not theirs
+            or all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs))
+        ):
             return None
-        here, there = (" : ".join(f"{weight:.4g}" for weight in weights) for weights in (mine, theirs))
+        here, there = (
+            " : ".join(f"{weight:.4g}" for weight in weights) for weights in (mine, theirs)
+        )
         return (
             f"Statistics of several losses can't be added: their relative weights are {here} here and {there} there, "
             "since their means are over other proportions of terms. Compute them on the union of the data, or use "
@@ -100,7 +117,8 @@ class Totals:
         """The totals of all processes; an `error` of this one is raised in all. Collective.
 
         Raises:
-            ValueError: If there are no examples, or several losses have other weights in other processes.
+            ValueError: If there are no examples, or several losses have other weights in other
+                processes.
         """
         told = processes.gather((self.plain(), error)) if processes.world > 1 else [(self, error)]
         if noticed := [each for _, each in told if each is not None]:
@@ -126,7 +144,9 @@ class Totals:
         return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
 
     def of_stream(self) -> Totals:
-        """What a stream of batches adds up, in double precision, as a state has it that is resumed."""
+        """What a stream of batches adds up, in double precision, as a state has it that is
+        resumed.
+        """
         return replace(self, loss_count=_sum(0.0, self.loss_count), counts=(), losses=())
 
 
@@ -138,7 +158,8 @@ def _sum(total: Number, new: Number) -> Number:
 
 @dataclass(eq=False)
 class Terms:
-    """Outputs and targets of one batch in canonical form, one for each loss, and the totals of the batch.
+    """Outputs and targets of one batch in canonical form, one for each loss, and the totals of the
+    batch.
 
     Attributes:
         outputs: For each loss [N, R, C]; as the model returned it for a loss without a likelihood.
@@ -160,8 +181,8 @@ class OutputLoss:
     Attributes:
         key: Key or position of output and target; None if there is one output.
         default_reduction: For a loss without an attribute `reduction`.
-        warning: Of a loss without a likelihood, what is to be said if there are several batches; None before it was
-            compared.
+        warning: Of a loss without a likelihood, what is to be said if there are several batches;
+            None before it was compared.
     """
 
     key: Key | None
@@ -191,7 +212,9 @@ class OutputLoss:
         try:
             return likelihood_of(self.loss)
         except UnsupportedError as error:
-            raise error if self.key is None else UnsupportedError(f"{self.title}: {error}") from error
+            raise (
+                error if self.key is None else UnsupportedError(f"{self.title}: {error}")
+            ) from error
 
     @property
     def reduction(self) -> str:
@@ -216,8 +239,8 @@ class OutputLoss:
     ) -> tuple[Tensor, Any, Number, Number]:
         """Output [N, R, C] and target of a batch, what "mean" divides by, and the sum of all terms.
 
-        Of a loss without a likelihood output and target are as they are, and it counts as N terms. Of others the sum is
-        0 unless `values` are asked for.
+        Of a loss without a likelihood output and target are as they are, and it counts as N terms.
+        Of others the sum is 0 unless `values` are asked for.
         """
         N, weight = batch.num_examples, batch.weight
         if not self.known:
@@ -228,7 +251,9 @@ class OutputLoss:
         try:
             F, Y = likelihood.canonical(f, y, N, class_axis)
         except (UnsupportedError, ValueError, TypeError) as error:
-            raise error if self.key is None else type(error)(f"output {self.key!r}: {error}") from error
+            raise (
+                error if self.key is None else type(error)(f"output {self.key!r}: {error}")
+            ) from error
         count = likelihood.count(F, Y) if weight is None else likelihood.counts(F, Y) @ weight
         if not values:
             return F, Y, count, 0.0
@@ -236,7 +261,9 @@ class OutputLoss:
         return F, Y, count, (terms if weight is None else terms * weight.to(F)[:, None]).sum()
 
     def _compare(self, f: Tensor, y: Any, batch: Batch) -> None:
-        """Warn, once and in a pass of several batches, of a loss that is no mean (or sum) over examples."""
+        """Warn, once and in a pass of several batches, of a loss that is no mean (or sum) over
+        examples.
+        """
         if self.warning is None and batch.num_examples > 1:
             self.warning = _no_mean(self, f, y, batch.num_examples)
         if self.warning and batch.first:
@@ -251,7 +278,11 @@ class OutputLoss:
             ValueError: If it is no single number, or does not depend on the output.
         """
         if not isinstance(value, Tensor) or value.numel() != 1:
-            came = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            came = (
+                f"tensor of shape {list(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
             raise (ValueError if isinstance(value, Tensor) else TypeError)(
                 f"The loss {self.title} returned a {came}; expected a 0-d tensor, a single number for the batch that "
                 'is differentiable in the output: without .item(), with its entries averaged (reduction="mean") or '
@@ -259,14 +290,15 @@ class OutputLoss:
             )
         if torch.is_grad_enabled() and f.requires_grad and not value.requires_grad:
             raise ValueError(
-                f"The loss {self.title} does not depend on the model's output in a differentiable way, so it has no "
-                "curvature. Does it detach the output, convert it (.item(), .numpy()), round it, or compute under "
-                "torch.no_grad()?"
+                f"The loss {self.title} does not depend on the model's output in a differentiable "
+                "way, so it has no curvature. Does it detach the output, convert it (.item(), "
+                ".numpy()), round it, or compute under torch.no_grad()?"
             )
         return value
 
 
-#: Largest relative difference of two values of a loss that passes as rounding, by bytes of an output's number.
+#: Largest relative difference of two values of a loss that passes as rounding, by bytes of an
+#: output's number.
 _ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-6}
 
 
@@ -275,21 +307,32 @@ _FEW = 8
 
 
 def _no_mean(one: OutputLoss, f: Tensor, y: Any, N: int) -> str:
-    """What is to be said of a loss whose value for a few examples is not the mean, or sum, of theirs by themselves.
+    """What is to be said of a loss whose value for a few examples is not the mean, or sum, of
+    theirs by themselves.
 
-    Nothing if it is; if output or target can't be cut into examples, as lists of one target for each; or if the loss
-    can't be computed for a single example, or is random.
+    Nothing if it is; if output or target can't be cut into examples, as lists of one target for
+    each; or if the loss can't be computed for a single example, or is random.
 
     Cost: ten calls of the loss.
     """
-    several = y.values() if isinstance(y, Mapping) else y if isinstance(y, (tuple, list)) and len(y) != N else [y]
+    several = (
+        y.values()
+        if isinstance(y, Mapping)
+        else y
+        if isinstance(y, (tuple, list)) and len(y) != N
+        else [y]
+    )
     if not all(part is None or isinstance(part, Tensor) for part in several):
         return ""
     chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()[:_FEW]
 
     def rows(t: Tensor, examples: list[int]) -> Tensor:
         t = t.detach()
-        return t.clone() if t.ndim == 0 or len(t) == 1 else t.unflatten(0, (N, -1))[examples].flatten(0, 1)
+        return (
+            t.clone()
+            if t.ndim == 0 or len(t) == 1
+            else t.unflatten(0, (N, -1))[examples].flatten(0, 1)
+        )
 
     def value(examples: list[int]) -> float:
         return float(one.loss(rows(f, examples), mapped(rows, y, examples)))
@@ -301,19 +344,24 @@ def _no_mean(one: OutputLoss, f: Tensor, y: Any, N: int) -> str:
             alone = [value([n]) for n in chosen]
     except Exception:
         return ""
-    size = max([abs(number) for number in (together, *alone) if math.isfinite(number)], default=math.nan)
+    size = max(
+        [abs(number) for number in (together, *alone) if math.isfinite(number)], default=math.nan
+    )
     room = _ROUNDING[f.element_size()] * size
     theirs = {"mean": sum(alone) / len(alone), "sum": sum(alone)}
     fitting = [kind for kind, number in theirs.items() if abs(together - number) <= room]
-    if one.reduction in fitting or not abs(together - again) <= room:  # the latter of random and of infinite ones
+    if (
+        one.reduction in fitting or not abs(together - again) <= room
+    ):  # the latter of random and of infinite ones
         return ""
     advice = "Give all data in one batch, or a loss that averages what single examples have"
     if fitting:
         advice = f"It is their {fitting[0]}: say EmpiricalRisk(..., reduction={fitting[0]!r})"
     return (
-        f"{one.title} is not the {one.reduction} of the losses of single examples: for {len(alone)} of them it is "
-        f"{together:.4g}, and their {one.reduction} is {theirs[one.reduction]:.4g}. So loss, gradient and curvature "
-        f"depend on how the data are split into batches. {advice}."
+        f"{one.title} is not the {one.reduction} of the losses of single examples: for "
+        f"{len(alone)} of them it is {together:.4g}, and their {one.reduction} is "
+        f"{theirs[one.reduction]:.4g}. So loss, gradient and curvature depend on how the data are "
+        f"split into batches. {advice}."
     )
 
 
@@ -321,15 +369,15 @@ class Losses(list[OutputLoss]):
     """The losses of a risk.
 
     Args:
-        given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its
-            weight.
+        given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss
+            and its weight.
         reduction: For losses without an attribute `reduction`.
         check: Whether losses without a likelihood are compared with those of single examples.
 
     Raises:
         TypeError: If the loss is a class or not callable.
-        ValueError: If there is none, or one of several is none; if a weight is no positive finite number, or
-            `reduction` contradicts the losses.
+        ValueError: If there is none, or one of several is none; if a weight is no positive finite
+            number, or `reduction` contradicts the losses.
 
     Example:
         >>> from torch import nn
@@ -339,8 +387,20 @@ class Losses(list[OutputLoss]):
     """
 
     def __init__(self, given: Any, reduction: str | None = None, check: bool = True) -> None:
-        form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
-        several = dict(enumerate(given)) if form == "tuple" else given if isinstance(given, Mapping) else {None: given}
+        form = (
+            "dict"
+            if isinstance(given, Mapping)
+            else "tuple"
+            if isinstance(given, (tuple, list))
+            else "single"
+        )
+        several = (
+            dict(enumerate(given))
+            if form == "tuple"
+            else given
+            if isinstance(given, Mapping)
+            else {None: given}
+        )
         super().__init__([_read_loss(key, entry, reduction) for key, entry in several.items()])
         for one in () if check else self:
             one.warning = ""
@@ -351,8 +411,9 @@ class Losses(list[OutputLoss]):
             raise ValueError("There are no losses: give at least one.")
         if reduction is not None and None not in own and own != {reduction}:
             raise ValueError(
-                f"reduction={reduction!r} contradicts the loss, which has reduction={own.pop()!r}. The argument is for "
-                f"losses without that attribute; leave it out, or make the loss with the other reduction."
+                f"reduction={reduction!r} contradicts the loss, which has reduction={own.pop()!r}. "
+                "The argument is for losses without that attribute; leave it out, or make the loss "
+                "with the other reduction."
             )
 
     @property
@@ -362,8 +423,14 @@ class Losses(list[OutputLoss]):
 
     @property
     def given(self) -> Any:
-        """The losses as they were given: one, or a dict or tuple of pairs of a loss and its weight."""
-        return self[0].loss if self.form == "single" else self.joined([(one.loss, one.weight) for one in self])
+        """The losses as they were given: one, or a dict or tuple of pairs of a loss and its
+        weight.
+        """
+        return (
+            self[0].loss
+            if self.form == "single"
+            else self.joined([(one.loss, one.weight) for one in self])
+        )
 
     @property
     def known(self) -> bool:
@@ -397,20 +464,23 @@ class Losses(list[OutputLoss]):
         """Everything that determines the losses and their weights; see `rebuild_losses`."""
         if self.form == "single":
             return self[0].likelihood.options()
-        parts = {one.key: {"weight": one.weight, "options": one.likelihood.options()} for one in self}
+        parts = {
+            one.key: {"weight": one.weight, "options": one.likelihood.options()} for one in self
+        }
         return {"loss": self.form, "parts": parts}
 
-    # -------------------------------------------------------------------------------------------- outputs and targets
+    # -------------------------------------------------------------------------- outputs and targets
     def select(
         self, out: Any, selector: Callable[[Any], Any] | None
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-        """The outputs that the losses read, and their class axes where they are not the losses' own.
+        """The outputs that the losses read, and their class axes where they are not the losses'
+        own.
 
         Classes of Hugging Face's logits are on the last axis.
 
         Raises:
-            ValueError: If outputs and losses don't match, an output is no tensor and nothing says which part of it is
-                meant, or it holds no real numbers.
+            ValueError: If outputs and losses don't match, an output is no tensor and nothing says
+                which part of it is meant, or it holds no real numbers.
         """
         logits = getattr(out, "logits", None)
         subject = "The model returned" if selector is None else "`output` selected"
@@ -421,15 +491,24 @@ class Losses(list[OutputLoss]):
             parts = self.matched(chosen, "output", subject)
         for f in parts:
             if not isinstance(f, Tensor):
-                named = [*f] if isinstance(f, Mapping) else [own.name for own in fields(f)] if is_dataclass(f) else ""
+                named = (
+                    [*f]
+                    if isinstance(f, Mapping)
+                    else [own.name for own in fields(f)]
+                    if is_dataclass(f)
+                    else ""
+                )
                 raise ValueError(
-                    f"{subject} a {type(f).__name__}{f' with fields {named}' if named else ''}; expected the tensor "
-                    "that the loss reads. Say which it is, as `output=lambda o: o[0]` or `output=lambda o: o.logits`."
+                    f"{subject} a {type(f).__name__}{f' with fields {named}' if named else ''}; "
+                    "expected the tensor that the loss reads. Say which it is, as `output=lambda "
+                    "o: o[0]` or `output=lambda o: o.logits`."
                 )
             if f.is_complex() or not f.numel():
                 came = f"{subject} a tensor of shape {list(f.shape)}, {f.dtype}"
                 if not f.numel():
-                    raise UnsupportedError(f"{came}, without numbers. If the batch is empty, leave it out.")
+                    raise UnsupportedError(
+                        f"{came}, without numbers. If the batch is empty, leave it out."
+                    )
                 raise UnsupportedError(
                     f"{came}; expected real numbers. Of complex ones give the loss both parts, "
                     "output=lambda o: torch.view_as_real(o)."
@@ -448,14 +527,21 @@ class Losses(list[OutputLoss]):
         Raises:
             ValueError: If they and the losses don't match.
         """
-        kind = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else None
+        kind = (
+            "dict"
+            if isinstance(given, Mapping)
+            else "tuple"
+            if isinstance(given, (tuple, list))
+            else None
+        )
         parts = dict(given if kind == "dict" else enumerate(given)) if kind else {}
         if kind == self.form and parts.keys() == set(self.keys):
             return [parts[key] for key in self.keys]
         came = f"a {kind} with {what}s {list(parts)}" if kind else f"a {type(given).__name__}"
         raise ValueError(
-            f"{subject} {came}, but the losses are a {self.form} for the {what}s {self.keys}. Outputs can be brought "
-            "into the form of the losses by EmpiricalRisk(..., output=lambda o: ...)."
+            f"{subject} {came}, but the losses are a {self.form} for the {what}s {self.keys}. "
+            "Outputs can be brought into the form of the losses by EmpiricalRisk(..., "
+            "output=lambda o: ...)."
         )
 
     def terms(self, read: tuple[Any, Any, Any], batch: Batch, values: bool = True) -> Terms:
@@ -466,7 +552,9 @@ class Losses(list[OutputLoss]):
             values: Whether the values of losses that have a likelihood are asked for.
         """
         given = zip(self, *read, strict=True)
-        Fs, Ys, counts, losses = zip(*[one.terms(f, y, axis, batch, values) for one, f, y, axis in given])
+        Fs, Ys, counts, losses = zip(
+            *[one.terms(f, y, axis, batch, values) for one, f, y, axis in given]
+        )
         means = [k for k, one in enumerate(self) if one.reduction == "mean"]
         first, N = means[0] if means else 0, batch.num_examples
         terms = N * Fs[first].shape[1] if self[first].known else N
@@ -478,18 +566,25 @@ class Losses(list[OutputLoss]):
 def _read_loss(key: Key | None, entry: Any, reduction: str | None) -> OutputLoss:
     """A loss, or, of several, a pair of a loss and its weight."""
     pair = key is not None and isinstance(entry, (tuple, list)) and len(entry) == 2
-    (loss, weight), where = entry if pair else (entry, 1.0), "" if key is None else f" for the output {key!r}"
+    (loss, weight), where = (
+        entry if pair else (entry, 1.0),
+        "" if key is None else f" for the output {key!r}",
+    )
     if isinstance(loss, type):
-        raise TypeError(f"The loss{where} is the class {loss.__name__}; expected an instance. Call it.")
+        raise TypeError(
+            f"The loss{where} is the class {loss.__name__}; expected an instance. Call it."
+        )
     if not callable(loss) and not isinstance(loss, Likelihood):
         came = repr(entry) if isinstance(entry, (str, int, float)) else f"a {type(entry).__name__}"
         raise (TypeError if key is None else ValueError)(
-            f"The loss{where} is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), or a function of "
-            "output and target that returns a 0-d tensor. For several outputs give a dict or a tuple, with a loss or "
-            "a pair (loss, weight) for each."
+            f"The loss{where} is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), or "
+            "a function of output and target that returns a 0-d tensor. For several outputs give a "
+            "dict or a tuple, with a loss or a pair (loss, weight) for each."
         )
     if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < float(weight) < math.inf:
-        raise ValueError(f"The weight of the loss{where} is {weight!r}; expected a positive finite number.")
+        raise ValueError(
+            f"The weight of the loss{where} is {weight!r}; expected a positive finite number."
+        )
     return OutputLoss(key, loss, float(weight), reduction)
 
 
@@ -506,18 +601,21 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
     """
     if "parts" not in options:
         return rebuild_loss(options)
-    found = {key: (rebuild_loss(part["options"]), part["weight"]) for key, part in options["parts"].items()}
+    found = {
+        key: (rebuild_loss(part["options"]), part["weight"])
+        for key, part in options["parts"].items()
+    }
     return found if options["loss"] == "dict" else tuple(found.values())
 
 
-# ------------------------------------------------------------------------------------------------ passes over all data
+# ----------------------------------------------------------------------------- passes over all data
 class LossWeights:
     """The relative weights of losses during a pass over the data of a risk.
 
     Args:
         risk: An `EmpiricalRisk`.
-        totals: Of the whole data set, if they are known; else each batch has the weights of its own counts, which have
-            to be the same in all of them.
+        totals: Of the whole data set, if they are known; else each batch has the weights of its own
+            counts, which have to be the same in all of them.
         plain: Each loss has the weight that it was given, whatever its reduction.
     """
 
@@ -531,7 +629,12 @@ class LossWeights:
 
     def _relative(self, totals: Totals) -> tuple[float, ...]:
         first, scale = self.losses.index(self.losses.reference), self.risk.scale
-        return tuple([one.weight * scale(totals, k) / scale(totals, first) for k, one in enumerate(self.losses)])
+        return tuple(
+            [
+                one.weight * scale(totals, k) / scale(totals, first)
+                for k, one in enumerate(self.losses)
+            ]
+        )
 
     def of(self, batch: Totals) -> tuple[float, ...]:
         """The weights for a batch with these totals.
@@ -550,22 +653,27 @@ class LossWeights:
         return self._relative(batch)
 
     def require(self, totals: Totals) -> None:
-        """Refuse a pass over the data to which other weights belong than those that were used: the data change."""
+        """Refuse a pass over the data to which other weights belong than those that were used: the
+        data change.
+        """
         known = self.fixed if self.counted else None
-        if known and not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self._relative(totals), known)):
+        if known and not all(
+            math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self._relative(totals), known)
+        ):
             raise ValueError(
-                f"The numbers of terms that count for the losses of {self.losses.keys} differ from pass to pass, so "
-                "the data change: is there random masking or augmentation? Give data that are the same each time."
+                f"The numbers of terms that count for the losses of {self.losses.keys} differ from "
+                "pass to pass, so the data change: is there random masking or augmentation? Give "
+                "data that are the same each time."
             )
 
     def factors(self, batch: Totals, linear: bool) -> list[float]:
         """What vectors of each loss are multiplied by in this batch, which gets its weights.
 
         Args:
-            linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is that of the
-                weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, with
-                `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
-                factor is the root of the weight.
+            linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is
+                that of the weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, with
+                `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in
+                its loss, and the factor is the root of the weight.
         """
         weights = batch.weights = self.fixed or self.of(batch)
         if not linear:
@@ -574,7 +682,9 @@ class LossWeights:
         return [weight / math.sqrt(largest) for weight in weights]
 
     def objective(self, batch: Totals) -> Tensor:
-        """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a graph."""
+        """What the loss of a data set is the sum of over batches, up to the factor `c`; it has a
+        graph.
+        """
         batch.weights = self.of(batch)
         weighted = [s * loss if s != 1 else loss for s, loss in zip(batch.weights, batch.losses)]
         total = weighted[0] if len(weighted) == 1 else sum(weighted)
@@ -589,10 +699,11 @@ def loss_weights(risk: Any, known: Totals | None = None) -> LossWeights:
         known: Totals of a pass before, if there was one.
 
     Raises:
-        ValueError: If they depend on the data, and these are spread over processes and can be read only once.
+        ValueError: If they depend on the data, and these are spread over processes and can be read
+            only once.
 
-    Cost: one forward pass over the data if they depend on it, which is never so for one loss. For an iterator each
-    batch has to determine them.
+    Cost: one forward pass over the data if they depend on it, which is never so for one loss. For
+    an iterator each batch has to determine them.
     """
     weights = LossWeights(risk, known)
     if weights.fixed is None:
@@ -619,7 +730,10 @@ def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
     """
 
     def add_batches(model: nn.Module) -> None:
-        reached, looked_at = False, risk.losses.known  # a loss that we know reads nothing but output and target
+        reached, looked_at = (
+            False,
+            risk.losses.known,
+        )  # a loss that we know reads nothing but output and target
         for batch in risk.batches("gradient"):
             own = risk.losses.terms(risk.run(batch, model), batch).totals
             objective = weights.objective(own)
@@ -638,7 +752,11 @@ def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
 
     with torch.inference_mode(False):  # with gradients
         free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-        totals, grads, weights = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}, loss_weights(risk)
+        totals, grads, weights = (
+            Totals(),
+            {key: torch.zeros_like(p) for key, p in free.items()},
+            loss_weights(risk),
+        )
         risk.at(free, add_batches)
     risk.processes.sum_(list(grads.values()))
     totals = totals.over(risk.processes)
@@ -647,26 +765,36 @@ def gradient_pass(risk: Any) -> tuple[dict[str, Tensor], Totals]:
 
 
 def require_same(risk: Any, first: Totals, second: Totals) -> None:
-    """Compare the totals of two passes: the order of the examples does not matter, everything else does.
+    """Compare the totals of two passes: the order of the examples does not matter, everything else
+    does.
 
     Raises:
         NumericsError: If a loss is not finite.
         RuntimeError: If the passes disagree; names modules in training mode.
     """
     one, two = (
-        float(sum(a.weight * float(x) for a, x in zip(risk.losses, totals.losses))) for totals in (first, second)
+        float(sum(a.weight * float(x) for a, x in zip(risk.losses, totals.losses)))
+        for totals in (first, second)
     )
     if not math.isfinite(one + two):
-        raise NumericsError(f"The total loss is {one}: an output or a target has NaN or infinite entries.")
+        raise NumericsError(
+            f"The total loss is {one}: an output or a target has NaN or infinite entries."
+        )
     tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 5e-5
-    if first.examples == second.examples and math.isclose(one, two, rel_tol=tolerance, abs_tol=1e-6):
+    if first.examples == second.examples and math.isclose(
+        one, two, rel_tol=tolerance, abs_tol=1e-6
+    ):
         return
-    cause = "Does the data change from pass to pass (random augmentation, drop_last with shuffling), or the model?"
+    cause = (
+        "Does the data change from pass to pass (random augmentation, drop_last with shuffling), "
+        "or the model?"
+    )
     if random := training_modules(risk.model):
         cause = f"These modules are in training mode: {random}; call model.eval()."
     raise RuntimeError(
-        f"Two passes over the data disagree: total loss {one:.8g} over {first.examples} examples and {two:.8g} over "
-        f"{second.examples}. {cause} check_deterministic=False turns this check off."
+        f"Two passes over the data disagree: total loss {one:.8g} over {first.examples} examples "
+        f"and {two:.8g} over {second.examples}. {cause} check_deterministic=False turns this check "
+        "off."
     )
 
 

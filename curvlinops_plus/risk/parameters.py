@@ -1,6 +1,8 @@
-"""A model and the parameters that it is a function of: what the user gives, one vector of them, other values.
+"""A model and the parameters that it is a function of: what the user gives, one vector of them,
+other values.
 
-And models that several processes train: parameters that `fully_shard` spreads over them, and what has to be the same.
+And models that several processes train: parameters that `fully_shard` spreads over them, and what
+has to be the same.
 """
 
 from __future__ import annotations
@@ -42,19 +44,25 @@ class ModelParameters:
     """
 
     def __init__(
-        self, model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, processes: Alone
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        processes: Alone,
     ) -> None:
         self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
         self.own_params = named_params(model, params, owned)
         parts = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
-        #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole shapes. Passes over
-        #: the data evaluate the model at these, without communication: processes may have other numbers of batches.
+        #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole
+        #: shapes. Passes over the data evaluate the model at these, without communication:
+        #: processes may have other numbers of batches.
         self._spread = _spread_parameters(model, parts, processes) if parts else {}
         values = dict(self.own_params)
         for key, t in params.items() if isinstance(params, Mapping) else ():
             p = values[key]
             if t is not p and (t.data_ptr() != p.data_ptr() or t.shape != p.shape or not p.numel()):
-                values[key] = t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
+                values[key] = (
+                    t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
+                )
         self.params = self.whole(values)
         self._elsewhere = any(self.params[key] is not p for key, p in self.own_params.items())
         # Found before any parameter is replaced, because replacements may be nested.
@@ -63,16 +71,23 @@ class ModelParameters:
         holders = {module for module, _ in self._places}
         if compiled := [m for m in holders if isinstance(m, torch.jit.ScriptModule)]:
             raise UnsupportedError(
-                f"A {type(compiled[0]).__name__} (torch.jit) holds parameters: they can't be replaced, and hooks "
-                "inside do not run. Pass the Python module that it was made from, or leave them out of `params`."
+                f"A {type(compiled[0]).__name__} (torch.jit) holds parameters: they can't be "
+                "replaced, and hooks inside do not run. Pass the Python module that it was made "
+                "from, or leave them out of `params`."
             )
-        children = [(m, name, child) for m in modules for name, child in m._modules.items() if child is not None]
+        children = [
+            (m, name, child)
+            for m in modules
+            for name, child in m._modules.items()
+            if child is not None
+        ]
         self._paths = [path for path in children if not holders.isdisjoint(path[2].modules())]
         self.space, self.dtype = Space.of(self.params), common_dtype(self.params)
         self.device, *others = {p.device for p in self.params.values()}
         if others:
             raise ValueError(
-                f"The parameters live on several devices, {self.device}, {others}; they need to be on one."
+                f"The parameters live on several devices, {self.device}, {others}; they need to be "
+                "on one."
             )
 
     def restricted(self, keys: Iterable[str]) -> Self:
@@ -81,14 +96,18 @@ class ModelParameters:
         other.params = {key: p for key, p in self.params.items() if key in chosen}
         other.space = Space.of(other.params)
         other.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
-        other._places = [(module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places]
+        other._places = [
+            (module, [(n, key) for n, key in names if key in chosen])
+            for module, names in self._places
+        ]
         return other
 
     def vector(self) -> Tensor:
-        """The parameters as they are now, one vector `[space.dim]` in their order; a copy without a graph.
+        """The parameters as they are now, one vector `[space.dim]` in their order; a copy without a
+        graph.
 
-        `space.unflatten` makes a dictionary of it, under the keys of `params`. To differentiate in the parameters
-        themselves, use `params`, which every operator multiplies.
+        `space.unflatten` makes a dictionary of it, under the keys of `params`. To differentiate in
+        the parameters themselves, use `params`, which every operator multiplies.
 
         Example:
             >>> from curvlinops_plus import EmpiricalRisk
@@ -106,51 +125,66 @@ class ModelParameters:
     def assign(self, v: Any) -> None:
         """Write a vector into the parameters of the model, in place.
 
-        Operators that were computed before stay as they are. `at` evaluates at other values and leaves the model alone.
+        Operators that were computed before stay as they are. `at` evaluates at other values and
+        leaves the model alone.
 
         Args:
-            v: What `vector` returns: a tensor or NumPy array `[space.dim]`, or a dictionary (by the keys of `params`),
-                list or tuple of tensors of the parameters' shapes.
+            v: What `vector` returns: a tensor or NumPy array `[space.dim]`, or a dictionary (by the
+                keys of `params`), list or tuple of tensors of the parameters' shapes.
 
         Raises:
             TypeError: If `v` is none of these, or of another device or a wider dtype.
-            ValueError: If names or shapes do not fit, or `params` holds other values than the model's own.
+            ValueError: If names or shapes do not fit, or `params` holds other values than the
+                model's own.
             UnsupportedError: If parameters are sharded by `fully_shard`.
         """
         self.require_in_place()
         if self._spread:
             raise UnsupportedError(
-                "risk.assign(v) can't write to a model whose parameters are sharded by fully_shard. Use "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+                "risk.assign(v) can't write to a model whose parameters are sharded by "
+                "fully_shard. Use torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
         self.require_own_values("risk.assign(v)")
         x, container = self.space.read(v, self.dtype, self.device)
         if container.columns:
-            raise ValueError(f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns.")
+            raise ValueError(
+                f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} "
+                "columns."
+            )
         with torch.no_grad():
             for key, value in self.space.unflatten(x[:, 0]).items():
                 self.own_params[key].copy_(value)
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
-        """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
+        """`function(model)` at other values of the parameters (keys as in `params`); the model is
+        as before afterwards.
 
-        Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
+        Everything that runs the model must happen inside, backward passes too: activation
+        checkpointing runs it again.
         """
         with self.placed(values):
             return function(self.model)
 
     def placed(self, values: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
-        """Context in which the model has other values; by default those of `params` that are not its own tensors."""
+        """Context in which the model has other values; by default those of `params` that are not
+        its own tensors.
+        """
         self.require_in_place()
         if values is None and not self._elsewhere:
             return nullcontext()
         values = self.params if values is None else values
-        return self._placed_whole(values) if self._spread else replaced_parameters(self._places, values)
+        return (
+            self._placed_whole(values)
+            if self._spread
+            else replaced_parameters(self._places, values)
+        )
 
     @contextmanager
     def _placed_whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Context in which the modules have whole parameters, and don't gather or give up any."""
-        tables: list[Any] = [t for m in self.model.modules() for t in (m._forward_pre_hooks, m._forward_hooks)]
+        tables: list[Any] = [
+            t for m in self.model.modules() for t in (m._forward_pre_hooks, m._forward_hooks)
+        ]
         before = [dict(table) for table in tables]
         for table, hooks in zip(tables, before):
             for number, hook in hooks.items():
@@ -158,7 +192,10 @@ class ModelParameters:
                     del table[number]
         whole = {name: whole for name, (_, whole) in self._spread.items()}
         try:
-            with replaced_parameters(self._spread_places, whole), replaced_parameters(self._places, values):
+            with (
+                replaced_parameters(self._spread_places, whole),
+                replaced_parameters(self._places, values),
+            ):
                 yield
         finally:
             for table, hooks in zip(tables, before):
@@ -172,12 +209,16 @@ class ModelParameters:
         return bool(self._spread)
 
     def whole(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Key to the whole of a parameter of the model; itself if it is not spread over processes."""
+        """Key to the whole of a parameter of the model; itself if it is not spread over
+        processes.
+        """
         whole = {id(part): p for part, p in self._spread.values()}
         return {key: whole.get(id(p), p) for key, p in params.items()}
 
     def renew(self) -> None:
-        """Take over the present values of parameters that are spread over processes. Collective, if there are any."""
+        """Take over the present values of parameters that are spread over processes. Collective, if
+        there are any.
+        """
         self.require_in_place()
         with torch.no_grad():
             for part, whole in self._spread.values():
@@ -186,39 +227,55 @@ class ModelParameters:
     def require_in_place(self) -> None:
         """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
         for module in self.model.modules() if self._spread else ():
-            if _is_sharded(module):  # so that modules have their own parameters, and not what was gathered for a pass
+            if _is_sharded(
+                module
+            ):  # so that modules have their own parameters, and not what was gathered for a pass
                 module.reshard()  # type: ignore[operator]
-        other = [name for parent, name, child in self._paths if parent._modules.get(name) is not child]
+        other = [
+            name for parent, name, child in self._paths if parent._modules.get(name) is not child
+        ]
         for module, names in self._places:
             if not isinstance(module._parameters, Replaced):
-                other += [key for name, key in names if module._parameters.get(name) is not self.own_params[key]]
+                other += [
+                    key
+                    for name, key in names
+                    if module._parameters.get(name) is not self.own_params[key]
+                ]
         if other:
             raise ValueError(
-                f"The model has other tensors in place of its parameters or modules {other[:5]} than when this risk "
-                "was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). Make a new "
-                "EmpiricalRisk, or a new optimizer."
+                f"The model has other tensors in place of its parameters or modules {other[:5]} "
+                "than when this risk was made (load_state_dict(..., assign=True), a new "
+                "nn.Parameter, or another module). Make a new EmpiricalRisk, or a new optimizer."
             )
 
     def require_own_values(self, what: str) -> None:
-        """Refuse other values than the model's own, for what watches or changes the model itself."""
-        if other := [key for key, p in self.whole(self.own_params).items() if self.params[key] is not p]:
+        """Refuse other values than the model's own, for what watches or changes the model
+        itself.
+        """
+        if other := [
+            key for key, p in self.whole(self.own_params).items() if self.params[key] is not p
+        ]:
             raise ValueError(
-                f"{what} is about the model's own parameters, and `params` holds other values of {other[:3]}. Make a "
-                "risk without these; `update` of an estimator runs the model at these."
+                f"{what} is about the model's own parameters, and `params` holds other values of "
+                f"{other[:3]}. Make a risk without these; `update` of an estimator runs the model "
+                "at these."
             )
 
 
-# --------------------------------------------------------------------------------------------- what the user gives
+# ------------------------------------------------------------------------------ what the user gives
 def named_params(
-    model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, owned: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    owned: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Give each requested parameter a key and find the model's own tensor behind it.
 
     Args:
         model: The model.
-        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
-            require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
-            shape, under a name of the model's own in a dict, is another value of that parameter.
+        params: A list of the model's parameters, a dict of them under names of the caller's, or
+            None for all that require a gradient. `p.detach()` and `p.data` are recognised by their
+            memory; any other tensor of the same shape, under a name of the model's own in a dict,
+            is another value of that parameter.
         owned: All parameters of the model, by name, if somebody has looked.
 
     Returns:
@@ -226,44 +283,57 @@ def named_params(
 
     Raises:
         TypeError: If `params` is neither a list nor a dict.
-        ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
+        ValueError: If there are no parameters, one is given twice, or one does not belong to the
+            model.
     """
     owned = dict(model.named_parameters()) if owned is None else owned
     if params is None:
         params = {name: p for name, p in owned.items() if p.requires_grad}
     if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
         raise TypeError(
-            f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters, as "
-            "list(model.parameters())."
+            f"`params` is a {type(params).__name__}; expected a list or a dict of the model's "
+            "parameters, as list(model.parameters())."
         )
     given = params.items() if isinstance(params, Mapping) else [(None, p) for p in params]
     by_identity = {id(p): name for name, p in owned.items()}
-    by_memory = {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    by_memory = {
+        (p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0
+    }
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(given):
         label, name = f"params[{position if key is None else key!r}]", by_identity.get(id(p))
         if name is None and isinstance(p, Tensor):
-            other = key if isinstance(key, str) and key in owned and owned[key].shape == p.shape else None
+            other = (
+                key
+                if isinstance(key, str) and key in owned and owned[key].shape == p.shape
+                else None
+            )
             name = by_memory.get((p.data_ptr(), p.shape, p.stride()), other)
         if name is None or not isinstance(key, (str, type(None))):
-            came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
+            came = (
+                f" with shape {list(p.shape)}"
+                if isinstance(p, Tensor)
+                else f", a {type(p).__name__},"
+            )
             raise ValueError(
-                f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the model's own tensors, "
-                "for instance `[p for p in model.parameters() if p.requires_grad]` or "
-                "`dict(model.named_parameters())`, or a dict of other values under the same names."
+                f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the "
+                "model's own tensors, for instance `[p for p in model.parameters() if "
+                "p.requires_grad]` or `dict(model.named_parameters())`, or a dict of other values "
+                "under the same names."
             )
         if name in labels:
             raise ValueError(
-                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
+                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each "
+                "parameter once."
             )
         labels[name] = label
         own[name if key is None else key] = owned[name]
     if not own:
         raise ValueError(
-            f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has {len(owned)} "
-            "parameters; by default those that require a gradient are taken. The arguments are model, loss and data, "
-            "in this order."
+            f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has "
+            f"{len(owned)} parameters; by default those that require a gradient are taken. The "
+            "arguments are model, loss and data, in this order."
         )
     return own
 
@@ -276,9 +346,10 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """
     if others := {key: p.dtype for key, p in params.items() if not p.is_floating_point()}:
         raise ValueError(
-            f"The parameters {[*others][:5]} are {', '.join(sorted(map(str, {*others.values()})))}; only real "
-            "floating-point parameters have a curvature here. Take the others, "
-            "params=[p for p in model.parameters() if p.is_floating_point()], or keep real and imaginary parts as two "
+            f"The parameters {[*others][:5]} are "
+            f"{', '.join(sorted(map(str, {*others.values()})))}; only real floating-point "
+            "parameters have a curvature here. Take the others, params=[p for p in "
+            "model.parameters() if p.is_floating_point()], or keep real and imaginary parts as two "
             "real parameters."
         )
     wide = torch.float32
@@ -295,7 +366,11 @@ def require_module(model: Any) -> nn.Module:
         UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}: call it" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = (
+            f"the class {model.__name__}: call it"
+            if isinstance(model, type)
+            else f"a {type(model).__name__}"
+        )
         raise ValueError(f"`model` is {what}. Layers can only be recorded in a torch.nn.Module.")
     model = inner_model(model)
     for name, module in model.named_modules():
@@ -303,12 +378,16 @@ def require_module(model: Any) -> nn.Module:
             module.reshard()  # type: ignore[operator]
         where = f"The module {name!r}" if name else "The model"
         if type(module).__name__ == "FullyShardedDataParallel":
-            raise UnsupportedError(f"{where} is a FullyShardedDataParallel, of flat pieces. Use fully_shard, or DDP.")
-        held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+            raise UnsupportedError(
+                f"{where} is a FullyShardedDataParallel, of flat pieces. Use fully_shard, or DDP."
+            )
+        held = [
+            t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
+        ]
         if any(type(t) is not nn.Parameter and is_lazy(t) for t in held):
             raise ValueError(
-                f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model once on a batch, "
-                "model(X), which gives it its shapes."
+                f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model "
+                "once on a batch, model(X), which gives it its shapes."
             )
     return model
 
@@ -319,7 +398,8 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
-    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user
+    says.
 
     Args:
         given: Names of modules, or globs of names, to axes.
@@ -334,19 +414,24 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
         layer = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
         if getattr(module.self_attn if layer else module, "batch_first", None) is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
-    if given is not None and not (isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())):
-        raise TypeError(f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}.")
+    if given is not None and not (
+        isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())
+    ):
+        raise TypeError(
+            f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}."
+        )
     for glob, axis in (given or {}).items():
         matching = [name for name in modules if fnmatchcase(name, glob)]
         if not matching:
             raise ValueError(
-                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; they are {[*modules][1:]}."
+                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; they are "
+                f"{[*modules][1:]}."
             )
         axes |= dict.fromkeys(matching, axis)
     return axes
 
 
-# --------------------------------------------------------------------------------------------------- several processes
+# -------------------------------------------------------------------------------- several processes
 def _is_sharded(module: nn.Module) -> bool:
     """Whether its class is one of those that `fully_shard` makes."""
     return "FSDPModule" in [base.__name__ for base in type(module).__mro__]
@@ -358,8 +443,8 @@ def _spread_parameters(
     """Name to part and whole of each parameter that is spread over processes. Collective.
 
     Raises:
-        UnsupportedError: If parameters are spread in another way than by `fully_shard`, or over processes that don't
-            share the data.
+        UnsupportedError: If parameters are spread in another way than by `fully_shard`, or over
+            processes that don't share the data.
 
     Cost: memory for all parameters that are spread; the blocks of their layers take more.
     """
@@ -368,15 +453,17 @@ def _spread_parameters(
         inside = any(root == "" or name.startswith(f"{root}.") for root in roots)
         if not inside or sum(not place.is_replicate() for place in p.placements) > 1:
             raise UnsupportedError(
-                f"The parameter {name!r} is spread over processes by parallelize_module (tensor parallel) or "
-                f"distribute_tensor, {p.placements}, and the model computes with parts of it. Only fully_shard is "
-                "known. Make a plain model, of what torch.distributed.checkpoint.state_dict.get_model_state_dict("
-                "model, options=StateDictOptions(full_state_dict=True)) returns."
+                f"The parameter {name!r} is spread over processes by parallelize_module (tensor "
+                f"parallel) or distribute_tensor, {p.placements}, and the model computes with "
+                "parts of it. Only fully_shard is known. Make a plain model, of what "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) returns."
             )
         if p.device_mesh.size() > processes.world:
             raise UnsupportedError(
-                "The parameters are spread over processes by fully_shard, so that none can evaluate the model alone. "
-                "Say EmpiricalRisk(..., processes=Processes()), in all of them."
+                "The parameters are spread over processes by fully_shard, so that none can "
+                "evaluate the model alone. Say EmpiricalRisk(..., processes=Processes()), in all "
+                "of them."
             )
     values = {name: p.detach().full_tensor().clone() for name, p in parts.items()}
     return {name: (p, nn.Parameter(values[name], p.requires_grad)) for name, p in parts.items()}
@@ -390,10 +477,15 @@ def wrapped_processes(model: nn.Module) -> Processes | None:
     """
     if any(map(_is_sharded, model.modules())):
         raise UnsupportedError(
-            "The parameters of the model are sharded by fully_shard, and this optimizer takes steps with whole ones. "
-            "Use DistributedDataParallel, or a CurvatureEstimator that listens, and whole gradients, full_tensor()."
+            "The parameters of the model are sharded by fully_shard, and this optimizer takes "
+            "steps with whole ones. Use DistributedDataParallel, or a CurvatureEstimator that "
+            "listens, and whole gradients, full_tensor()."
         )
-    return Processes(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return (
+        Processes(model.process_group)
+        if isinstance(model, nn.parallel.DistributedDataParallel)
+        else None
+    )
 
 
 #: Whether this process was told that it computes by itself.
@@ -410,13 +502,16 @@ def common_processes(model: nn.Module, processes: Any) -> Alone:
         CurvatureWarning: Once, of a wrapped model without processes.
     """
     if processes is not None and not isinstance(processes, Alone):
-        raise TypeError(f"processes is a {type(processes).__name__}; expected Processes(), or None for this one alone.")
+        raise TypeError(
+            f"processes is a {type(processes).__name__}; expected Processes(), or None for this "
+            "one alone."
+        )
     if processes is None and isinstance(model, nn.parallel.DistributedDataParallel) and not _told:
         _told.add("alone")
         warn(
-            "The model is wrapped by DistributedDataParallel, and the risk has processes=None: each process computes "
-            "with its own part of the data, and by itself. Say EmpiricalRisk(..., processes=Processes()) for that of "
-            "all data.",
+            "The model is wrapped by DistributedDataParallel, and the risk has processes=None: "
+            "each process computes with its own part of the data, and by itself. Say "
+            "EmpiricalRisk(..., processes=Processes()) for that of all data.",
             CurvatureWarning,
             stacklevel=level_of_user(),
         )
@@ -438,32 +533,46 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     found = list[Tensor]()
     with torch.no_grad():
         for t in tensors.values():
-            t = torch.view_as_real(t) if t.is_complex() else t if t.layout is torch.strided else t.to_dense()
+            t = (
+                torch.view_as_real(t)
+                if t.is_complex()
+                else t
+                if t.layout is torch.strided
+                else t.to_dense()
+            )
             x = t if t.is_floating_point() else t.double()
             found += x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
     if len({one.device for one in found}) > 1:  # every answer of a GPU is waited for
         found = [one.to(found[0].device) for one in found]
     numbers = torch.stack(found).nan_to_num().tolist() if found else []  # NaN equals NaN
-    return {name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)}
+    return {
+        name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)
+    }
 
 
 def fingerprint(risk: Any) -> dict[str, list[float]]:
-    """`sums_of` the parameters: under their keys, and others of the model under their names after "model.".
+    """`sums_of` the parameters: under their keys, and others of the model under their names after
+    "model.".
 
     Writing to `p.data` changes no version of a tensor, so that only values tell.
     """
     risk.renew()
     tracked = {*map(id, risk.params.values())}
     every = risk.whole(dict(risk.model.named_parameters()))
-    return sums_of(risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked})
+    return sums_of(
+        risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked}
+    )
 
 
 def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
-    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their size."""
+    """Keys of the parameters whose sums changed by more than `tolerance`, relative to their
+    size.
+    """
     return [
         key
         for key, (total, norm) in before.items()
-        if key not in now or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
+        if key not in now
+        or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
     ]
 
 
@@ -471,10 +580,15 @@ def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str,
     """Refuse processes that differ in parameters, losses, options, or `more`. Collective.
 
     Args:
-        over_data: Whether the data are read now: then buffers are compared, too. Batches of training write to them.
+        over_data: Whether the data are read now: then buffers are compared, too. Batches of
+            training write to them.
     """
     buffers = sums_of(dict(risk.model.named_buffers())) if over_data else {}
-    options = {f"{name}=": x for name, x in vars(risk.options).items() if name not in ("check", "progressbar")}
+    options = {
+        f"{name}=": x
+        for name, x in vars(risk.options).items()
+        if name not in ("check", "progressbar")
+    }
     losses = {
         one.title: (one.likelihood.options() if one.known else one.loss, one.weight, one.reduction)
         for one in risk.losses

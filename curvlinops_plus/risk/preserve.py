@@ -1,7 +1,9 @@
-"""What is the user's stays while a risk is evaluated: modules, buffers, random numbers, and switches of the process.
+"""What is the user's stays while a risk is evaluated: modules, buffers, random numbers, and
+switches of the process.
 
-The random generators, the options of compilers and kernels, the filters of warnings and the modules themselves are
-seen by every thread. So one thread at a time evaluates risks; others wait, and each finds everything as it left it.
+The random generators, the options of compilers and kernels, the filters of warnings and the modules
+themselves are seen by every thread. So one thread at a time evaluates risks; others wait, and each
+finds everything as it left it.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ from torch.backends import mha
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
-from curvlinops_plus.layer.kept import drop_new_tensors, keepers_of_graphs, kept_attributes, parts_kept
+from curvlinops_plus.layer.kept import (
+    drop_new_tensors,
+    keepers_of_graphs,
+    kept_attributes,
+    parts_kept,
+)
 from curvlinops_plus.layer.replay import as_parameters
 from curvlinops_plus.random_state import RandomState
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# ------------------------------------------------------------------------------------------------------ the process
+# -------------------------------------------------------------------------------------- the process
 #: Context that one thread at a time is in, as often as it likes.
 exclusive = threading.RLock()
 
@@ -55,10 +62,11 @@ own_passes = _OwnPasses()
 
 
 class _Eager:
-    """Context in which compiled modules run eagerly, and transformers without fused inference: else no hooks fire.
+    """Context in which compiled modules run eagerly, and transformers without fused inference: else
+    no hooks fire.
 
-    Counted, since these contexts need not be left in the opposite order: an inner one that restored what it had found
-    would leave everything eager for good.
+    Counted, since these contexts need not be left in the opposite order: an inner one that restored
+    what it had found would leave everything eager for good.
     """
 
     depth, _fused, _stance = 0, True, None
@@ -93,17 +101,20 @@ eager = _Eager()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and right."""
+    """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and
+    right.
+    """
     with exclusive, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*batching rule.*")
         yield
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that `torch.compile` does not look into: around it, the graph of its caller is divided.
+    """A function that `torch.compile` does not look into: around it, the graph of its caller is
+    divided.
 
-    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second, and is left out as long as
-    nobody has loaded it, so that nothing is compiled.
+    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second, and is
+    left out as long as nobody has loaded it, so that nothing is compiled.
     """
     disabled = _disable_dynamo(function)
 
@@ -114,7 +125,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-# ---------------------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 def runs_for(thread: int) -> bool:
     """Whether code runs for a thread: in it, or in a backward pass.
 
@@ -124,7 +135,9 @@ def runs_for(thread: int) -> bool:
 
 
 class Uncopied(partial[Any]):
-    """A hook of a module that copies and pickles of the module don't carry, and that changes no output."""
+    """A hook of a module that copies and pickles of the module don't carry, and that changes no
+    output.
+    """
 
     only_reads = True
 
@@ -137,13 +150,17 @@ def _nothing(*args: Any) -> None:
 
 
 def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
+    """A hook of a module that ignores calls of other threads, which may evaluate the model
+    meanwhile.
+    """
     thread = threading.get_ident()
     return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if runs_for(thread) else None)
 
 
 class Replaced(dict[str, Any]):
-    """The parameters or buffers of one module: those given to this thread, its own ones to all others."""
+    """The parameters or buffers of one module: those given to this thread, its own ones to all
+    others.
+    """
 
     def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         super().__init__(replaced)
@@ -169,19 +186,26 @@ Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
 def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
     """Where parameters are: a module may have two names, a parameter two modules."""
     key_of = {id(p): key for key, p in params.items()}
-    held = [(m, [(name, key_of[id(p)]) for name, p in m._parameters.items() if id(p) in key_of]) for m in modules]
+    held = [
+        (m, [(name, key_of[id(p)]) for name, p in m._parameters.items() if id(p) in key_of])
+        for m in modules
+    ]
     return [(module, names) for module, names in held if names]
 
 
 @contextmanager
 def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which the modules have other parameters, by key; other threads see their own ones."""
+    """Context in which the modules have other parameters, by key; other threads see their own
+    ones.
+    """
     as_parameters(values.values())
     given = [(module, names, module._parameters) for module, names in places]
     try:
         for module, names, before in given:
             own = getattr(before, "own", before)
-            vars(module)["_parameters"] = Replaced({**before, **{name: values[key] for name, key in names}}, own)
+            vars(module)["_parameters"] = Replaced(
+                {**before, **{name: values[key] for name, key in names}}, own
+            )
         yield
     finally:
         for module, _, before in given:
@@ -190,12 +214,20 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
 
 @contextmanager
 def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which modules have copies of their buffers; at the end they are, with attributes, as before."""
+    """Context in which modules have copies of their buffers; at the end they are, with attributes,
+    as before.
+    """
     copies = dict[int, Tensor]()  # a buffer may have two places
     with kept_attributes(modules):
         for module in modules:
-            if (held := module._buffers) and type(held) in (dict, Replaced):  # scripted modules hold others
-                made = {n: None if b is None else copies.setdefault(id(b), b.detach().clone()) for n, b in held.items()}
+            if (held := module._buffers) and type(held) in (
+                dict,
+                Replaced,
+            ):  # scripted modules hold others
+                made = {
+                    n: None if b is None else copies.setdefault(id(b), b.detach().clone())
+                    for n, b in held.items()
+                }
                 vars(module)["_buffers"] = Replaced(made, getattr(held, "own", held))
         yield
 
@@ -206,30 +238,37 @@ _PLAIN = {"sparse": False, "scale_grad_by_freq": False}
 
 @contextmanager
 def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
-    """Keep the global random state, the model's buffers and attributes and the data's generators, also on error.
+    """Keep the global random state, the model's buffers and attributes and the data's generators,
+    also on error.
 
-    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
-    statistics. Cost: a copy of the buffers.
+    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training
+    mode moves running statistics. Cost: a copy of the buffers.
 
-    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
-    no derivative), and `max_norm` is refused. Compiled modules run eagerly. And nothing runs under the caller's
-    autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
-    model.
+    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
+    (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
+    And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
+    Autocast inside the model's forward is part of the model.
 
     Tensors that modules keep from one pass, as caches do, are dropped before the next one.
 
     One thread at a time is in here; others wait.
 
     Raises:
-        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose graph is gone.
+        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
+            graph is gone.
     """
     modules = [*model.modules()]
-    kinds = [p.device.type for module in modules for p in module._parameters.values() if p is not None]
+    kinds = [
+        p.device.type for module in modules for p in module._parameters.values() if p is not None
+    ]
     with eager, own_passes, ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(RandomState.now().restore)
-        sampler, batch_sampler = getattr(data, "sampler", None), getattr(data, "batch_sampler", None)
+        sampler, batch_sampler = (
+            getattr(data, "sampler", None),
+            getattr(data, "batch_sampler", None),
+        )
         for holder in (data, sampler, getattr(batch_sampler, "sampler", None)):
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
                 stack.callback(generator.set_state, generator.get_state())
@@ -249,22 +288,25 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
                 raise
             keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
             raise UnsupportedError(
-                f"The model reads a tensor with the graph of an earlier call, which is gone. {keepers} kept one, as a "
-                "cache of eval mode does. Empty it before curvature is computed: often model.train() and then "
-                "model.eval() does."
+                "The model reads a tensor with the graph of an earlier call, which is gone. "
+                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
+                "computed: often model.train() and then model.eval() does."
             ) from error
 
 
-# ------------------------------------------------------------------------------------------------- equal but rounding
-#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
-#: compute in float32 whatever they get.
+# ------------------------------------------------------------------------------- equal but rounding
+#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may
+#: have norms that compute in float32 whatever they get.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
-# What passes where products of float32 numbers may be computed from their first ten bits (TF32), or seven (bfloat16).
+# What passes where products of float32 numbers may be computed from their first ten bits (TF32), or
+# seven (bfloat16).
 _SHORT_PRODUCTS = {"cuda": 5e-3, "cpu": 5e-2}
 
 
 def with_short_products(tolerance: float, itemsize: int, device: torch.device) -> float:
-    """A tolerance for numbers of so many bytes, or a larger one where the global switches shorten products."""
+    """A tolerance for numbers of so many bytes, or a larger one where the global switches shorten
+    products.
+    """
     convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
     if itemsize == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
         return max(tolerance, _SHORT_PRODUCTS.get(device.type, tolerance))
@@ -274,16 +316,23 @@ def with_short_products(tolerance: float, itemsize: int, device: torch.device) -
 def relative_difference(a: Tensor, b: Tensor) -> float:
     """Relative difference; 0 where it can't be told because a number is not finite."""
     # Without copies where it goes: large numbers have squares beyond float32.
-    for dtype in (torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32), torch.float64):
+    for dtype in (
+        torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32),
+        torch.float64,
+    ):
         one, other = a.to(dtype), b.to(dtype)
-        size, away = float(torch.linalg.vector_norm(other)), float(torch.linalg.vector_norm(one - other))
+        size, away = (
+            float(torch.linalg.vector_norm(other)),
+            float(torch.linalg.vector_norm(one - other)),
+        )
         if math.isfinite(size) and math.isfinite(away):
             return away / (size or 1.0)
     return 0.0
 
 
 def training_modules(model: nn.Module) -> str:
-    """Names of modules whose forward pass in training mode is random or depends on the batch, "" if there are none.
+    """Names of modules whose forward pass in training mode is random or depends on the batch, "" if
+    there are none.
 
     Recurrent networks and attention drop out by themselves, without a module inside.
 
@@ -297,8 +346,12 @@ def training_modules(model: nn.Module) -> str:
     def differs(m: Any) -> bool:
         if isinstance(m, nn.modules.dropout._DropoutNd):
             return m.p > 0
-        drops = isinstance(m, nn.MultiheadAttention) or (isinstance(m, nn.RNNBase) and m.num_layers > 1)
-        return m.dropout > 0 if drops else isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
+        drops = isinstance(m, nn.MultiheadAttention) or (
+            isinstance(m, nn.RNNBase) and m.num_layers > 1
+        )
+        return (
+            m.dropout > 0 if drops else isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
+        )
 
     modules = [(name, m) for name, m in model.named_modules() if m.training and differs(m)]
     return ", ".join(f"{name!r} ({type(m).__name__})" for name, m in modules)

@@ -64,10 +64,12 @@ class Checked:
 
     Attributes:
         in_modules: Whether the model was seen to read its parameters in its modules.
-        seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
+        seen: What was called in batches that were compared with plain autograd, where no gradient
+            was zero.
         batches: How many batches there were.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
-        reads: How functions read parameters, outside of modules with rules; None before they were looked for.
+        reads: How functions read parameters, outside of modules with rules; None before they were
+            looked for.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
         errors: Layer name to the relative difference that was last seen.
@@ -87,58 +89,73 @@ class Checked:
 class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
-    `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*:
-    batches of different sizes count as one big batch would. With several losses it is their weighted sum, each with
-    its own `c`.
+    `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the
+    whole data set*: batches of different sizes count as one big batch would. With several losses it
+    is their weighted sum, each with its own `c`.
 
     Args:
         model: A module. Its mode (train or eval) is left as it is.
-        loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a dict or a tuple, of the
-            form of its output and of the targets, of losses or pairs `(loss, weight)`.
-        data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
-            is called with the rest as keywords). It is read once per sweep. N, the number of examples, is the size of
-            the first axis of `X`, or the one that all tensors of a mapping have in common, or what `batch_size_fn`
-            says. When a few examples are run alone, any tensor of `X` and `y` whose first or second axis has size N, or
-            whose first axis is a multiple of N, is taken for rows of examples. Make what belongs to all of them, such
-            as a table or a graph, a buffer of the model, or add an axis of size 1 in front.
-        params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
-            included. A dict with the model's names may hold other values: everything is computed at these, and
-            the model keeps its own. Default: all that require a gradient.
-        output: Selects the tensor that the loss reads from what the model returns, or the dict or tuple of tensors that
-            several losses read. Outputs with `.logits` don't need it.
-        mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
-        example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
+        loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a
+            dict or a tuple, of the form of its output and of the targets, of losses or pairs
+            `(loss, weight)`.
+        data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with
+            `labels` (then the model is called with the rest as keywords). It is read once per
+            sweep. N, the number of examples, is the size of the first axis of `X`, or the one that
+            all tensors of a mapping have in common, or what `batch_size_fn` says. When a few
+            examples are run alone, any tensor of `X` and `y` whose first or second axis has size N,
+            or whose first axis is a multiple of N, is taken for rows of examples. Make what belongs
+            to all of them, such as a table or a graph, a buffer of the model, or add an axis of
+            size 1 in front.
+        params: The parameters, a list or a dict of the model's own tensors; any subset in any
+            order, frozen ones included. A dict with the model's names may hold other values:
+            everything is computed at these, and the model keeps its own. Default: all that require
+            a gradient.
+        output: Selects the tensor that the loss reads from what the model returns, or the dict or
+            tuple of tensors that several losses read. Outputs with `.logits` don't need it.
+        mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of
+            layers with T positions.
+        example_axis: Module name or glob to the axis that carries the examples, where it is not the
+            first.
         batch_size_fn: Number of examples of an input that is not a tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
-        shift_labels: Language models: the output at position t is compared with the label at t + 1. Positions are axis
-            1 of both, and classes the last axis of the output: `output=lambda f: f.mT` transposes `[N, classes, T]`,
-            which is not noticed if T equals the number of classes. Default: as the model's own loss does, if it
-            computes one from `labels`; else, and with `check=False`, no shift.
+        shift_labels: Language models: the output at position t is compared with the label at t + 1.
+            Positions are axis 1 of both, and classes the last axis of the output: `output=lambda f:
+            f.mT` transposes `[N, classes, T]`, which is not noticed if T equals the number of
+            classes. Default: as the model's own loss does, if it computes one from `labels`; else,
+            and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
-        reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
-            examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
-        check: Whether three examples of a batch are run and recorded by themselves. Compared are their outputs with
-            those in the batch, and gradients by layer rules with plain autograd's, for a random vector at all outputs.
-            True does so in the first batch, in each that calls other layers, and in batches 4, 16, 64, ...; "every" in
-            all. Also whether two evaluations have to agree, and whether a loss that the model computes from `labels`
-            is compared with this one; whether a loss without a likelihood is a mean (or sum) over examples.
-        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
-            with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
-            `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
-            pop what the model doesn't take. The loss is `c Σ_n w_n Σ_r ℓ(f(x_n)_r, y_{n,r})` with `c` one over the sum
-            of weights times terms for "mean": an example of weight 2 counts as two, one of weight 0 as none, in the
-            loss, its derivatives and all statistics. To divide by N instead, use reduction="sum" and weights `w / N`.
-        processes: Several processes, each with its part of the data: `processes.share(data)`. Results are those of all
-            data, and equal in all processes, which have to compute them together. Default: this process alone.
+        reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches
+            by their numbers of examples, "sum" adds them up. Default: the loss's own attribute
+            ("batchmean" is "mean"), else "mean".
+        check: Whether three examples of a batch are run and recorded by themselves. Compared are
+            their outputs with those in the batch, and gradients by layer rules with plain
+            autograd's, for a random vector at all outputs. True does so in the first batch, in each
+            that calls other layers, and in batches 4, 16, 64, ...; "every" in all. Also whether two
+            evaluations have to agree, and whether a loss that the model computes from `labels` is
+            compared with this one; whether a loss without a likelihood is a mean (or sum) over
+            examples.
+        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at
+            least 0; it is called with all entries of the batch, which may have more than two:
+            `weight=lambda X, y, w: w` for batches `(X, y, w)`. A batch that is a mapping with
+            `labels` is `weight(X, labels)`, `X` the rest, from which it may pop what the model
+            doesn't take. The loss is `c Σ_n w_n Σ_r ℓ(f(x_n)_r, y_{n,r})` with `c` one over the sum
+            of weights times terms for "mean": an example of weight 2 counts as two, one of weight 0
+            as none, in the loss, its derivatives and all statistics. To divide by N instead, use
+            reduction="sum" and weights `w / N`.
+        processes: Several processes, each with its part of the data: `processes.share(data)`.
+            Results are those of all data, and equal in all processes, which have to compute them
+            together. Default: this process alone.
 
-    Passes over the data don't depend on the caller's modes: neither `torch.autocast`, `torch.no_grad()` and
-    `torch.inference_mode()` around them nor the compiler change results. Autocast inside the
-    model's forward is part of the model. Afterwards model, data and global settings are as before.
+    Passes over the data don't depend on the caller's modes: neither `torch.autocast`,
+    `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change results.
+    Autocast inside the model's forward is part of the model. Afterwards model, data and global
+    settings are as before.
 
-    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be created and used in
-    several threads. Meanwhile other threads may call the model: they see its own parameters, and their calls are not
-    recorded. They must not change it, or draw from the global random generators if the model does.
+    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be
+    created and used in several threads. Meanwhile other threads may call the model: they see its
+    own parameters, and their calls are not recorded. They must not change it, or draw from the
+    global random generators if the model does.
 
     Attributes:
         model: The module.
@@ -151,10 +168,10 @@ class EmpiricalRisk(ModelParameters):
         options: The other arguments.
 
     Raises:
-        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none);
-            if `params` or an option is of another type than said here.
-        ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms` or the weight of a
-            loss is no positive finite number.
+        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a
+            `Dataset` is none); if `params` or an option is of another type than said here.
+        ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms`
+            or the weight of a loss is no positive finite number.
 
     Example:
         >>> import torch
@@ -224,7 +241,9 @@ class EmpiricalRisk(ModelParameters):
 
     @property
     def reads(self) -> FoundReads | None:
-        """How functions read parameters: what was found and what was checked are shared by copies of the risk."""
+        """How functions read parameters: what was found and what was checked are shared by copies
+        of the risk.
+        """
         return self.checked.reads
 
     @reads.setter
@@ -232,22 +251,29 @@ class EmpiricalRisk(ModelParameters):
         self.checked.reads = reads
 
     def for_vectors(self, vectors: Vectors) -> EmpiricalRisk:
-        """The risk with all that vectors need of its losses: of any loss there are gradients of each example."""
+        """The risk with all that vectors need of its losses: of any loss there are gradients of
+        each example.
+        """
         if not vectors.of_loss or self.losses.known:
             return self
         other = copy(self)
         other.losses = self.losses.of_examples()
         return other
 
-    # ------------------------------------------------------------------------------------------------- one batch
+    # ------------------------------------------------------------------------------------ one batch
     def batches(self, desc: str) -> Iterator[Batch]:
         """Read the data of this process once; empty batches are left out.
 
         Raises:
-            ValueError: If there is no batch at all, and there are no other processes that may have some.
+            ValueError: If there is no batch at all, and there are no other processes that may have
+                some.
         """
         seen, options = 0, self.options
-        bar = tqdm(self.data, desc=f"{desc} (on {self.device})") if options.progressbar else nullcontext(self.data)
+        bar = (
+            tqdm(self.data, desc=f"{desc} (on {self.device})")
+            if options.progressbar
+            else nullcontext(self.data)
+        )
         with bar as items:
             for index, item in enumerate(items):
                 batch = self.read(item, index, seen)
@@ -256,41 +282,66 @@ class EmpiricalRisk(ModelParameters):
                     seen += batch.num_examples
         if not seen and self.processes.world == 1:
             again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
-            raise ValueError(f"`data` has no examples.{again if isinstance(self.data, Iterator) else ''}")
+            raise ValueError(
+                f"`data` has no examples.{again if isinstance(self.data, Iterator) else ''}"
+            )
 
     def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
-        """One item of the data as a batch, with `first` examples before it; one tells whether labels are shifted.
+        """One item of the data as a batch, with `first` examples before it; one tells whether
+        labels are shifted.
 
         Raises:
-            ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be counted, or `weight`
-                gives something else than N finite numbers of at least 0.
-            UnsupportedError: If the loss that the model computes from the labels is not this one, or its outputs depend
-                on them.
+            ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be
+                counted, or `weight` gives something else than N finite numbers of at least 0.
+            UnsupportedError: If the loss that the model computes from the labels is not this one,
+                or its outputs depend on them.
         """
         if isinstance(item, Batch):  # was read before
             return item
         options, weight = self.options, self.options.weight
         if unpack := isinstance(item, Mapping) and "labels" in item:
-            entries: Sequence[Any] = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-        elif isinstance(item, (tuple, list)) and (len(item) == 2 or (weight is not None and len(item) > 2)):
+            entries: Sequence[Any] = (
+                {key: value for key, value in item.items() if key != "labels"},
+                item["labels"],
+            )
+        elif isinstance(item, (tuple, list)) and (
+            len(item) == 2 or (weight is not None and len(item) > 2)
+        ):
             entries = item
         else:
             size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
-            what = f"mapping with keys {list(item)}" if isinstance(item, Mapping) else f"{type(item).__name__}{size}"
-            raise ValueError(
-                f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. For one batch, write "
-                "data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); weights of examples take "
-                "EmpiricalRisk(..., weight=lambda X, y, w: w)."
+            what = (
+                f"mapping with keys {list(item)}"
+                if isinstance(item, Mapping)
+                else f"{type(item).__name__}{size}"
             )
-        X, y = mapped(on_device, entries[0], self.device), mapped(on_device, entries[1], self.device)
-        found = None if weight is None else weight(X, y, *entries[2:])  # which may take it out of a mapping
+            raise ValueError(
+                f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. "
+                "For one batch, write data=[(X, y)]. Targets of several losses stand together, (X, "
+                "(y1, y2)); weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
+            )
+        X, y = (
+            mapped(on_device, entries[0], self.device),
+            mapped(on_device, entries[1], self.device),
+        )
+        found = (
+            None if weight is None else weight(X, y, *entries[2:])
+        )  # which may take it out of a mapping
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
         if weight is not None:
-            if not isinstance(found, Tensor) or found.shape != (N,) or not (found.isfinite() & (found >= 0)).all():
-                what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            if (
+                not isinstance(found, Tensor)
+                or found.shape != (N,)
+                or not (found.isfinite() & (found >= 0)).all()
+            ):
+                what = (
+                    f"{found.dtype} {list(found.shape)}"
+                    if isinstance(found, Tensor)
+                    else type(found).__name__
+                )
                 raise ValueError(
-                    f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a finite number of at least "
-                    "0 for each example."
+                    f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a "
+                    "finite number of at least 0 for each example."
                 )
             found = on_device(found.detach().double(), self.device)
         batch = Batch(X, y, N, unpack, first, found)
@@ -306,11 +357,17 @@ class EmpiricalRisk(ModelParameters):
             UnsupportedError: If examples have weights, which come with the targets.
         """
         if self.options.weight is not None:
-            raise UnsupportedError("weight= comes with the targets. Give whole batches, to `update` or `listen`.")
-        return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
+            raise UnsupportedError(
+                "weight= comes with the targets. Give whole batches, to `update` or `listen`."
+            )
+        return Batch(
+            X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack
+        )
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
-        """Forward pass: for each loss its output, its target, and its class axis if that is not the loss's own."""
+        """Forward pass: for each loss its output, its target, and its class axis if that is not the
+        loss's own.
+        """
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
@@ -331,7 +388,9 @@ class EmpiricalRisk(ModelParameters):
         return found
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
+        """Outputs, targets and class axes, as `run` gives them, from what the model returned for a
+        batch.
+        """
         outputs, class_axes = self.losses.select(out, self.options.output)
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
@@ -339,12 +398,17 @@ class EmpiricalRisk(ModelParameters):
         one = self.losses.form == "single"
         targets = (batch.y,) if one else self.losses.matched(batch.y, "target", "The batch has")
         shifts = self.options.shift_labels
-        if self.checked.shift if shifts is None else shifts:  # labels are those of the next position
-            outputs, targets, class_axes = zip(*map(shifted_labels, self.losses, outputs, targets, class_axes))
+        if (
+            self.checked.shift if shifts is None else shifts
+        ):  # labels are those of the next position
+            outputs, targets, class_axes = zip(
+                *map(shifted_labels, self.losses, outputs, targets, class_axes)
+            )
         return outputs, targets, class_axes
 
     def scale(self, totals: Totals, loss: int | None = None) -> Number:
-        """`c`: what multiplies the sum of all terms of the reference loss (the first one with the reduction "mean").
+        """`c`: what multiplies the sum of all terms of the reference loss (the first one with the
+        reduction "mean").
 
         Args:
             totals: Of the whole data set.
@@ -359,23 +423,28 @@ class EmpiricalRisk(ModelParameters):
         count = float(totals.loss_count if loss is None else totals.counts[loss])
         if not count > 0:
             raise ValueError(
-                f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them does "
-                "not exist. Leave such a loss out; skip such batches until one counts."
+                f"No term of {one.title} counts: every target is ignored or has weight 0, so the "
+                "mean over them does not exist. Leave such a loss out; skip such batches until one "
+                "counts."
             )
         given = 1.0 if options.num_data is None else totals.examples / float(options.num_data)
         if options.num_per_example_loss_terms is not None:
             given *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
         return given / count
 
-    # ---------------------------------------------------------------------------------------------- all the data
+    # --------------------------------------------------------------------------------- all the data
     def together(
-        self, work: Callable[[], T], over_data: bool = True, same: Callable[[], Mapping[str, Any]] = dict
+        self,
+        work: Callable[[], T],
+        over_data: bool = True,
+        same: Callable[[], Mapping[str, Any]] = dict,
     ) -> T:
         """Work by all processes, whose models and losses are the same. Collective.
 
         Args:
             work: What each does.
-            over_data: Whether that reads the data. Else batches came one by one, in passes that may write buffers.
+            over_data: Whether that reads the data. Else batches came one by one, in passes that may
+                write buffers.
             same: Name to what else has to be the same in all, see `Processes.same`.
 
         Raises:
@@ -399,7 +468,8 @@ class EmpiricalRisk(ModelParameters):
             return self._value(self.together(partial(loss_pass, self)))
 
     def gradient(self) -> dict[str, Tensor]:
-        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
+        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward
+        pass. Collective.
 
         Of several losses with the reduction "mean": one more forward pass, which counts terms.
         """
@@ -407,7 +477,9 @@ class EmpiricalRisk(ModelParameters):
 
     @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradient and loss over all data in one pass; nothing is written to `.grad`. Collective."""
+        """Gradient and loss over all data in one pass; nothing is written to `.grad`.
+        Collective.
+        """
         with preserve_state(self.model, self.data):
             sums, totals = self.together(partial(gradient_pass, self))
         c = self.scale(totals)
@@ -415,7 +487,12 @@ class EmpiricalRisk(ModelParameters):
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
-        value = sum([one.weight * self.scale(totals, k) * totals.losses[k] for k, one in enumerate(self.losses)])
+        value = sum(
+            [
+                one.weight * self.scale(totals, k) * totals.losses[k]
+                for k, one in enumerate(self.losses)
+            ]
+        )
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
@@ -429,7 +506,9 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     for name, what in counts.items():
         number = getattr(options, name)
         if number is not None and not 0 < float(number) < float("inf"):
-            raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
+            raise ValueError(
+                f"{name}={number} must be positive: it is the number of {what}. None counts them."
+            )
         if number is not None and options.weight is not None:
             raise UnsupportedError(
                 f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
@@ -437,14 +516,14 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
             )
     if unknown := [one for one in losses if options.weight is not None and not one.known]:
         raise UnsupportedError(
-            f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole batch is known, not "
-            "that of each example. Register one, see register_likelihood."
+            f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole "
+            "batch is known, not that of each example. Register one, see register_likelihood."
         )
     for name in ("shift_labels", "num_per_example_loss_terms"):
         if losses.form != "single" and getattr(options, name):
             raise UnsupportedError(
-                f"{name} is about one loss, and there are losses for the outputs {losses.keys}. Leave it out; shift "
-                "outputs and targets yourself, in `output=` and in the data."
+                f"{name} is about one loss, and there are losses for the outputs {losses.keys}. "
+                "Leave it out; shift outputs and targets yourself, in `output=` and in the data."
             )
 
 
@@ -452,9 +531,11 @@ P = ParamSpec("P")
 
 
 def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
-    """A function, or a constructor, whose first argument is a risk: refuses anything else with what to write.
+    """A function, or a constructor, whose first argument is a risk: refuses anything else with what
+    to write.
 
-    The arguments are checked before Python counts them, because who forgets the risk gives model, loss and data.
+    The arguments are checked before Python counts them, because who forgets the risk gives model,
+    loss and data.
     """
     constructor = function.__name__ == "__init__"
 
@@ -464,8 +545,8 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
         if risk is not None and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__
             raise TypeError(
-                f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data "
-                "first, EmpiricalRisk(model, loss, data)."
+                f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, "
+                "loss and data first, EmpiricalRisk(model, loss, data)."
             )
         return function(*args, **kwargs)
 

@@ -1,4 +1,6 @@
-"""One pass over the data that sends vectors back and passes the `LayerBatch` of every layer to a consumer."""
+"""One pass over the data that sends vectors back and passes the `LayerBatch` of every layer to a
+consumer.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ def sweep(
     Returns:
         The totals over all batches.
 
-    Cost: one forward pass, and one backward pass per vector to the layers' outputs only. Several losses, of which at
-    least one has the reduction "mean": see `loss_weights`.
+    Cost: one forward pass, and one backward pass per vector to the layers' outputs only. Several
+    losses, of which at least one has the reduction "mean": see `loss_weights`.
     """
     totals, draws, outside = Totals(), Draws(vectors.seed or 0), None
     if weights is None:
@@ -57,13 +59,14 @@ def sweep(
 
 
 class RecordedPasses:
-    """Forward passes of a risk's model under hooks on its layers, and the vectors that are backpropagated through them.
+    """Forward passes of a risk's model under hooks on its layers, and the vectors that are
+    backpropagated through them.
 
     Use them inside `hooked`.
 
     Args:
-        own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
-            modes of PyTorch are set by whoever makes the passes otherwise.
+        own_pass: Whether nobody else needs the graph of the forward passes: without vectors there
+            is none then. The modes of PyTorch are set by whoever makes the passes otherwise.
         repeatable: Whether two evaluations of the model have to agree; they don't in training mode.
         ignored: Layers whose calls are not recorded.
     """
@@ -93,13 +96,20 @@ class RecordedPasses:
                 yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
-        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
+        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to
+        `consume`.
+        """
         with self.recorder.recording(batch.num_examples):
             outputs = self.risk.run(batch)
         return self.send_back(batch, outputs, draws, consume)
 
     def send_back(
-        self, batch: Batch, outputs: tuple[Any, Any, Any], draws: Draws, consume: Consumer, keep_graph: bool = False
+        self,
+        batch: Batch,
+        outputs: tuple[Any, Any, Any],
+        draws: Draws,
+        consume: Consumer,
+        keep_graph: bool = False,
     ) -> Totals:
         """Send vectors back from what the model returned in the recorded forward pass.
 
@@ -111,14 +121,23 @@ class RecordedPasses:
         Returns:
             The totals of the batch.
         """
-        risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        risk, recorder, vectors, (fs, ys, class_axes) = (
+            self.risk,
+            self.recorder,
+            self.vectors,
+            outputs,
+        )
         with plain_mode(risk.device.type):
             values = recorder.own_pass  # streams don't add them up
             terms = risk.losses.terms(([f.detach() for f in fs], ys, class_axes), batch, values)
-        draws.of_examples(risk.processes.numbers(draws.before + batch.first, batch.num_examples), risk.device)
+        draws.of_examples(
+            risk.processes.numbers(draws.before + batch.first, batch.num_examples), risk.device
+        )
         totals = terms.totals
         check_batch(risk, recorder, batch, fs, self.repeatable)
-        recorder.begin(consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight)
+        recorder.begin(
+            consume, None if risk.options.mask is None else _read_mask(risk, batch), batch.weight
+        )
         totals.called = {*recorder.by_layer}
         if vectors.backward:
             factors = self.weights.factors(totals, vectors.of_loss)
@@ -142,7 +161,8 @@ def vector_groups(
     draws: Draws,
     factors: Sequence[float],
 ) -> list[tuple[Sequence[int], int, Iterator[tuple[Tensor, ...]]]]:
-    """What is sent together in one batch: numbers of outputs, a number of vectors, and these, with a part for each.
+    """What is sent together in one batch: numbers of outputs, a number of vectors, and these, with
+    a part for each.
 
     Outputs without a graph are left out.
 
@@ -171,13 +191,18 @@ def vector_groups(
         if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
             groups.append(([k], number, restored(k)))
     if len(groups) > 1 and vectors.together and len(numbers) == 1:
-        together = (tuple(part for (part,) in parts) for parts in zip(*[sent for *_, sent in groups], strict=True))
+        together = (
+            tuple(part for (part,) in parts)
+            for parts in zip(*[sent for *_, sent in groups], strict=True)
+        )
         return [([k for (k,), *_ in groups], number, together)]
     return groups
 
 
 def _vectors_at_once(recorder: Recorder, number: int) -> int:
-    """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
+    """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches
+    on the CPU.
+    """
     limit = 2**26 if recorder.layers and recorder.layers[0].device.type == "cuda" else 2**14
     return max(1, min(number, limit // max(recorder.numbers, 1)))
 
@@ -190,7 +215,17 @@ def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor:
     """
     assert risk.options.mask is not None
     mask, N = risk.options.mask(batch.X, batch.y), batch.num_examples
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != N:
-        what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"`mask` returned {what}; expected a bool tensor [{N}, T], True where a position counts.")
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dtype != torch.bool
+        or mask.ndim != 2
+        or mask.shape[0] != N
+    ):
+        what = (
+            f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        )
+        raise ValueError(
+            f"`mask` returned {what}; expected a bool tensor [{N}, T], True where a position "
+            "counts."
+        )
     return mask.to(risk.device)

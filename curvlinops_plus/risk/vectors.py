@@ -1,24 +1,26 @@
-"""Estimation modes: which vectors are backpropagated through the network, and the matrix that they stand for.
+"""Estimation modes: which vectors are backpropagated through the network, and the matrix that they
+stand for.
 
-A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` of the shape of the network's output.
-Layer-wise approximations send the vectors back one after the other; matrix-free operators multiply with
-`M = Σ_k v_k v_kᵀ`, or with its root, whose columns are the vectors. The mode decides which matrix it is:
+A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` of the shape of the
+network's output. Layer-wise approximations send the vectors back one after the other; matrix-free
+operators multiply with `M = Σ_k v_k v_kᵀ`, or with its root, whose columns are the vectors. The
+mode decides which matrix it is:
 
-| object | vectors per batch | matrix |
-| --- | --- | --- |
-| `Exact()` | R·K, the columns of the loss Hessian's root, one loss term at a time | GGN |
-| `Exact(signs=True)` | K, all terms at once with an independent sign each | unbiased for the GGN |
-| `CurvaturePropagation(samples)` | `samples`, all columns of all terms at once, random signs | unbiased for the GGN |
-| `MonteCarlo(samples)` | `samples`, gradients at labels sampled from the model | unbiased for the Fisher |
-| `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
-| `Empirical(per_term=True)` | R, the same for each loss term by itself | empirical Fisher over terms |
-| `ForwardOnly()` | none | `G = I`: input statistics alone |
+| object | vectors per batch | matrix | | --- | --- | --- | | `Exact()` | R·K, the columns of the
+loss Hessian's root, one loss term at a time | GGN | | `Exact(signs=True)` | K, all terms at once
+with an independent sign each | unbiased for the GGN | | `CurvaturePropagation(samples)` |
+`samples`, all columns of all terms at once, random signs | unbiased for the GGN | |
+`MonteCarlo(samples)` | `samples`, gradients at labels sampled from the model | unbiased for the
+Fisher | | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher,
+one gradient per example | | `Empirical(per_term=True)` | R, the same for each loss term by itself |
+empirical Fisher over terms | | `ForwardOnly()` | none | `G = I`: input statistics alone |
 
-N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C, of cross-entropy
-C - 1.
+N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C,
+of cross-entropy C - 1.
 
-GGN and Fisher are one matrix for the usual losses. Where they differ (a Gaussian with predicted variance, probabilities
-instead of logits) the Fisher is meant by both, and vectors that were asked for the GGN by name are refused.
+GGN and Fisher are one matrix for the usual losses. Where they differ (a Gaussian with predicted
+variance, probabilities instead of logits) the Fisher is meant by both, and vectors that were asked
+for the GGN by name are refused.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ from curvlinops_plus.linalg.numerics import whole
 class Vectors(ABC):
     """Which vectors are backpropagated from the outputs.
 
-    Subclass it to send vectors of your own: write `count` and `send`. `curvature`, `GGN` and `GGNFactor` all take it;
-    `root` is the place for a formula that is cheaper than stacking the vectors.
+    Subclass it to send vectors of your own: write `count` and `send`. `curvature`, `GGN` and
+    `GGNFactor` all take it; `root` is the place for a formula that is cheaper than stacking the
+    vectors.
     """
 
     #: Whether a backward pass is needed at all.
     backward: bool = True
-    #: Whether a loss must have a likelihood. The exact Hessian of the loss exists for any other, too.
+    #: Whether a loss must have a likelihood. The exact Hessian of the loss exists for any other,
+    #: too.
     needs_likelihood: bool = True
     #: Where the random numbers start; None if there are none.
     seed: int | None = None
@@ -56,7 +60,8 @@ class Vectors(ABC):
     fisher_type: str = "custom"
     #: "ggn" or "fisher" where that matrix and no other is meant, else None.
     matrix: str | None = None
-    #: Several losses: whether vectors of all are sent at once, because cross terms vanish in the mean, or are intended.
+    #: Several losses: whether vectors of all are sent at once, because cross terms vanish in the
+    #: mean, or are intended.
     together: bool = False
     #: Several losses: whether a vector is linear in its loss, like a gradient; else its square is.
     of_loss: bool = False
@@ -96,13 +101,15 @@ class Vectors(ABC):
 
     @abstractmethod
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        """Yield the vectors, each of shape [N, R, C], for outputs `F` and targets `Y` in canonical form."""
+        """Yield the vectors, each of shape [N, R, C], for outputs `F` and targets `Y` in canonical
+        form.
+        """
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         """The root `B` of `M = Σ_k v_k v_kᵀ`, the matrix of the vectors, for matrix-free operators.
 
-        This default has the vectors of `send` as columns, so that loss terms of an example that are sent together have
-        cross terms. Cost: memory for all of them.
+        This default has the vectors of `send` as columns, so that loss terms of an example that are
+        sent together have cross terms. Cost: memory for all of them.
         """
         sent = [*self.send(likelihood, F, Y, draws)]
         return ColumnsRoot(torch.stack(sent) if sent else torch.zeros_like(F)[None], per_term=False)
@@ -118,19 +125,21 @@ def _each_term(v: Tensor) -> Iterator[Tensor]:  # [N, R, C] -> R of them
 
 @dataclass(frozen=True)
 class Exact(Vectors):
-    """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without noise.
+    """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without
+    noise.
 
     Args:
-        signs: Backpropagate all loss terms of an example together, each with a random sign (R times fewer passes).
-            Unbiased; exact for KFAC-expand if positions do not mix, noisy otherwise.
+        signs: Backpropagate all loss terms of an example together, each with a random sign (R times
+            fewer passes). Unbiased; exact for KFAC-expand if positions do not mix, noisy otherwise.
         seed: Where the signs start.
-        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers are the same.
+        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers
+            are the same.
 
     Raises:
         ValueError: If `matrix` is something else.
 
-    Cost: R·K backward passes per batch with K columns per loss term (classes less one, of cross-entropy), or K with
-    signs.
+    Cost: R·K backward passes per batch with K columns per loss term (classes less one, of
+    cross-entropy), or K with signs.
 
     Example:
         >>> Exact().fisher_type
@@ -170,28 +179,33 @@ class Exact(Vectors):
                 yield from _each_term(column)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
-        return super().root(likelihood, F, Y, draws) if self.signs else HessianRoot(likelihood, F, Y)
+        return (
+            super().root(likelihood, F, Y, draws) if self.signs else HessianRoot(likelihood, F, Y)
+        )
 
 
 @dataclass(frozen=True)
 class CurvaturePropagation(Vectors):
     """Columns of a root of the loss Hessian, each with a random sign, all added up into one vector.
 
-    Unbiased for the generalized Gauss-Newton matrix, with one backward pass per sample whatever the number of classes
-    and loss terms. Exact where there is one column in all: one loss term per example of one number, where
-    `MonteCarlo` is not.
+    Unbiased for the generalized Gauss-Newton matrix, with one backward pass per sample whatever the
+    number of classes and loss terms. Exact where there is one column in all: one loss term per
+    example of one number, where `MonteCarlo` is not.
 
     Args:
         samples: How many vectors per batch; each is one backward pass.
-        seed: Where the signs start. They depend on the order of the examples, not on how they are batched.
-        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers are the same.
+        seed: Where the signs start. They depend on the order of the examples, not on how they are
+            batched.
+        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers
+            are the same.
 
     Raises:
         ValueError: If `samples` is less than one, or `matrix` is something else.
 
     Cost: `samples` backward passes per batch, and `samples` vectors of the output's size.
 
-    Source: Martens, Sutskever & Swersky 2012, "Estimating the Hessian by back-propagating curvature".
+    Source: Martens, Sutskever & Swersky 2012, "Estimating the Hessian by back-propagating
+    curvature".
 
     Example:
         >>> CurvaturePropagation(samples=4, seed=1)
@@ -216,7 +230,8 @@ class CurvaturePropagation(Vectors):
 
 @dataclass(frozen=True)
 class MonteCarlo(Vectors):
-    """Gradients at labels sampled from the model's own predictive distribution: the Fisher matrix, unbiased.
+    """Gradients at labels sampled from the model's own predictive distribution: the Fisher matrix,
+    unbiased.
 
     Args:
         samples: Number of samples; each is one backward pass.
@@ -242,10 +257,13 @@ class MonteCarlo(Vectors):
         yield from self._draw(likelihood, F, Y, draws).unbind()
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
-        # Draws of different loss terms and losses are independent: their cross terms are 0 in the mean.
+        # Draws of different loss terms and losses are independent: their cross terms are 0 in the
+        # mean.
         return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
 
-    def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:  # [samples, N, R, C]
+    def _draw(
+        self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws
+    ) -> Tensor:  # [samples, N, R, C]
         drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
         return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
 
@@ -255,7 +273,8 @@ class Empirical(Vectors):
     """The gradient of the loss at the labels in the data: the empirical Fisher.
 
     Args:
-        per_term: Take each loss term's gradient by itself instead of the sum over an example's terms (R passes).
+        per_term: Take each loss term's gradient by itself instead of the sum over an example's
+            terms (R passes).
 
     Example:
         >>> Empirical().fisher_type
@@ -285,8 +304,9 @@ class Empirical(Vectors):
 class ForwardOnly(Vectors):
     """Nothing: the gradient factor is the identity and no backward pass is run.
 
-    Known as FOOF (Benzing 2022, "Gradient descent on neurons and its link to approximate second-order optimization")
-    and ISAAC (Petersen et al. 2023). Only layers with an affine rule have such a matrix.
+    Known as FOOF (Benzing 2022, "Gradient descent on neurons and its link to approximate
+    second-order optimization") and ISAAC (Petersen et al. 2023). Only layers with an affine rule
+    have such a matrix.
 
     Example:
         >>> ForwardOnly().backward
@@ -305,7 +325,10 @@ class ForwardOnly(Vectors):
 
 #: Vectors by the words of `FisherType` and by the modes of kfac_jax.
 _MODES: dict[str, Vectors] = {
-    **{v.fisher_type: v for v in (Exact(), CurvaturePropagation(), MonteCarlo(), Empirical(), ForwardOnly())},
+    **{
+        v.fisher_type: v
+        for v in (Exact(), CurvaturePropagation(), MonteCarlo(), Empirical(), ForwardOnly())
+    },
     "fisher_gradients": MonteCarlo(),
     "fisher_curvature_prop": CurvaturePropagation(matrix="fisher"),
     "fisher_exact": Exact(matrix="fisher"),
@@ -319,10 +342,10 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
     """Vectors as an object, from an object or a name.
 
     Args:
-        given: Vectors, which are returned as they are; None for `Exact()`; "type-2", "mc", "empirical", "forward-only"
-            or "curvature-propagation"; or a mode of kfac_jax, "fisher_gradients", "fisher_curvature_prop",
-            "fisher_exact", "fisher_empirical", "ggn_curvature_prop" or "ggn_exact". Words stand for one sample and
-            seed 0.
+        given: Vectors, which are returned as they are; None for `Exact()`; "type-2", "mc",
+            "empirical", "forward-only" or "curvature-propagation"; or a mode of kfac_jax,
+            "fisher_gradients", "fisher_curvature_prop", "fisher_exact", "fisher_empirical",
+            "ggn_curvature_prop" or "ggn_exact". Words stand for one sample and seed 0.
 
     Raises:
         ValueError: If the word is another one; lists all.
@@ -339,17 +362,17 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
     if isinstance(given, str) and given in _MODES:
         return _MODES[given]
     raise (ValueError if isinstance(given, str) else TypeError)(
-        f"Unknown vectors: {given!r}. Expected an object such as Exact() or MonteCarlo(samples=4, seed=1), or a word: "
-        f"{', '.join(map(repr, _MODES))}."
+        f"Unknown vectors: {given!r}. Expected an object such as Exact() or MonteCarlo(samples=4, "
+        f"seed=1), or a word: {', '.join(map(repr, _MODES))}."
     )
 
 
 class Draws:
     """Uniform random numbers of our own, for each example.
 
-    A number depends on the seed, the step, the number of the example, and its position among the example's numbers:
-    not on the batch sizes, the processes that examples are spread over, the dtype and device of the model, or anybody
-    else's random numbers.
+    A number depends on the seed, the step, the number of the example, and its position among the
+    example's numbers: not on the batch sizes, the processes that examples are spread over, the
+    dtype and device of the model, or anybody else's random numbers.
 
     Args:
         seed: Where the numbers start.
@@ -369,8 +392,12 @@ class Draws:
         self._examples: Sequence[int] | Tensor | None = None
         self._position, self._device = 0, torch.device("cpu")
 
-    def of_examples(self, numbers: Sequence[int] | Tensor, device: torch.device | None = None) -> Draws:
-        """Go on with the first random numbers of the examples of these numbers, N of them. Returns the object."""
+    def of_examples(
+        self, numbers: Sequence[int] | Tensor, device: torch.device | None = None
+    ) -> Draws:
+        """Go on with the first random numbers of the examples of these numbers, N of them. Returns
+        the object.
+        """
         self._examples, self._position, self._device = numbers, 0, device or self._device
         return self
 
@@ -401,7 +428,8 @@ class Root(ABC):
     """A root of a matrix over the outputs `[N, R, C]` of one loss on one batch.
 
     Attributes:
-        per_term: Whether the matrix has no entries between the loss terms of an example, or between losses.
+        per_term: Whether the matrix has no entries between the loss terms of an example, or between
+            losses.
     """
 
     per_term: bool
@@ -448,17 +476,23 @@ class ColumnsRoot(Root):
         return torch.Size((N, R if self.per_term else 1, K))
 
     def product(self, U: Tensor) -> Tensor:
-        total = torch.zeros(*U.shape[:-3], *self.columns.shape[1:], dtype=self.columns.dtype, device=U.device)
+        total = torch.zeros(
+            *U.shape[:-3], *self.columns.shape[1:], dtype=self.columns.dtype, device=U.device
+        )
         for k, column in enumerate(self.columns):
             total += U[..., k : k + 1] * column
         return total
 
     def transpose_product(self, V: Tensor) -> Tensor:
-        return torch.cat([(column * V).sum(self._axes, keepdim=True) for column in self.columns], -1)
+        return torch.cat(
+            [(column * V).sum(self._axes, keepdim=True) for column in self.columns], -1
+        )
 
 
 class HessianRoot(Root):
-    """The root of the loss Hessian that a likelihood knows; nothing is computed before it multiplies."""
+    """The root of the loss Hessian that a likelihood knows; nothing is computed before it
+    multiplies.
+    """
 
     per_term = True
 

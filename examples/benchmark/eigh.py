@@ -1,7 +1,8 @@
-"""Time eigendecompositions of Kronecker factors, as multiples of `torch.linalg.eigh` on the same matrices.
+"""Time eigendecompositions of Kronecker factors, as multiples of `torch.linalg.eigh` on the same
+matrices.
 
-Says what pays on your machine, with a GPU or without: the way through a low rank, several matrices at once,
-Cholesky where one damping is known. Measured in turns, medians of ratios.
+Says what pays on your machine, with a GPU or without: the way through a low rank, several matrices
+at once, Cholesky where one damping is known. Measured in turns, medians of ratios.
 
     python examples/benchmark/eigh.py --device cuda --sizes 512 1024 2048 4096
 """
@@ -25,7 +26,9 @@ Task = Callable[[], object]
 def factor(size: int, rank: float, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """The Gram matrix of rows whose variances decay, as those of trained layers do."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(max(1, int(rank * size)), size, generator=generator, dtype=dtype) * torch.logspace(0, -2, size)
+    rows = torch.randn(
+        max(1, int(rank * size)), size, generator=generator, dtype=dtype
+    ) * torch.logspace(0, -2, size)
     rows = rows.to(device, dtype)
     return rows.T @ rows / len(rows)
 
@@ -60,13 +63,18 @@ def ratios(tasks: dict[str, Task], repeats: int, device: str) -> dict[str, float
             if turn:
                 times[name].append(time.perf_counter() - start)
     first = next(iter(times.values()))
-    return {name: statistics.median(t / u for t, u in zip(own, first, strict=True)) for name, own in times.items()}
+    return {
+        name: statistics.median(t / u for t, u in zip(own, first, strict=True))
+        for name, own in times.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[256, 512, 1024])
-    parser.add_argument("--ranks", nargs="+", type=float, default=[0.1, 0.25, 0.5, 2.0], help="rows per column")
+    parser.add_argument(
+        "--ranks", nargs="+", type=float, default=[0.1, 0.25, 0.5, 2.0], help="rows per column"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")

@@ -1,17 +1,20 @@
 """What is necessary for a task, measured in plain PyTorch in the same run as the task: its *limit*.
 
-    KFAC, Monte Carlo   forward, backward to the layers' outputs, Gram products of inputs and gradients
-    KFAC, exact         the same with C - 1 backward passes and Gram products of gradients: the Hessian of C logits has
+    KFAC, Monte Carlo   forward, backward to the layers' outputs, Gram products of inputs and
+    gradients KFAC, exact         the same with C - 1 backward passes and Gram products of
+    gradients: the Hessian of C logits has
                         rank C - 1
-    EKFAC, Monte Carlo  KFAC, an eigendecomposition of each factor, and the squares of gradients in the eigenbasis
-    construction        KFAC, and a second forward pass to compare with
-    GGN product         forward with tangents and backward to the parameters; later products do without the forward pass
-    Hessian product     a gradient pass with tangents; later products do without the gradient pass itself
+    EKFAC, Monte Carlo  KFAC, an eigendecomposition of each factor, and the squares of gradients in
+    the eigenbasis construction        KFAC, and a second forward pass to compare with GGN product
+    forward with tangents and backward to the parameters; later products do without the forward pass
+    Hessian product     a gradient pass with tangents; later products do without the gradient pass
+    itself
 
-Gram matrices are symmetric, so half of the multiplications of a matrix product count, at the speed of a large matrix
-product. The patches of a convolution of stride 1 overlap: `k` taps in one direction have `2k - 1` different distances,
-and only those correlations count. A tangent of a layer is two products where the layer is one: as functions between
-layers are counted twice, too, products of networks with little in their layers can take less than this.
+Gram matrices are symmetric, so half of the multiplications of a matrix product count, at the speed
+of a large matrix product. The patches of a convolution of stride 1 overlap: `k` taps in one
+direction have `2k - 1` different distances, and only those correlations count. A tangent of a layer
+is two products where the layer is one: as functions between layers are counted twice, too, products
+of networks with little in their layers can take less than this.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class LayerRows:
     Attributes:
         inputs: Columns of the input's rows.
         outputs: Columns of the gradients' rows.
-        input_products: Multiplications and additions in the Gram matrix of the inputs, for each row.
+        input_products: Multiplications and additions in the Gram matrix of the inputs, for each
+            row.
     """
 
     examples: int
@@ -88,7 +92,12 @@ class Limits:
     def of(self, times: dict[str, float]) -> dict[str, float]:
         """Seconds that each task takes at least."""
         p, gradient_pass = self.parts(times), times["gradient_pass"]
-        forward, back, A, G = p["forward"], p["backward to outputs"], p["Grams of inputs"], p["Grams of gradients"]
+        forward, back, A, G = (
+            p["forward"],
+            p["backward to outputs"],
+            p["Grams of inputs"],
+            p["Grams of gradients"],
+        )
         kfac = forward + back + A + G
         return {
             "KFAC, Monte Carlo": kfac,
@@ -107,7 +116,10 @@ class Limits:
 
     def _to_outputs(self) -> None:
         outputs: list[Tensor] = []
-        hooks = [m.register_forward_hook(lambda m, args, out: outputs.append(out)) for m in self.work.layers]
+        hooks = [
+            m.register_forward_hook(lambda m, args, out: outputs.append(out))
+            for m in self.work.layers
+        ]
         try:
             for X, y in self.work.data:
                 outputs.clear()
@@ -121,7 +133,9 @@ class Limits:
         return self.batch * max(r.positions * max(r.inputs, r.outputs), r.inputs * r.outputs)
 
     def _squares(self, r: LayerRows, buffer: Tensor, bases: dict[int, Tensor]) -> None:
-        """`Σ_n (Q_Gᵀ J_n Q_A)²` with `J_n = Σ_s g_ns a_nsᵀ`; the numbers in the rows don't matter."""
+        """`Σ_n (Q_Gᵀ J_n Q_A)²` with `J_n = Σ_s g_ns a_nsᵀ`; the numbers in the rows don't
+        matter.
+        """
         N, S = self.batch, r.positions
         for _ in range(math.ceil(r.examples / N)):
             a, g = (buffer[: N * S * d].view(N * S, d) @ bases[d] for d in (r.inputs, r.outputs))
@@ -140,7 +154,9 @@ def decaying(size: int, device: torch.device) -> Tensor:
 def _rows_of(layer: nn.Module, work: Workload) -> LayerRows:
     X, _ = work.data[0]
     shapes: list[tuple[torch.Size, torch.Size]] = []
-    hook = layer.register_forward_hook(lambda m, args, out: shapes.append((args[0].shape, out.shape)))
+    hook = layer.register_forward_hook(
+        lambda m, args, out: shapes.append((args[0].shape, out.shape))
+    )
     try:
         with torch.no_grad():
             work.model(X[:1])
@@ -154,4 +170,6 @@ def _rows_of(layer: nn.Module, work: Workload) -> LayerRows:
         flops = c**2 * distances if layer.stride == (1, 1) else (c * taps) ** 2
         return LayerRows(examples, math.prod(out[2:]), c * taps, layer.out_channels, flops)
     assert isinstance(layer, nn.Linear)
-    return LayerRows(examples, math.prod(out[1:-1]), layer.in_features, layer.out_features, layer.in_features**2)
+    return LayerRows(
+        examples, math.prod(out[1:-1]), layer.in_features, layer.out_features, layer.in_features**2
+    )

@@ -1,4 +1,6 @@
-"""Timing in turns: contestants run A B C A B C …, and every figure is a ratio of medians of one such run."""
+"""Timing in turns: contestants run A B C A B C …, and every figure is a ratio of medians of one
+such run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Clock = Callable[[Task], float]
 
 
 def cpu_time(task: Task) -> float:
-    """Seconds that all threads of this process worked: other processes on the machine hardly change it."""
+    """Seconds that all threads of this process worked: other processes on the machine hardly change
+    it.
+    """
     start = time.process_time()
     task()
     return time.process_time() - start
@@ -43,7 +47,9 @@ CLOCKS: dict[str, Clock] = {"cpu": cpu_time, "wall": wall_time, "events": event_
 def interleaved(
     contestants: Mapping[str, Task], repeats: int, clock: Clock = wall_time, warm_up: bool = True
 ) -> dict[str, float]:
-    """Median time of each, taken in turns, after one turn that does not count unless all are warm already."""
+    """Median time of each, taken in turns, after one turn that does not count unless all are warm
+    already.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-warm_up, repeats):
         for name, task in contestants.items():

@@ -1,9 +1,11 @@
 """Peak memory of a task above what was there before it, of the process or of the GPU.
 
-    python examples/benchmark/memory.py b_resnet --quick     # the figures of one workload, one line for each task
+    python examples/benchmark/memory.py b_resnet --quick     # the figures of one workload, one line
+    for each task
 
-On the CPU each task runs in a process of its own, forked when libraries, model and data are there and the task has run
-once on two examples. The allocator is told to give memory back, so that the growth is what was held at once.
+On the CPU each task runs in a process of its own, forked when libraries, model and data are there
+and the task has run once on two examples. The allocator is told to give memory back, so that the
+growth is what was held at once.
 """
 
 from __future__ import annotations
@@ -30,8 +32,19 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 def growth(name: str, device: str, quick: bool, threads: int) -> dict[str, dict[str, float]]:
     """Bytes by task and library ("ours", "theirs"), on a fresh process."""
-    command = [sys.executable, __file__, name, "--device", device, "--threads", str(threads), *["--quick"] * quick]
-    done = subprocess.run(command, env={**os.environ, **_MALLOC}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        __file__,
+        name,
+        "--device",
+        device,
+        "--threads",
+        str(threads),
+        *["--quick"] * quick,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, **_MALLOC}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"Memory of {name} could not be measured:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -48,7 +61,9 @@ def _of_process(task: str, library: ModuleType, work: Workload, small: Workload)
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        _run("KFAC" if task == "EKFAC" else task, library, small)  # decompositions don't depend on the data's size
+        _run(
+            "KFAC" if task == "EKFAC" else task, library, small
+        )  # decompositions don't depend on the data's size
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         kept = _run(task, library, work)
@@ -91,7 +106,10 @@ def main() -> None:
     small = workload(work.name, work.model, [(X[:2], y[:2])], arguments.device)
     measure = _of_gpu if arguments.device == "cuda" else _of_process
     libraries = {"ours": curvlinops_plus} | ({} if curvlinops is None else {"theirs": curvlinops})
-    found = {task: {who: measure(task, lib, work, small) for who, lib in libraries.items()} for task in TASKS}
+    found = {
+        task: {who: measure(task, lib, work, small) for who, lib in libraries.items()}
+        for task in TASKS
+    }
     print(json.dumps(found))
 
 

@@ -1,4 +1,6 @@
-"""The optimizers that are compared, with the hyper-parameters that are tuned and the ranges they are drawn from."""
+"""The optimizers that are compared, with the hyper-parameters that are tuned and the ranges they
+are drawn from.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _adam(model: nn.Module, _: Any, lr: float = 1e-3, forget: float = 0.1) -> li
 
 
 def _muon(model: nn.Module, _: Any, lr: float, adam_lr: float) -> list[Optimizer]:
-    """Muon takes matrices alone; embeddings are tables, and as usual they are Adam's, as is the rest."""
+    """Muon takes matrices alone; embeddings are tables, and as usual they are Adam's, as is the
+    rest.
+    """
     matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     if isinstance(head := getattr(model, "head", None), nn.Linear):
         matrices = [w for w in matrices if w is not head.weight]
@@ -64,14 +68,28 @@ def _muon(model: nn.Module, _: Any, lr: float, adam_lr: float) -> list[Optimizer
 
 def _soap(model: nn.Module, _: Any, lr: float, forget: float) -> list[Optimizer]:
     assert SOAP is not None
-    return [SOAP(model.parameters(), lr, (1 - forget, 0.95), weight_decay=0.0, precondition_frequency=10)]
+    return [
+        SOAP(
+            model.parameters(), lr, (1 - forget, 0.95), weight_decay=0.0, precondition_frequency=10
+        )
+    ]
 
 
 def _shampoo(model: nn.Module, _: Any, lr: float, forget: float) -> list[Optimizer]:
-    """Shampoo as it is used: as long as an RMSprop step, and with preconditioners that are renewed every ten steps."""
+    """Shampoo as it is used: as long as an RMSprop step, and with preconditioners that are renewed
+    every ten steps.
+    """
     assert ScalableShampoo is not None
-    options = {"start_preconditioning_step": 5, "preconditioning_compute_steps": 10, "graft_type": 3}
-    return [ScalableShampoo(model.parameters(), lr, (1 - forget, 0.99), moving_average_for_momentum=True, **options)]
+    options = {
+        "start_preconditioning_step": 5,
+        "preconditioning_compute_steps": 10,
+        "graft_type": 3,
+    }
+    return [
+        ScalableShampoo(
+            model.parameters(), lr, (1 - forget, 0.99), moving_average_for_momentum=True, **options
+        )
+    ]
 
 
 def _others(model: nn.Module, taken: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -80,10 +98,14 @@ def _others(model: nn.Module, taken: Sequence[nn.Parameter]) -> list[nn.Paramete
 
 
 def _kfac(**options: Any) -> Make:
-    """K-FAC with fixed options. Scales and shifts of batch norm are Adam's, with a learning rate that is not tuned."""
+    """K-FAC with fixed options. Scales and shifts of batch norm are Adam's, with a learning rate
+    that is not tuned.
+    """
 
     def make(model: nn.Module, loss: nn.Module, **tuned: float) -> list[Optimizer]:
-        norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
+        norms = [
+            p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()
+        ]
         kfac = KFACOptimizer(model, loss, params=_others(model, norms), **options, **tuned)
         return [kfac, torch.optim.Adam(norms, 1e-2)] if norms else [kfac]
 
@@ -105,7 +127,9 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Adam": Contender(_adam, FIRST_ORDER, line={"color": "#d55e00", "linestyle": "--"}),
     "Muon, Adam": Contender(
-        _muon, {"lr": (2e-3, 2e-1), "adam_lr": (1e-3, 5e-2)}, line={"color": "#e69f00", "linestyle": "--"}
+        _muon,
+        {"lr": (2e-3, 2e-1), "adam_lr": (1e-3, 5e-2)},
+        line={"color": "#e69f00", "linestyle": "--"},
     ),
     "SOAP": Contender(_soap, FIRST_ORDER, line={"color": "#cc79a7", "linestyle": "--"}),
     "Shampoo, grafted": Contender(_shampoo, {"lr": (3e-4, 3e-2), "forget": FORGET}),
@@ -117,7 +141,9 @@ CONTENDERS: dict[str, Contender] = {
     "EKFAC, statistics / 5": Contender(
         _kfac(approximation=EKFAC, statistics_every=5), TUNED, line={"color": "#009e73"}
     ),
-    "K-FAC / 5, bound tuned": Contender(_kfac(statistics_every=5), BOUNDED, line={"color": "#000000"}),
+    "K-FAC / 5, bound tuned": Contender(
+        _kfac(statistics_every=5), BOUNDED, line={"color": "#000000"}
+    ),
     "EKFAC / 5, bound tuned": Contender(_kfac(approximation=EKFAC, statistics_every=5), BOUNDED),
     "K-FAC, only lr tuned": Contender(_kfac(), {"lr": TUNED["lr"]}, equal_time=False),
     "K-FAC, defaults": Contender(_kfac(), equal_time=False),

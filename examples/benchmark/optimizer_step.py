@@ -1,13 +1,15 @@
-"""Time of a step of the K-FAC optimizer, by part, beside plain training and the least that it can take.
+"""Time of a step of the K-FAC optimizer, by part, beside plain training and the least that it can
+take.
 
     python examples/benchmark/optimizer_step.py --quick
     python examples/benchmark/optimizer_step.py --workloads cnn transformer --turns 9
 
-A gradient pass is a forward and a backward pass of the same batch, without an optimizer. Plain passes and all
-optimizers train in turns; figures are medians of CPU time of one thread, per step. The least is a gradient pass and, in
-plain PyTorch, the backward pass to the layers' outputs and half of the multiplications of the Gram matrices (see
-`limits.py`), over the steps between two updates of the statistics; decompositions of all factors, over the steps
-between two refreshes; and in every step the matrix products that apply the inverse.
+A gradient pass is a forward and a backward pass of the same batch, without an optimizer. Plain
+passes and all optimizers train in turns; figures are medians of CPU time of one thread, per step.
+The least is a gradient pass and, in plain PyTorch, the backward pass to the layers' outputs and
+half of the multiplications of the Gram matrices (see `limits.py`), over the steps between two
+updates of the statistics; decompositions of all factors, over the steps between two refreshes; and
+in every step the matrix products that apply the inverse.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def autoencoder() -> Workload:
     widths = [64, 48, 24, 8, 24, 48, 64]
-    model = nn.Sequential(*(nn.Tanh() if isinstance(m, nn.ReLU) else m for m in perceptron(*widths, N=1)[0]))
+    model = nn.Sequential(
+        *(nn.Tanh() if isinstance(m, nn.ReLU) else m for m in perceptron(*widths, N=1)[0])
+    )
     X = torch.rand(500, 64)
     return Workload("autoencoder", model, [(X, X)], loss=nn.MSELoss())
 
@@ -67,9 +71,14 @@ class Training:
     def __init__(self, work: Workload, options: dict[str, Any]) -> None:
         work.model.train()
         self.work = work
-        self.optimizer = KFACOptimizer(work.model, work.loss, **{"lr": 1e-4, "inverse_every": PERIOD, **options})
+        self.optimizer = KFACOptimizer(
+            work.model, work.loss, **{"lr": 1e-4, "inverse_every": PERIOD, **options}
+        )
         self.turns: list[dict[str, float]] = []  # seconds of each part
-        for owner, name in ((self.optimizer.curvature, "refresh"), (self.optimizer, "_precondition")):
+        for owner, name in (
+            (self.optimizer.curvature, "refresh"),
+            (self.optimizer, "_precondition"),
+        ):
             setattr(owner, name, self._clocked(name, getattr(owner, name)))
 
     def _clocked(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
@@ -84,7 +93,10 @@ class Training:
     def run(self) -> None:
         """One turn."""
         self.turns.append(defaultdict(float))
-        passes, step = self._clocked("passes", self._passes), self._clocked("step", self.optimizer.step)
+        passes, step = (
+            self._clocked("passes", self._passes),
+            self._clocked("step", self.optimizer.step),
+        )
         for _ in range(PERIOD):
             passes()
             step()
@@ -107,7 +119,10 @@ def applying(work: Workload, limits: Limits, factored: bool) -> Task:
     """The matrix products that apply an inverse, two or four of each layer."""
     device = work.device
     layers = [
-        (torch.randn(r.outputs, r.inputs, device=device), *(decaying(d, device) for d in (r.outputs, r.inputs)))
+        (
+            torch.randn(r.outputs, r.inputs, device=device),
+            *(decaying(d, device) for d in (r.outputs, r.inputs)),
+        )
         for r in limits.rows
     ]
 
@@ -138,7 +153,9 @@ def rows(name: str, turns: int) -> list[list[str]]:
             work.model.zero_grad()
             work.loss(work.model(X), y).backward()
 
-    contestants: dict[str, Task] = {"gradient_pass": plain} | {title: t.run for title, t in trainings.items()}
+    contestants: dict[str, Task] = {"gradient_pass": plain} | {
+        title: t.run for title, t in trainings.items()
+    }
     bare = limits.contestants() | {
         "products": applying(work, limits, False),
         "products, factored": applying(work, limits, True),
@@ -152,25 +169,48 @@ def rows(name: str, turns: int) -> list[list[str]]:
     found = []
     for title, options in OPTIONS.items():
         factored, every = options.get("inverse") == "factored", options.get("statistics_every", 1)
-        refresh, apply = ("inverses", "products, factored") if factored else ("limit: eigh", "products")
+        refresh, apply = (
+            ("inverses", "products, factored") if factored else ("limit: eigh", "products")
+        )
         least = gradient_pass + update / every + necessary[refresh] / PERIOD + necessary[apply]
         mine, total = trainings[title].parts(), times[title] / PERIOD
         rest = mine["step"] - mine["refresh"] - mine["apply"]
-        figures = [least, mine["passes"] - gradient_pass, mine["refresh"], mine["apply"], rest, total]
-        found.append([name, title, *(figure(t / gradient_pass) for t in figures), f"{total / least:.2f}"])
+        figures = [
+            least,
+            mine["passes"] - gradient_pass,
+            mine["refresh"],
+            mine["apply"],
+            rest,
+            total,
+        ]
+        found.append(
+            [name, title, *(figure(t / gradient_pass) for t in figures), f"{total / least:.2f}"]
+        )
     print(f"{name}: a gradient pass is {1000 * gradient_pass:.2f} ms", flush=True)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--turns", type=int, default=7, help="of ten steps each")
     parser.add_argument("--quick", action="store_true", help="two turns, autoencoder and CNN alone")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     names, turns = (["autoencoder", "cnn"], 2) if chosen.quick else (chosen.workloads, chosen.turns)
-    columns = ["network", "options", "least", "statistics", "refresh", "apply", "rest", "step", "step ÷ least"]
+    columns = [
+        "network",
+        "options",
+        "least",
+        "statistics",
+        "refresh",
+        "apply",
+        "rest",
+        "step",
+        "step ÷ least",
+    ]
     print(table(columns, [row for name in names for row in rows(name, turns)]))
 
 

@@ -51,13 +51,17 @@ def _digits() -> Batch:
 
 
 def autoencoder() -> Task:
-    """Digits through a bottleneck of eight numbers between layers of tanh; 1500 images and 297 for the test."""
+    """Digits through a bottleneck of eight numbers between layers of tanh; 1500 images and 297 for
+    the test.
+    """
     images = _digits()[0]
     train, validation, test = images[:1500], images[1200:1500], images[1500:]
 
     def model() -> nn.Module:
         widths = [64, 48, 24, 8, 24, 48, 64]
-        return nn.Sequential(*[part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.Tanh())][:-1])
+        return nn.Sequential(
+            *[part for i, o in pairwise(widths) for part in (nn.Linear(i, o), nn.Tanh())][:-1]
+        )
 
     def batch(generator: Generator, trial: bool) -> Batch:
         x = train[torch.randint(1200 if trial else 1500, (500,), generator=generator)]
@@ -70,7 +74,7 @@ def autoencoder() -> Task:
     return Task(model, nn.MSELoss(), batch, splits, judge, steps=500)
 
 
-# ------------------------------------------------------------------------------------------------------- transformer
+# -------------------------------------------------------------------------------------- transformer
 SYMBOLS, LENGTH, WIDTH = 32, 32, 64
 
 
@@ -80,12 +84,16 @@ class MarkovText:
     Attributes:
         next: Probabilities of the next character; `[c, b, a]` is that of `a` after `c b`.
         pairs: Probabilities of two characters in sequence.
-        entropy: Mean entropy of the characters 1, 2, ..., `LENGTH`, each given those before, the first of which is 0.
+        entropy: Mean entropy of the characters 1, 2, ..., `LENGTH`, each given those before, the
+            first of which is 0.
     """
 
     def __init__(self) -> None:
-        # Three in four contexts share what the character before says; the table has no shorter description otherwise.
-        logits = 1.5 * torch.randn(SYMBOLS, SYMBOLS, SYMBOLS, generator=_seeded(1), dtype=torch.float64)
+        # Three in four contexts share what the character before says; the table has no shorter
+        # description otherwise.
+        logits = 1.5 * torch.randn(
+            SYMBOLS, SYMBOLS, SYMBOLS, generator=_seeded(1), dtype=torch.float64
+        )
         logits += 1.5 * torch.randn(SYMBOLS, SYMBOLS, generator=_seeded(2), dtype=torch.float64)
         self.next = logits.softmax(-1)
         pairs = torch.full((SYMBOLS, SYMBOLS), SYMBOLS**-2.0, dtype=torch.float64)
@@ -102,7 +110,9 @@ class MarkovText:
         first = torch.multinomial(self.pairs.flatten(), num, replacement=True, generator=generator)
         text = [first // SYMBOLS, first % SYMBOLS]
         while len(text) <= LENGTH:
-            text.append(torch.multinomial(self.next[text[-2], text[-1]], 1, generator=generator)[:, 0])
+            text.append(
+                torch.multinomial(self.next[text[-2], text[-1]], 1, generator=generator)[:, 0]
+            )
         found = torch.stack(text, 1)
         return found[:, :-1], found[:, 1:]
 
@@ -158,7 +168,9 @@ def _cross_entropy(output: Tensor, y: Tensor) -> dict[str, float]:
 def transformer() -> Task:
     """Order-2 Markov text over 32 characters; every batch of 32 × 32 characters is new."""
     source = MarkovText()
-    splits = {name: source.sample(128, _seeded(seed)) for name, seed in (("validation", 10), ("test", 11))}
+    splits = {
+        name: source.sample(128, _seeded(seed)) for name, seed in (("validation", 10), ("test", 11))
+    }
     return Task(
         Transformer,
         nn.CrossEntropyLoss(),
@@ -170,7 +182,7 @@ def transformer() -> Task:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- CNN
+# ---------------------------------------------------------------------------------------------- CNN
 def augmented(x: Tensor, generator: Generator) -> Tensor:  # [N, 1, 8, 8] -> the same
     """Images that are turned and scaled a little, moved by up to a pixel, and noisy."""
     num = len(x)
@@ -181,13 +193,19 @@ def augmented(x: Tensor, generator: Generator) -> Tensor:  # [N, 1, 8, 8] -> the
     angle, scale = uniform(-0.25, 0.25), uniform(0.9, 1.1)
     cos, sin = angle.cos() / scale, angle.sin() / scale
     shift = uniform(-0.25, 0.25), uniform(-0.25, 0.25)  # of a half width of four pixels
-    affine = torch.stack([torch.stack([cos, -sin, shift[0]], 1), torch.stack([sin, cos, shift[1]], 1)], 1)
-    moved = F.grid_sample(x, F.affine_grid(affine, list(x.shape), align_corners=False), align_corners=False)
+    affine = torch.stack(
+        [torch.stack([cos, -sin, shift[0]], 1), torch.stack([sin, cos, shift[1]], 1)], 1
+    )
+    moved = F.grid_sample(
+        x, F.affine_grid(affine, list(x.shape), align_corners=False), align_corners=False
+    )
     return moved + 0.1 * torch.randn(x.shape, generator=generator)
 
 
 def cnn() -> Task:
-    """Digits by a convolutional network with batch norm, from augmented images; 1200 images and 597 for the test."""
+    """Digits by a convolutional network with batch norm, from augmented images; 1200 images and 597
+    for the test.
+    """
     X, y = _digits()[0][:, None].unflatten(-1, (8, 8)), _digits()[1]
     rows = {"train": slice(1200), "validation": slice(900, 1200), "test": slice(1200, None)}
 
@@ -206,7 +224,14 @@ def cnn() -> Task:
         wrong = (output.argmax(1) != y).double().mean().item()
         return _cross_entropy(output, y) | {"error, %": 100 * wrong}
 
-    return Task(model, nn.CrossEntropyLoss(), batch, {name: (X[r], y[r]) for name, r in rows.items()}, judge, steps=200)
+    return Task(
+        model,
+        nn.CrossEntropyLoss(),
+        batch,
+        {name: (X[r], y[r]) for name, r in rows.items()},
+        judge,
+        steps=200,
+    )
 
 
 TASKS = {"autoencoder": autoencoder, "transformer": transformer, "cnn": cnn}

@@ -1,6 +1,8 @@
-"""How time grows with examples, width, depth, tokens and classes: at four sizes each, and as an exponent.
+"""How time grows with examples, width, depth, tokens and classes: at four sizes each, and as an
+exponent.
 
-Times are in gradient passes of the same network, so an exponent of 0 means: grows as a gradient pass does.
+Times are in gradient passes of the same network, so an exponent of 0 means: grows as a gradient
+pass does.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ Axes = dict[str, tuple[list[int], Callable[[int], Made]]]
 
 
 def axes(d: int, N: int) -> Axes:
-    """What grows, its sizes, and the network of one size; the others have width `d` and `N` examples."""
+    """What grows, its sizes, and the network of one size; the others have width `d` and `N`
+    examples.
+    """
     return {
         "examples": ([N // 2, N, 2 * N, 4 * N], lambda n: perceptron(d, d, d, 10, N=n)),
         "width": ([d // 2, d, 2 * d, 4 * d], lambda w: perceptron(w, w, w, 10, N=N)),
@@ -62,15 +66,24 @@ def _tasks(work: Workload) -> dict[str, Task]:
     return found
 
 
-def slopes(axes: Axes, device: str, repeats: int, clock: Clock) -> dict[str, dict[str, list[float]]]:
+def slopes(
+    axes: Axes, device: str, repeats: int, clock: Clock
+) -> dict[str, dict[str, list[float]]]:
     """Gradient passes by axis and task, one for each size; all sizes of an axis take turns."""
     found: dict[str, dict[str, list[float]]] = {}
     for axis, (sizes, make) in axes.items():
         torch.manual_seed(0)
         by_size = {size: _tasks(workload(axis, *make(size), device)) for size in sizes}
-        t = interleaved({f"{n} {size}": run for size, ts in by_size.items() for n, run in ts.items()}, repeats, clock)
+        t = interleaved(
+            {f"{n} {size}": run for size, ts in by_size.items() for n, run in ts.items()},
+            repeats,
+            clock,
+        )
         chosen = [task for task in TASKS if task in by_size[sizes[0]]]
-        found[axis] = {task: [t[f"{task} {size}"] / t[f"gradient_pass {size}"] for size in sizes] for task in chosen}
+        found[axis] = {
+            task: [t[f"{task} {size}"] / t[f"gradient_pass {size}"] for size in sizes]
+            for task in chosen
+        }
     return found
 
 

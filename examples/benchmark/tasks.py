@@ -32,7 +32,9 @@ def gradient_pass(work: Workload) -> Task:
 def kfac(library: ModuleType, work: Workload, compute: bool = True, **options: Any) -> Any:
     """KFAC, weight and bias joined, without the determinism check."""
     joined = {"check_deterministic": False, "separate_weight_and_bias": False}
-    K = library.KFACLinearOperator(work.model, work.loss, work.params, work.data, **joined, **options)
+    K = library.KFACLinearOperator(
+        work.model, work.loss, work.params, work.data, **joined, **options
+    )
     if compute:
         K.compute_kronecker_factors()
     return K
@@ -68,8 +70,12 @@ def exact(library: ModuleType, work: Workload, kind: str) -> Any:
 
 
 def product(A: Any, work: Workload, columns: int | None = None, before: int = 0) -> Task:
-    """A product with one vector, or with several columns; that many products are made now, `before` it."""
-    v = torch.randn(*((A.shape[1],) if columns is None else (A.shape[1], columns)), device=work.device)
+    """A product with one vector, or with several columns; that many products are made now, `before`
+    it.
+    """
+    v = torch.randn(
+        *((A.shape[1],) if columns is None else (A.shape[1], columns)), device=work.device
+    )
     for _ in range(before):
         A @ v
     return lambda: A @ v
@@ -103,12 +109,16 @@ def tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
     chosen["GGN products, 8 columns"] = product(G, work, columns=8)
     K = kfac(library, work)
     chosen["K @ v"] = product(K, work, before=1)
-    chosen["damped inverse @ v"] = product(library.KFACInverseLinearOperator(K, damping=1e-2), work, before=1)
+    chosen["damped inverse @ v"] = product(
+        library.KFACInverseLinearOperator(K, damping=1e-2), work, before=1
+    )
     return chosen
 
 
 def training_tasks(work: Workload) -> dict[str, Task]:
-    """A pass of training steps (forward, backward, plain descent), alone and while an estimator listens."""
+    """A pass of training steps (forward, backward, plain descent), alone and while an estimator
+    listens.
+    """
 
     def backward(X: torch.Tensor, y: torch.Tensor) -> None:
         work.loss(work.model(X), y).backward()

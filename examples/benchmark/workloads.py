@@ -1,4 +1,6 @@
-"""Networks and data to measure on, no downloads: six for CPUs, two for GPUs, each but the smallest in two sizes."""
+"""Networks and data to measure on, no downloads: six for CPUs, two for GPUs, each but the smallest
+in two sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ class Workload:
     @property
     def layers(self) -> list[nn.Module]:
         named = self.model.named_modules()
-        return [m for name, m in named if isinstance(m, (nn.Linear, nn.Conv2d)) and name != self.left_out]
+        return [
+            m
+            for name, m in named
+            if isinstance(m, (nn.Linear, nn.Conv2d)) and name != self.left_out
+        ]
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -106,7 +112,9 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet50(width: int, size: int, N: int, batch: int, classes: int, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Made:
+def resnet50(
+    width: int, size: int, N: int, batch: int, classes: int, depths: tuple[int, ...] = (3, 4, 6, 3)
+) -> Made:
     """Like ResNet-50."""
     blocks: list[nn.Module] = []
     c_in = width
@@ -114,8 +122,15 @@ def resnet50(width: int, size: int, N: int, batch: int, classes: int, depths: tu
         for index in range(depth):
             blocks.append(Bottleneck(c_in, width * 2**stage, 2 if stage and not index else 1))
             c_in = 4 * width * 2**stage
-    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, classes))
+    stem = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    model = nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, classes)
+    )
     return model.eval(), images(size, classes, N, batch)
 
 
@@ -127,7 +142,9 @@ class Attention(nn.Module):
         self.qkv, self.out, self.heads = nn.Linear(d, 3 * d), nn.Linear(d, d), heads
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2))
+        q, k, v = (
+            t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2)
+        )
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
@@ -135,14 +152,19 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A small language model; logits have the classes on axis 1, as PyTorch's cross-entropy wants them."""
+    """A small language model; logits have the classes on axis 1, as PyTorch's cross-entropy wants
+    them.
+    """
 
     def __init__(self, layers: int, d: int, heads: int, context: int, vocabulary: int) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, d), nn.Embedding(context, d)
         self.attention = nn.ModuleList([Attention(d, heads) for _ in range(layers)])
         self.mlp = nn.ModuleList(
-            [nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d)) for _ in range(layers)]
+            [
+                nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+                for _ in range(layers)
+            ]
         )
         self.norms = nn.ModuleList([nn.LayerNorm(d) for _ in range(2 * layers + 1)])
         self.head = nn.Linear(d, vocabulary, bias=False)
@@ -156,16 +178,23 @@ class Decoder(nn.Module):
         return self.head(self.norms[-1](x)).transpose(1, 2)
 
 
-def language(layers: int, d: int, heads: int, context: int, vocabulary: int, N: int, batch: int) -> Made:
+def language(
+    layers: int, d: int, heads: int, context: int, vocabulary: int, N: int, batch: int
+) -> Made:
     tokens = torch.randint(vocabulary, (N, context))
-    return Decoder(layers, d, heads, context, vocabulary).eval(), batches(tokens, tokens.roll(-1, 1), batch)
+    return Decoder(layers, d, heads, context, vocabulary).eval(), batches(
+        tokens, tokens.roll(-1, 1), batch
+    )
 
 
 def digits(N: int) -> Made:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    X, y = torch.tensor(bunch.images, dtype=torch.float32)[:N, None] / 16, torch.tensor(bunch.target)[:N]
+    X, y = (
+        torch.tensor(bunch.images, dtype=torch.float32)[:N, None] / 16,
+        torch.tensor(bunch.target)[:N],
+    )
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -218,11 +247,17 @@ def make(name: str, device: str = "cpu", quick: bool = False) -> Workload:
     return workload(name, *MAKERS[name][quick](), device)
 
 
-def workload(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]], device: str = "cpu") -> Workload:
-    """Only the parameters that curvature is about have gradients, so that a gradient pass is of these."""
+def workload(
+    name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]], device: str = "cpu"
+) -> Workload:
+    """Only the parameters that curvature is about have gradients, so that a gradient pass is of
+    these.
+    """
     data = [(X.to(device), y.to(device)) for X, y in data]
     few = name in ("a_mlp", "b_resnet", "d_wide", "e_digits", "tiny", "classes")  # classes
-    work = Workload(name, model.to(device), data, exact=few, left_out="head" if name == "g_gpt2" else None)
+    work = Workload(
+        name, model.to(device), data, exact=few, left_out="head" if name == "g_gpt2" else None
+    )
     wanted = {id(p) for p in work.params}
     for p in work.model.parameters():
         p.requires_grad_(id(p) in wanted)

@@ -35,13 +35,19 @@ def test_gradients_are_autograd_s(name: str) -> None:
         found = [risk.space.flatten_rows(g) for g in per_example_gradients(risk, per_term=per_term)]
         assert len(found) == len(expected)
         for batch, rows in enumerate(expected):
-            close(found[batch], rows if per_term else rows[:, 0], what=f"batch {batch}, per_term={per_term}")
+            close(
+                found[batch],
+                rows if per_term else rows[:, 0],
+                what=f"batch {batch}, per_term={per_term}",
+            )
 
 
 @pytest.mark.one_in(2, all_of=FEW)
 @pytest.mark.parametrize("name", NETS)
 def test_scores_are_products_of_gradients(name: str) -> None:
-    """Also of a matrix that is not symmetric, of queries in other batches, of terms, and in the smallest pieces."""
+    """Also of a matrix that is not symmetric, of queries in other batches, of terms, and in the
+    smallest pieces.
+    """
     small = name in FEW or [*NETS].index(name) % 2
     p = problem(name)
     train, batches = p.risk(), rows_of(p)
@@ -58,7 +64,11 @@ def test_scores_are_products_of_gradients(name: str) -> None:
             found = attribution_scores(Dense(A), queries, train, per_term=True)
             close(found, torch.einsum("qp,pd,nrd->qnr", q, A, T), what="of terms")
             close(found.sum(-1), q @ A @ G.T, what="sums")
-            close(self_influence(Dense(A), train, per_term=True), ((T @ A) * T).sum(-1), what="self-influence of terms")
+            close(
+                self_influence(Dense(A), train, per_term=True),
+                ((T @ A) * T).sum(-1),
+                what="self-influence of terms",
+            )
 
 
 def small_net() -> tuple[nn.Module, Tensor, Tensor]:
@@ -72,7 +82,9 @@ def test_matrix_on_parameters_in_another_order() -> None:
     model, X, y = small_net()
     own = dict(model.named_parameters())
     turned = dict(reversed(own.items()))
-    risk, other = (EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)], params) for params in (own, turned))
+    risk, other = (
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)], params) for params in (own, turned)
+    )
     (gradients,) = per_example_gradients(other)
     G = risk.space.flatten_rows(gradients)
     A = normal(len(G.T), len(G.T))
@@ -92,22 +104,35 @@ class TwoHeads(nn.Module):
         return {"c": self.classes(x), "n": self.numbers(x)}
 
 
-@pytest.mark.parametrize("weights", [{"c": 1.0, "n": 0.5}, {"c": 0.25, "n": 3.0}, {"n": 3.0, "c": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "weights", [{"c": 1.0, "n": 0.5}, {"c": 0.25, "n": 3.0}, {"n": 3.0, "c": 0.25}], ids=str
+)
 def test_several_losses_add_up_to_the_gradient(weights: dict[str, float]) -> None:
     torch.manual_seed(0)
     model, X, y = TwoHeads().double(), normal(6, 4), torch.tensor([0, 1, 2, 0, -100, 1])
     numbers, losses = normal(6, 2, seed=1), {"c": nn.CrossEntropyLoss(), "n": nn.MSELoss()}
     data = [(X[at], {"c": y[at], "n": numbers[at]}) for at in (slice(0, 2), slice(2, 6))]
-    risk = EmpiricalRisk(model, {key: (losses[key], weight) for key, weight in weights.items()}, data)
+    risk = EmpiricalRisk(
+        model, {key: (losses[key], weight) for key, weight in weights.items()}, data
+    )
     rows = torch.cat([risk.space.flatten_rows(g) for g in per_example_gradients(risk)])
-    c = 1 / {"c": 5, "n": 12}[next(iter(weights))]  # the first mean is over five targets, or all numbers
+    c = (
+        1 / {"c": 5, "n": 12}[next(iter(weights))]
+    )  # the first mean is over five targets, or all numbers
     close(c * rows.sum(0), risk.space.flatten(risk.gradient()))
-    close(attribution_scores(IdentityLinearOperator(risk.space, dtype=X.dtype), risk, risk), rows @ rows.T)
+    close(
+        attribution_scores(IdentityLinearOperator(risk.space, dtype=X.dtype), risk, risk),
+        rows @ rows.T,
+    )
 
 
 def test_a_mask_of_statistics_does_not_matter() -> None:
     p = problem("language model")
-    masked = p.risk(mask=lambda X, y: torch.zeros_like(X["input_ids"] if isinstance(X, dict) else X, dtype=torch.bool))
+    masked = p.risk(
+        mask=lambda X, y: torch.zeros_like(
+            X["input_ids"] if isinstance(X, dict) else X, dtype=torch.bool
+        )
+    )
     for found, rows in zip(per_example_gradients(masked), rows_of(p), strict=True):
         close(masked.space.flatten_rows(found), rows[:, 0])
 
@@ -124,4 +149,7 @@ def test_empty_and_uncalled() -> None:
     assert not gradients["unused.weight"].any()
     P = IdentityLinearOperator(risk.space, dtype=X.dtype)
     rows = risk.space.flatten_rows(gradients)
-    close(attribution_scores(P, risk, risk.with_data(iter([(X[:3], y[:3]), (X[3:], y[3:])]))), rows @ rows.T)
+    close(
+        attribution_scores(P, risk, risk.with_data(iter([(X[:3], y[:3]), (X[3:], y[3:])]))),
+        rows @ rows.T,
+    )

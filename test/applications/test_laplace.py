@@ -1,4 +1,6 @@
-"""Laplace approximations against dense matrices, autodiff of one example at a time, and sampled outputs."""
+"""Laplace approximations against dense matrices, autodiff of one example at a time, and sampled
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,26 @@ from torch import Tensor, nn
 from torch.distributions import Dirichlet, MultivariateNormal, Normal
 from torch.func import functional_call, jacrev
 
-from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, Empirical, EmpiricalRisk, FullBlock, Laplace, curvature
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    FullBlock,
+    Laplace,
+    curvature,
+)
 from test.fuzz.limits import small_buffers
 
 N, C = 12, 3
 
 
 class Tokens(nn.Module):
-    """An embedding, a normalisation and two linear layers of which one sees positions: [N, T] -> [N, C]."""
+    """An embedding, a normalisation and two linear layers of which one sees positions: [N, T] ->
+    [N, C].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +53,13 @@ def mlp() -> nn.Module:
 
 def cnn() -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2, groups=2), nn.Flatten(), nn.Linear(8, C)
+    layers = (
+        nn.Conv2d(1, 4, 2),
+        nn.Tanh(),
+        nn.Conv2d(4, 2, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(8, C),
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -92,7 +112,9 @@ def jacobian(risk: EmpiricalRisk, X: Tensor) -> Tensor:
     """[N, *output, P], by plain automatic differentiation of one example at a time."""
     params = {key: p.detach() for key, p in risk.params.items()}
     rows = [jacrev(lambda p, x=x: functional_call(risk.model, p, (x[None],))[0])(params) for x in X]
-    return torch.stack([torch.cat([J[key].flatten(-p.ndim) for key, p in params.items()], -1) for J in rows])
+    return torch.stack(
+        [torch.cat([J[key].flatten(-p.ndim) for key, p in params.items()], -1) for J in rows]
+    )
 
 
 def precision(K: Any, loss: str, delta: Tensor | float, noise: float | None = None) -> Tensor:
@@ -140,20 +162,35 @@ def test_samples_are_parameters_around_the_mode() -> None:
     for num in (None, 3):
         drawn = Laplace(K, 1e12).sample(seeded(), num)
         for key, p in risk.params.items():
-            close(drawn[key], p if num is None else p.detach()[..., None].expand(*p.shape, 3), rtol=1e-3)
+            close(
+                drawn[key],
+                p if num is None else p.detach()[..., None].expand(*p.shape, 3),
+                rtol=1e-3,
+            )
     assert Laplace(K, 1e12, subnetwork=[3, 0]).sample(seeded(), 5).shape == (2, 5)
 
 
 def test_a_precision_for_each_parameter() -> None:
-    for make in (lambda r: GGN(r), lambda r: curvature(r, DiagonalBlock), lambda r: curvature(r, FullBlock)):
+    for make in (
+        lambda r: GGN(r),
+        lambda r: curvature(r, DiagonalBlock),
+        lambda r: curvature(r, FullBlock),
+    ):
         risk = risk_of()
         K, X = make(risk), NETS["mlp"][1][:3]
         prior = {name: 0.5 + k for k, name in enumerate(risk.params)}
-        delta = torch.cat([torch.full((p.numel(),), prior[name], dtype=F64) for name, p in risk.params.items()])
+        delta = torch.cat(
+            [torch.full((p.numel(),), prior[name], dtype=F64) for name, p in risk.params.items()]
+        )
         la, P, J = Laplace(K, prior), precision(K, "mean", delta), jacobian(risk, X)
         close(la.outputs(X)[1], J @ torch.linalg.inv(P) @ J.mT)
         theta = la._mode
-        value = -N * risk.loss() - (delta * theta**2).sum() / 2 - torch.logdet(P) / 2 + delta.log().sum() / 2
+        value = (
+            -N * risk.loss()
+            - (delta * theta**2).sum() / 2
+            - torch.logdet(P) / 2
+            + delta.log().sum() / 2
+        )
         close(la.log_marginal_likelihood(), value)
     blocks = {name: 0.5 + k for k, name in enumerate(curvature(risk, KFAC).blocks)}
     one = Laplace(curvature(risk, KFAC), blocks).log_marginal_likelihood()
@@ -184,7 +221,10 @@ def test_a_given_noise_stays_and_an_unknown_one_begins_with_the_residuals() -> N
     risk = risk_of("mlp", "squared")
     K = curvature(risk, KFAC)
     assert Laplace(K, noise=0.25).fit_prior().noise == 0.25
-    close(torch.tensor(Laplace(K).noise, dtype=F64), (risk.model(NETS["mlp"][1]) - NUMBERS).square().mean().sqrt())
+    close(
+        torch.tensor(Laplace(K).noise, dtype=F64),
+        (risk.model(NETS["mlp"][1]) - NUMBERS).square().mean().sqrt(),
+    )
     assert Laplace(K).fit_prior().noise != Laplace(K).noise
 
 
@@ -231,7 +271,9 @@ def test_the_bridge_is_the_mean_of_its_dirichlet_distribution() -> None:
 
     shifted = covariance + 0.7  # a constant added to all logits doesn't matter
     close(_bridge(mean + 2.0, shifted), Dirichlet(alpha).mean)
-    S = normal(4, 4) @ normal(4, 4).T  # of any other normal distribution, given that the sum is zero
+    S = (
+        normal(4, 4) @ normal(4, 4).T
+    )  # of any other normal distribution, given that the sum is zero
     rows, total = S.sum(1), S.sum()
     centred = mean + alpha - rows * alpha.sum() / total, S - rows.outer(rows) / total + 0.7
     close(_bridge(mean + alpha, S), _bridge(*centred))
@@ -243,7 +285,9 @@ def test_binary_losses() -> None:
     variances = covariance.diagonal(dim1=1, dim2=2)
     close(la.predict(X), (mean / (1 + math.pi / 8 * variances).sqrt()).sigmoid())
     torch.manual_seed(0)
-    expected = (mean + variances.sqrt() * torch.randn(50_000, *mean.shape, dtype=F64)).sigmoid().mean(0)
+    expected = (
+        (mean + variances.sqrt() * torch.randn(50_000, *mean.shape, dtype=F64)).sigmoid().mean(0)
+    )
     close(la.predict(X, "mc", samples=50_000, generator=seeded()), expected, rtol=0.01)
 
 
@@ -256,7 +300,10 @@ def test_several_terms_keep_the_shape_of_the_outputs() -> None:
     la = Laplace(K, 2.0)
     mean, covariance = la.outputs(X)
     J = jacobian(risk, X).movedim(1, 2)  # [N, T, C, P]
-    close(covariance, J @ torch.linalg.inv(15 * K.to_dense() + 2 * torch.eye(K.shape[0], dtype=F64)) @ J.mT)
+    close(
+        covariance,
+        J @ torch.linalg.inv(15 * K.to_dense() + 2 * torch.eye(K.shape[0], dtype=F64)) @ J.mT,
+    )
     close(mean, model(X).mT)
     probabilities = la.predict(X)
     assert probabilities.shape == (5, C, 3)
@@ -273,7 +320,11 @@ def test_a_subnetwork(approximation: str, picked: Any) -> None:
     la = Laplace(K, 2.0, subnetwork=picked)
     whole = torch.arange(K.shape[0])
     named = risk.space.unflatten(whole)
-    at = torch.cat([named[p].flatten() for p in picked]) if isinstance(picked[0], str) else whole[list(picked)]
+    at = (
+        torch.cat([named[p].flatten() for p in picked])
+        if isinstance(picked[0], str)
+        else whole[list(picked)]
+    )
     P = N * K.to_dense()[at][:, at] + 2 * torch.eye(len(at), dtype=F64)
     J = jacobian(risk, X)[..., at]
     close(la.outputs(X)[1], J @ torch.linalg.inv(P) @ J.mT)
@@ -282,7 +333,9 @@ def test_a_subnetwork(approximation: str, picked: Any) -> None:
     close(la.log_marginal_likelihood(), expected)
 
 
-@pytest.mark.parametrize(("net", "approximation"), [("mlp", "KFAC"), ("cnn", "full blocks"), ("mlp", "GGN")])
+@pytest.mark.parametrize(
+    ("net", "approximation"), [("mlp", "KFAC"), ("cnn", "full blocks"), ("mlp", "GGN")]
+)
 def test_inputs_are_cut_into_chunks(net: str, approximation: str) -> None:
     K, X = APPROXIMATIONS[approximation](risk_of(net)), NETS[net][1]
     sizes: list[int] = []

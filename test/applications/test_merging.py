@@ -12,7 +12,16 @@ from cases import unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, FullBlock, curvature, merge
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    DiagonalBlock,
+    EmpiricalRisk,
+    FullBlock,
+    curvature,
+    merge,
+)
 
 
 def mlp() -> nn.Module:
@@ -33,7 +42,10 @@ def experts(number: int = 2, make: Callable[[], nn.Module] = mlp) -> list[Any]:
 def risks_of(models: list[Any], *shape: int, **options: Any) -> list[EmpiricalRisk]:
     shape = shape or (12, 3)
     data = [[(normal(*shape, seed=k), normal(shape[0], 2, seed=9 + k))] for k in range(len(models))]
-    return [EmpiricalRisk(model, nn.MSELoss(), own, **options) for model, own in zip(models, data, strict=True)]
+    return [
+        EmpiricalRisk(model, nn.MSELoss(), own, **options)
+        for model, own in zip(models, data, strict=True)
+    ]
 
 
 def vector(model: nn.Module) -> Tensor:
@@ -70,7 +82,12 @@ CURVATURES: dict[str, tuple[Curvature, int, Callable[[], nn.Module], tuple[int, 
     "diagonal": (lambda risk: curvature(risk, DiagonalBlock), 2, mlp, ()),
     "full blocks": (lambda risk: curvature(risk, FullBlock), 3, mlp, ()),
     "matrix-free": (GGN, 2, mlp, ()),
-    "mixed": (lambda risk: curvature(risk, {nn.LayerNorm: FullBlock}, default=KFAC), 2, cnn, (5, 1, 4, 4)),
+    "mixed": (
+        lambda risk: curvature(risk, {nn.LayerNorm: FullBlock}, default=KFAC),
+        2,
+        cnn,
+        (5, 1, 4, 4),
+    ),
     "tied": (lambda risk: curvature(risk, FullBlock), 2, Tied, ()),
 }
 
@@ -94,8 +111,12 @@ def test_default_damping_is_relative_to_each_block() -> None:
     models = experts()
     curvatures = [curvature(risk, FullBlock) for risk in risks_of(models)]
     total = torch.stack([K.to_dense() for K in curvatures]).sum(0)
-    means = [0.1 * block.mean() * torch.ones_like(block) for block in total.diagonal().split([16, 10])]
-    found = expected([vector(model) for model in models], [K.to_dense() for K in curvatures], torch.cat(means))
+    means = [
+        0.1 * block.mean() * torch.ones_like(block) for block in total.diagonal().split([16, 10])
+    ]
+    found = expected(
+        [vector(model) for model in models], [K.to_dense() for K in curvatures], torch.cat(means)
+    )
     torch.testing.assert_close(vector(merge(models, curvatures)), found, rtol=1e-8, atol=1e-9)
 
 

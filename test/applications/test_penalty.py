@@ -9,7 +9,16 @@ import torch
 from helpers import normal
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, GGN, KFAC, EmpiricalRisk, Hessian, KFACLinearOperator, QuadraticPenalty, curvature
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalRisk,
+    Hessian,
+    KFACLinearOperator,
+    QuadraticPenalty,
+    curvature,
+)
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -18,7 +27,9 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def risk_of(model: nn.Module, seed: int = 0, **options: Any) -> EmpiricalRisk:
-    return EmpiricalRisk(model, nn.MSELoss(), [(normal(6, 3, seed=seed), normal(6, 2, seed=seed + 1))], **options)
+    return EmpiricalRisk(
+        model, nn.MSELoss(), [(normal(6, 3, seed=seed), normal(6, 2, seed=seed + 1))], **options
+    )
 
 
 def moved(model: nn.Module, seed: int = 5) -> Tensor:
@@ -36,7 +47,9 @@ CURVATURES: dict[str, Any] = {
     "sum": lambda risk: curvature(risk, KFAC) + 2 * curvature(risk_of(risk.model, 3), KFAC),
     "dense": lambda risk: Hessian(risk).materialize(),
     # It computes at first use: that is when the penalty is made.
-    "classic": lambda risk: KFACLinearOperator(risk.model, nn.MSELoss(), [*risk.params.values()], risk.data),
+    "classic": lambda risk: KFACLinearOperator(
+        risk.model, nn.MSELoss(), [*risk.params.values()], risk.data
+    ),
     "fixed values": lambda risk: GGN(
         risk_of(risk.model, params={k: p.detach().clone() for k, p in risk.params.items()})
     ),
@@ -60,7 +73,9 @@ def test_value_and_derivatives(name: str) -> None:
     (second,) = torch.autograd.grad(g.sum(), [model[0].weight])
     torch.testing.assert_close(second.flatten(), 3.0 * M.sum(0)[:12], rtol=1e-10, atol=1e-11)
     if name in ("KFAC", "classic"):  # a matrix of before more training needs its point
-        with pytest.raises(ValueError, match=r"have changed since .* was computed; compute it anew"):
+        with pytest.raises(
+            ValueError, match=r"have changed since .* was computed; compute it anew"
+        ):
             QuadraticPenalty(K)
         torch.testing.assert_close(QuadraticPenalty(K, before, 3.0)(), value)
 
@@ -70,7 +85,12 @@ def test_a_given_point_in_every_form_of_which_a_copy_is_kept() -> None:
     K, at = curvature(risk, KFAC), normal(risk.space.dim)
     away = risk.vector() - at
     expected = 0.5 * away @ K.to_dense() @ away
-    forms = at.clone(), risk.space.unflatten(at), list(risk.space.unflatten(at).values()), at.numpy()
+    forms = (
+        at.clone(),
+        risk.space.unflatten(at),
+        list(risk.space.unflatten(at).values()),
+        at.numpy(),
+    )
     penalties = [QuadraticPenalty(K, form) for form in forms]
     at.add_(1.0)
     forms[0].add_(1.0)  # type: ignore[union-attr]

@@ -18,13 +18,21 @@ from curvlinops_plus import prune as pruned
 
 def network() -> tuple[Any, EmpiricalRisk]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)
+    )
     X, y = normal(20, 1, 3, 3), torch.arange(20) % 3
-    return model.double(), EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X[:12], y[:12]), (X[12:], y[12:])])
+    return model.double(), EmpiricalRisk(
+        model, nn.CrossEntropyLoss(), [(X[:12], y[:12]), (X[12:], y[12:])]
+    )
 
 
-def surgeon(H: Tensor, theta: Tensor, may_go: Tensor, sparsity: float, rounds: int) -> tuple[Tensor, Tensor]:
-    """The minimum of `(x - θ)ᵀ H (x - θ)` with `x_i = 0` for what is gone, by Lagrange multipliers."""
+def surgeon(
+    H: Tensor, theta: Tensor, may_go: Tensor, sparsity: float, rounds: int
+) -> tuple[Tensor, Tensor]:
+    """The minimum of `(x - θ)ᵀ H (x - θ)` with `x_i = 0` for what is gone, by Lagrange
+    multipliers.
+    """
     n, number = len(theta), int(may_go.sum())
     gone: list[int] = []
     inverse, x = torch.linalg.inv(H), theta.clone()
@@ -47,7 +55,9 @@ CURVATURES: dict[str, Any] = {
     "EKFAC": lambda risk: curvature(risk, EKFAC),
     "diagonal": lambda risk: curvature(risk, DiagonalBlock),
     "GGN": lambda risk: GGN(risk).materialize(),
-    "sum": lambda risk: (curvature(risk, KFAC) + curvature(risk.with_data(risk.data[:1]), KFAC)).nearest_kronecker(),
+    "sum": lambda risk: (
+        curvature(risk, KFAC) + curvature(risk.with_data(risk.data[:1]), KFAC)
+    ).nearest_kronecker(),
 }
 
 
@@ -58,7 +68,10 @@ def test_is_the_slow_surgeon(kind: str, some: bool, rounds: int) -> None:
     K = CURVATURES[kind](risk)
     theta = risk.space.flatten({key: p.detach().clone() for key, p in risk.params.items()})
     candidates = ["0.weight", "3.weight", "5.bias"] if some else None
-    chosen = {key: torch.full(p.shape, some is False or key in (candidates or ())) for key, p in risk.params.items()}
+    chosen = {
+        key: torch.full(p.shape, some is False or key in (candidates or ()))
+        for key, p in risk.params.items()
+    }
     H = K.to_dense() + 1e-3 * torch.eye(len(theta), dtype=theta.dtype)
     expected, mask = surgeon(H, theta, risk.space.flatten(chosen), 0.6, rounds)
     masks = pruned(model, K, 0.6, rounds, damping=1e-3, candidates=candidates)
@@ -96,7 +109,9 @@ def test_masks_are_those_of_torch() -> None:
 
 
 class Uncalled(nn.Module):
-    """Parameters of modules that are not called, or are called after somebody else has read them."""
+    """Parameters of modules that are not called, or are called after somebody else has read
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()

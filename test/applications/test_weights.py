@@ -1,4 +1,6 @@
-"""Weights of examples in uses of curvature: 2 is two examples, 0 is none; gradients of examples have no weights."""
+"""Weights of examples in uses of curvature: 2 is two examples, 0 is none; gradients of examples
+have no weights.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
-def risks(loss: nn.Module, model: nn.Module | None = None) -> tuple[EmpiricalRisk, EmpiricalRisk, EmpiricalRisk]:
+def risks(
+    loss: nn.Module, model: nn.Module | None = None
+) -> tuple[EmpiricalRisk, EmpiricalRisk, EmpiricalRisk]:
     """With weights, with repetitions, and without either."""
-    y, model = normal(6, 3, seed=1) if isinstance(loss, nn.MSELoss) else torch.arange(6) % 3, model or network()
+    y, model = (
+        normal(6, 3, seed=1) if isinstance(loss, nn.MSELoss) else torch.arange(6) % 3,
+        model or network(),
+    )
     data, times = [(X[i : i + 4], y[i : i + 4], WEIGHTS[i : i + 4]) for i in (0, 4)], WEIGHTS.long()
     weighted = EmpiricalRisk(model, loss, data, weight=lambda X, y, w: w)
     repeated = X.repeat_interleave(times, 0), y.repeat_interleave(times, 0)
@@ -41,7 +48,12 @@ def test_laplace(loss: nn.Module) -> None:
     one, other = (Laplace(curvature(risk, EKFAC), prior_precision=0.3) for risk in risks(loss)[:2])
     close(one.posterior.to_dense(), other.posterior.to_dense(), 1e-8, "posterior")
     close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), 1e-9, "evidence")
-    close(one.fit_prior().log_marginal_likelihood(), other.fit_prior().log_marginal_likelihood(), 1e-6, "fitted")
+    close(
+        one.fit_prior().log_marginal_likelihood(),
+        other.fit_prior().log_marginal_likelihood(),
+        1e-6,
+        "fitted",
+    )
 
 
 @pytest.mark.parametrize("per_term", [False, True])
@@ -52,5 +64,10 @@ def test_gradients_of_examples_have_no_weights(per_term: bool) -> None:
     for key, value in expected.items():
         close(torch.cat([batch[key] for batch in found]), value, 1e-10, key)
     P = curvature(weighted).inverse(0.1)
-    close(attribution_scores(P, weighted, weighted), attribution_scores(P, plain, plain), 1e-10, "scores")
+    close(
+        attribution_scores(P, weighted, weighted),
+        attribution_scores(P, plain, plain),
+        1e-10,
+        "scores",
+    )
     close(self_influence(P, weighted), self_influence(P, plain), 1e-10, "self-influence")

@@ -42,7 +42,9 @@ class Model(nn.Module):
         v = given.get("v", k)
         turn = not self.first
         if turn:
-            turned = {id(t): t.transpose(0, 1) for t in (q, k, v)}  # which of them are one tensor must stay so
+            turned = {
+                id(t): t.transpose(0, 1) for t in (q, k, v)
+            }  # which of them are one tensor must stay so
             q, k, v = (turned[id(t)] for t in (q, k, v))
         more = {"key_padding_mask": given["padding"]} if "padding" in given else {}
         more |= {"attn_mask": given["mask"].flatten(0, 1)} if "mask" in given else {}
@@ -109,7 +111,11 @@ def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:
                 X["mask"] = torch.randn(n, HEADS, L, L).double()
             inputs.append(X)
         return Net(
-            model, inputs, count=lambda X: len(X["q"]), options={"batch_size_fn": lambda X: len(X["q"])}, loss="ce"
+            model,
+            inputs,
+            count=lambda X: len(X["q"]),
+            options={"batch_size_fn": lambda X: len(X["q"])},
+            loss="ce",
         )
 
     return make(maker, seed="attention")

@@ -12,7 +12,7 @@ from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, curvature
 from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.errors import NumericsError
 
-# --------------------------------------------------------------------------------------------------------------- loose
+# -------------------------------------------------------------------------------------------- loose
 
 
 def test_a_looser_basis_is_near_and_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,8 @@ def test_a_looser_basis_is_near_and_smaller(monkeypatch: pytest.MonkeyPatch) -> 
         K = curvature(risk, EKFAC.using(basis_rtol=rtol))
         torch.testing.assert_close(K.trace, exact.trace, rtol=1e-12, atol=0)
         norms.append(float(K.frobenius_norm / exact.frobenius_norm))
-    # The squared distance to the block is its square norm minus that of EKFAC, in every orthogonal basis.
+    # The squared distance to the block is its square norm minus that of EKFAC, in every orthogonal
+    # basis.
     assert norms == [pytest.approx(1, rel=rtol) for rtol in (1e-12, 1e-4, 1e-2)]
     assert norms[2] != norms[0]
     whole, less, least = (max(sizes[k : k + 4]) for k in (0, 4, 8))
@@ -38,24 +39,32 @@ def test_a_looser_basis_is_near_and_smaller(monkeypatch: pytest.MonkeyPatch) -> 
     assert least < less < 133
 
 
-# ------------------------------------------------------------------------------------------------------------- threads
+# ------------------------------------------------------------------------------------------ threads
 
 
 def three_layers() -> EmpiricalRisk:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(110, 130), nn.ReLU(), nn.Linear(130, 120), nn.ReLU(), nn.Linear(120, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(110, 130), nn.ReLU(), nn.Linear(130, 120), nn.ReLU(), nn.Linear(120, 3)
+    ).double()
     data = [(torch.randn(40, 110).double(), torch.randint(3, (40,))) for _ in range(2)]
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_several_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the numbers of threads stay, those of new threads too, which begin with the last that any was given."""
+    """And the numbers of threads stay, those of new threads too, which begin with the last that any
+    was given.
+    """
     risk, seen, eigh = three_layers(), set(), ekfac.eigh
     v = torch.linspace(-1, 1, sum(p.numel() for p in risk.params.values()), dtype=torch.float64)
 
     def found() -> tuple[Tensor, ...]:
-        K, stream, estimator = curvature(risk, EKFAC), CurvatureEstimator(risk), CurvatureEstimator(risk, EKFAC)
+        K, stream, estimator = (
+            curvature(risk, EKFAC),
+            CurvatureEstimator(risk),
+            CurvatureEstimator(risk, EKFAC),
+        )
         for batch in risk.data:
             stream.update(batch)
             estimator.update(batch)
@@ -65,7 +74,9 @@ def test_several_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     expected = found()
     torch.set_num_threads(2)
-    monkeypatch.setattr(ekfac, "eigh", lambda *a, **o: seen.add(threading.get_ident()) or eigh(*a, **o))
+    monkeypatch.setattr(
+        ekfac, "eigh", lambda *a, **o: seen.add(threading.get_ident()) or eigh(*a, **o)
+    )
     curvature(risk, EKFAC)
     assert seen
     assert threading.get_ident() not in seen

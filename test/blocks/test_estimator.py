@@ -1,4 +1,6 @@
-"""Curvature that listens: batch by batch as in one pass, moving averages in closed form, merging, resuming."""
+"""Curvature that listens: batch by batch as in one pass, moving averages in closed form, merging,
+resuming.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import HeuristicDamping
 
-SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
-EVERY = {**SINGLE_PASS, "EKFAC": EKFAC, "mix": {"0": EKFAC, "*": FullBlock, nn.LayerNorm: DiagonalBlock}}
+SINGLE_PASS = {
+    "KFAC": KFAC,
+    "diagonal": DiagonalBlock,
+    "full": FullBlock,
+    "reduce": KFAC.using(kfac_approx="reduce"),
+}
+EVERY = {
+    **SINGLE_PASS,
+    "EKFAC": EKFAC,
+    "mix": {"0": EKFAC, "*": FullBlock, nn.LayerNorm: DiagonalBlock},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +62,25 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 3), torch.randint(3, (n,))) for n in sizes]
 
 
-def estimator(model: nn.Module, approximation: Any = KFAC, loss: nn.Module | None = None, **options: Any) -> Any:
+def estimator(
+    model: nn.Module, approximation: Any = KFAC, loss: nn.Module | None = None, **options: Any
+) -> Any:
     return whole(model, approximation, (), loss, CurvatureEstimator, **options)
 
 
 def whole(
-    model: nn.Module, approximation: Any, data: Any, loss: Any = None, make: Any = curvature, **options: Any
+    model: nn.Module,
+    approximation: Any,
+    data: Any,
+    loss: Any = None,
+    make: Any = curvature,
+    **options: Any,
 ) -> Any:
-    plan = approximation if isinstance(approximation, dict) else {"0": approximation, "3": approximation}
+    plan = (
+        approximation
+        if isinstance(approximation, dict)
+        else {"0": approximation, "3": approximation}
+    )
     risk = EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), data)
     return make(risk, plan, default=DiagonalBlock, **options)
 
@@ -78,7 +100,9 @@ def fed(running: Any, data: list[Any]) -> Any:
 VECTORS: dict[str, Any] = {"exact": Exact(), "mc": MonteCarlo(2, seed=3), "empirical": Empirical()}
 
 
-@pytest.mark.parametrize(("vectors", "reduction"), [("exact", "mean"), ("mc", "sum"), ("empirical", "mean")])
+@pytest.mark.parametrize(
+    ("vectors", "reduction"), [("exact", "mean"), ("mc", "sum"), ("empirical", "mean")]
+)
 @pytest.mark.parametrize("approximation", SINGLE_PASS)
 def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduction: str) -> None:
     model, data, loss = network(), batches(5, 2, 4), nn.CrossEntropyLoss(reduction=reduction)
@@ -99,7 +123,11 @@ def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduct
 def test_the_first_update_is_the_statistic_itself(approximation: str, decay: float) -> None:
     model, data, options = network(), batches(6), {"vectors": MonteCarlo(2, seed=3)}
     running = fed(estimator(model, EVERY[approximation], decay=decay, **options), data)
-    close(running.operator.to_dense(), whole(model, EVERY[approximation], data, **options).to_dense(), 1e-10)
+    close(
+        running.operator.to_dense(),
+        whole(model, EVERY[approximation], data, **options).to_dense(),
+        1e-10,
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -129,9 +157,15 @@ def test_listening_is_updating(vectors: Any) -> None:
     model, data, loss = network(), batches(5, 3), nn.CrossEntropyLoss()
     approximation = KFAC if isinstance(vectors, ForwardOnly) else EKFAC
     plan = {"0": approximation, "3": approximation}
-    params = None if not isinstance(vectors, ForwardOnly) else [*model[0].parameters(), *model[3].parameters()]
+    params = (
+        None
+        if not isinstance(vectors, ForwardOnly)
+        else [*model[0].parameters(), *model[3].parameters()]
+    )
     running, listening = (
-        CurvatureEstimator(EmpiricalRisk(model, loss, (), params), plan, default=DiagonalBlock, vectors=vectors)
+        CurvatureEstimator(
+            EmpiricalRisk(model, loss, (), params), plan, default=DiagonalBlock, vectors=vectors
+        )
         for _ in range(2)
     )
     for X, y in data:
@@ -148,33 +182,48 @@ def test_listening_is_updating(vectors: Any) -> None:
 
 
 def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:
-    """EKFAC's first batch: eigenvalues of the gradients that its eigenvectors come from, so the exact trace."""
+    """EKFAC's first batch: eigenvalues of the gradients that its eigenvectors come from, so the
+    exact trace.
+    """
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)).train()
     batch, state, traces = batches(6)[0], torch.get_rng_state(), []
     for approximation in (EKFAC, DiagonalBlock):
         torch.set_rng_state(state)
         risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-        traces.append(fed(CurvatureEstimator(risk, approximation, vectors=Empirical()), [batch]).operator.trace)
+        traces.append(
+            fed(
+                CurvatureEstimator(risk, approximation, vectors=Empirical()), [batch]
+            ).operator.trace
+        )
     close(*traces)
 
 
-# ------------------------------------------------------------------------------------------------ EKFAC between sweeps
+# ----------------------------------------------------------------------------- EKFAC between sweeps
 def test_refresh_carries_eigenvalues_into_the_new_basis() -> None:
     """The diagonal of the old block in the new eigenvectors; the trace stays."""
     model, data = network(), batches(5, 5)
-    running, factors, exact = (fed(estimator(model, k, decay=0.9), data) for k in (EKFAC, KFAC, DiagonalBlock))
+    running, factors, exact = (
+        fed(estimator(model, k, decay=0.9), data) for k in (EKFAC, KFAC, DiagonalBlock)
+    )
     before = running.operator
     running.refresh(damping=0.1)
     after = running.operator
     for name in ("0", "3"):
-        Q = torch.kron(*(torch.linalg.eigh(getattr(factors.operator.blocks[name], f).to_dense())[1] for f in "GA"))
+        Q = torch.kron(
+            *(
+                torch.linalg.eigh(getattr(factors.operator.blocks[name], f).to_dense())[1]
+                for f in "GA"
+            )
+        )
         expected = Q @ torch.diag((Q.T @ before.blocks[name].to_dense() @ Q).diagonal()) @ Q.T
         close(after.blocks[name].to_dense(), expected, 1e-9)
         close(after.blocks[name].trace, before.blocks[name].trace)
-    close(after.trace, exact.operator.trace)  # sums of squares have the trace of the exact block in any basis
+    close(
+        after.trace, exact.operator.trace
+    )  # sums of squares have the trace of the exact block in any basis
 
 
-# --------------------------------------------------------------------------------------------------------- the inverse
+# -------------------------------------------------------------------------------------- the inverse
 def test_the_inverse_stays_until_it_is_refreshed() -> None:
     model, data = network(), batches(4, 4, 4)
     running = fed(estimator(model, damping=0.1), data[:1])
@@ -182,7 +231,9 @@ def test_the_inverse_stays_until_it_is_refreshed() -> None:
     running.update(data[1])
     assert running.inverse() is first
     close(first.to_dense(), whole(model, KFAC, data[:1]).inverse(0.1).to_dense(), 1e-10)
-    close(running.inverse(0.5).to_dense(), whole(model, KFAC, data[:1]).inverse(0.5).to_dense(), 1e-10)
+    close(
+        running.inverse(0.5).to_dense(), whole(model, KFAC, data[:1]).inverse(0.5).to_dense(), 1e-10
+    )
     assert running.inverse() is first
     running.refresh()
     close(running.inverse().to_dense(), whole(model, KFAC, data[:2]).inverse(0.1).to_dense(), 1e-10)
@@ -190,7 +241,7 @@ def test_the_inverse_stays_until_it_is_refreshed() -> None:
     close(running.inverse().to_dense(), whole(model, KFAC, data[:2]).inverse(0.2).to_dense(), 1e-10)
 
 
-# --------------------------------------------------------------------------------------------------- merging, resuming
+# -------------------------------------------------------------------------------- merging, resuming
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 def test_eigenvalues_merge_in_one_basis(decay: float) -> None:
     """That of the first one's first batch: two processes, each with halves of all batches."""
@@ -209,12 +260,18 @@ def test_eigenvalues_merge_in_one_basis(decay: float) -> None:
     for name in ("0", "3"):
         Q = one.operator.blocks[name].basis.to_dense()
         carried = Q @ torch.diag((Q.T @ of_apart.blocks[name].to_dense() @ Q).diagonal()) @ Q.T
-        close(merged.operator.blocks[name].to_dense(), (one.operator.blocks[name].to_dense() + carried) / 2, 1e-9)
+        close(
+            merged.operator.blocks[name].to_dense(),
+            (one.operator.blocks[name].to_dense() + carried) / 2,
+            1e-9,
+        )
 
 
 @pytest.mark.parametrize("approximation", EVERY)
 def test_resuming(approximation: str, tmp_path: Any) -> None:
-    """In the middle of a pass, with random vectors, after a refresh: bit for bit the same continuation."""
+    """In the middle of a pass, with random vectors, after a refresh: bit for bit the same
+    continuation.
+    """
     model, data = network(), batches(4, 3, 5, 4)
     options = {"vectors": MonteCarlo(1, seed=1), "decay": 0.9, "damping": 0.1}
     running, resumed = (estimator(model, EVERY[approximation], **options) for _ in range(2))
@@ -233,13 +290,19 @@ def test_resuming(approximation: str, tmp_path: Any) -> None:
     for each in (running, resumed):
         each.refresh()
     assert torch.equal(resumed.inverse() @ v, running.inverse() @ v)
-    assert (resumed.updates, resumed.examples, resumed.weight) == (running.updates, running.examples, running.weight)
+    assert (resumed.updates, resumed.examples, resumed.weight) == (
+        running.updates,
+        running.examples,
+        running.weight,
+    )
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC", "full"])
 def test_looking_changes_no_bits(approximation: str) -> None:
     model, data = network(), batches(4, 3, 5)
-    running, looked, other = (estimator(model, EVERY[approximation], decay=0.9, damping=0.1) for _ in range(3))
+    running, looked, other = (
+        estimator(model, EVERY[approximation], decay=0.9, damping=0.1) for _ in range(3)
+    )
     for batch in data:
         running.update(batch)
         looked.update(batch)
@@ -262,14 +325,20 @@ def test_layers_that_never_ran_are_refused_or_left_out(approximation: str) -> No
     model, (X, y), kind = experts(), batches(4)[0], EVERY[approximation]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
     strict = fed(CurvatureEstimator(risk, kind), [(X.abs(), y)])
-    words = r"(?s)layer 'other' was never called in 1 updates.*leave_out_uncalled=True.*\['other'\] now"
+    words = (
+        r"(?s)layer 'other' was never called in 1 updates.*leave_out_uncalled=True.*\['other'\] now"
+    )
     with pytest.raises(ValueError, match=words):
         _ = strict.operator
-    running, loaded = (CurvatureEstimator(risk, kind, damping=0.1, leave_out_uncalled=True) for _ in range(2))
+    running, loaded = (
+        CurvatureEstimator(risk, kind, damping=0.1, leave_out_uncalled=True) for _ in range(2)
+    )
     running.update((X.abs(), y))
     assert running.uncalled == ["other"]
     part = [("one." + name, p) for name, p in model.one.named_parameters()]
-    expected = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.abs(), y)], dict(part)), kind)
+    expected = curvature(
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.abs(), y)], dict(part)), kind
+    )
     K, inverse = running.operator, running.inverse()
     close(K.to_dense(), expected.to_dense(), 1e-10)
     close(inverse.to_dense(), expected.inverse(0.1).to_dense(), 1e-10)
@@ -285,10 +354,14 @@ def test_layers_that_never_ran_are_refused_or_left_out(approximation: str) -> No
 
 
 def test_ekfac_of_a_layer_that_runs_later_counts_all_batches() -> None:
-    """Its eigenvalues are means over all examples, those of batches before its first call included."""
+    """Its eigenvalues are means over all examples, those of batches before its first call
+    included.
+    """
     model, (X, y) = experts(), batches(4)[0]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-    ekfac, diagonal, first, second = (CurvatureEstimator(risk, k) for k in (EKFAC, DiagonalBlock, EKFAC, EKFAC))
+    ekfac, diagonal, first, second = (
+        CurvatureEstimator(risk, k) for k in (EKFAC, DiagonalBlock, EKFAC, EKFAC)
+    )
     for running in (ekfac, diagonal):
         fed(running, [(X.abs(), y), (-X.abs(), y)])
     close(ekfac.operator.trace, diagonal.operator.trace)
@@ -300,12 +373,17 @@ def test_ekfac_of_a_layer_that_runs_later_counts_all_batches() -> None:
     close(first.operator.trace, diagonal.operator.trace)
 
 
-# -------------------------------------------------------------------------------------- what is refused changes nothing
+# ------------------------------------------------------------------ what is refused changes nothing
 @pytest.mark.parametrize(("listening", "later"), [(False, False), (True, True)])
 @pytest.mark.parametrize("approximation", EVERY)
-def test_a_batch_that_is_refused_changes_nothing(approximation: str, listening: bool, later: bool) -> None:
+def test_a_batch_that_is_refused_changes_nothing(
+    approximation: str, listening: bool, later: bool
+) -> None:
     model, data = network(), batches(4, 4, 4)
-    running, other = (estimator(model, EVERY[approximation], vectors=MonteCarlo(1, 0), damping=0.1) for _ in range(2))
+    running, other = (
+        estimator(model, EVERY[approximation], vectors=MonteCarlo(1, 0), damping=0.1)
+        for _ in range(2)
+    )
     data[1][0][2, 1] = float("nan")
     for each in (running, other) if later else ():
         each.update(data[0])
@@ -322,7 +400,11 @@ def test_a_batch_that_is_refused_changes_nothing(approximation: str, listening: 
         listen(data[0], fails=True)
     with pytest.raises(ValueError, match="class"):
         running.update((data[0][0], data[0][1] + 7))
-    assert (running.updates, running.examples, running.weight) == (other.updates, other.examples, other.weight)
+    assert (running.updates, running.examples, running.weight) == (
+        other.updates,
+        other.examples,
+        other.weight,
+    )
     assert not any(m._forward_hooks for m in model.modules())
     for each in (running, other):
         each.update(data[2])
@@ -336,9 +418,13 @@ def test_a_batch_that_is_refused_changes_nothing(approximation: str, listening: 
 @pytest.mark.parametrize(("decay", "reduction"), [(0.9, "mean"), (0.9, "sum"), (1.0, "sum")])
 @pytest.mark.parametrize("approximation", ["KFAC", "diagonal"])
 def test_micro_batches_are_one_batch(approximation: str, reduction: str, decay: float) -> None:
-    """Halves, the second one added with `decay=1`, are the whole, also under decay and if the loss is a sum."""
+    """Halves, the second one added with `decay=1`, are the whole, also under decay and if the loss
+    is a sum.
+    """
     model, data, loss = network(), batches(6, 4, 8), nn.CrossEntropyLoss(reduction=reduction)
-    whole_batches, halves, merged, parts = (estimator(model, EVERY[approximation], loss, decay=decay) for _ in range(4))
+    whole_batches, halves, merged, parts = (
+        estimator(model, EVERY[approximation], loss, decay=decay) for _ in range(4)
+    )
     for X, y in data:
         n = len(y) // 2
         whole_batches.update((X, y))
@@ -359,11 +445,18 @@ def test_micro_batches_are_one_batch(approximation: str, reduction: str, decay: 
 
 @pytest.mark.parametrize(
     "damping",
-    [HeuristicDamping(0.3, min=0.2), (0.1, 0.2), 0.3, torch.linspace(0.1, 0.3, 3, dtype=torch.float64)],
+    [
+        HeuristicDamping(0.3, min=0.2),
+        (0.1, 0.2),
+        0.3,
+        torch.linspace(0.1, 0.3, 3, dtype=torch.float64),
+    ],
     ids=str,
 )
 def test_dampings(damping: Any) -> None:
-    """In `refresh`, in `inverse`, and in an `inverse` before any `refresh`, where the estimator's own is 0."""
+    """In `refresh`, in `inverse`, and in an `inverse` before any `refresh`, where the estimator's
+    own is 0.
+    """
     model, data = network(), batches(4)
     expected = whole(model, KFAC, data).inverse(damping).to_dense()
     for way in ("refresh", "inverse", "at once"):
@@ -389,9 +482,13 @@ def test_another_damping_keeps_the_decompositions(monkeypatch: pytest.MonkeyPatc
         running.refresh()
 
 
-@pytest.mark.parametrize(("name", "place"), [("KFAC", 0), ("full", 1), ("EKFAC", 0), ("EKFAC", 2), ("mix", 1)])
+@pytest.mark.parametrize(
+    ("name", "place"), [("KFAC", 0), ("full", 1), ("EKFAC", 0), ("EKFAC", 2), ("mix", 1)]
+)
 def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
-    """They add their inputs, and nothing else, wherever they come; EKFAC takes its basis from the first that counts."""
+    """They add their inputs, and nothing else, wherever they come; EKFAC takes its basis from the
+    first that counts.
+    """
     model, data = network(), batches(6, 5)
     stream = [*data[:place], (torch.randn(4, 3), torch.full((4,), -100)), *data[place:]]
     listening, running, nothing = (estimator(model, EVERY[name], vectors=Exact()) for _ in range(3))
@@ -404,11 +501,15 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
         nothing.reset()
     else:
         plan = dict.fromkeys(("0", "3"), EVERY[name])
-        expected = curvature(running.risk.with_data(stream), plan, default=DiagonalBlock, vectors=Exact())
+        expected = curvature(
+            running.risk.with_data(stream), plan, default=DiagonalBlock, vectors=Exact()
+        )
     torch.testing.assert_close(running.operator.to_dense(), expected.to_dense())
     torch.testing.assert_close(listening.operator.to_dense(), expected.to_dense())
     nothing.update(stream[place])
-    with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*skip such batches until one counts"):
+    with pytest.raises(
+        ValueError, match=r"No term of CrossEntropyLoss counts.*skip such batches until one counts"
+    ):
         nothing.refresh(0.1)
     nothing.load_state_dict(nothing.state_dict())
     fed(nothing, data).refresh(0.1)
@@ -417,7 +518,9 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
 
 @pytest.mark.parametrize("listens", [False, True])
 def test_sums_in_which_nothing_counts(listens: bool) -> None:
-    """Their matrix is zero, and bases come later: from the first batch of which any loss has a term."""
+    """Their matrix is zero, and bases come later: from the first batch of which any loss has a
+    term.
+    """
 
     def forward(m: Any, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(("one", "two"), m.net(x).split([3, 3], -1), strict=True))
@@ -426,7 +529,10 @@ def test_sums_in_which_nothing_counts(listens: bool) -> None:
     loss = nn.CrossEntropyLoss(reduction="sum")
     X, y = batches(8)[0]
     none = torch.full_like(y, -100)
-    late, plain = (CurvatureEstimator(EmpiricalRisk(model, {"one": loss, "two": loss}, ()), EKFAC) for _ in range(2))
+    late, plain = (
+        CurvatureEstimator(EmpiricalRisk(model, {"one": loss, "two": loss}, ()), EKFAC)
+        for _ in range(2)
+    )
 
     def add(one: CurvatureEstimator, targets: dict[str, Tensor]) -> None:
         if not listens:

@@ -1,4 +1,6 @@
-"""When blocks are computed, that parameters which change before are noticed; multiples of what is computed late."""
+"""When blocks are computed, that parameters which change before are noticed; multiples of what is
+computed late.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,17 @@ def network() -> nn.Sequential:
     return model
 
 
-DATA = [(torch.randn(5, 3, dtype=torch.float64, generator=seeded()), torch.zeros(5, 2, dtype=torch.float64))]
+DATA = [
+    (
+        torch.randn(5, 3, dtype=torch.float64, generator=seeded()),
+        torch.zeros(5, 2, dtype=torch.float64),
+    )
+]
 
 
-def lazy(model: nn.Module, cls: Any = KFACLinearOperator, params: Any = None, data: Any = DATA) -> Any:
+def lazy(
+    model: nn.Module, cls: Any = KFACLinearOperator, params: Any = None, data: Any = DATA
+) -> Any:
     params = list(model.parameters()) if params is None else params
     return cls(model, nn.MSELoss(), params, data, check_deterministic=False)
 
@@ -46,7 +55,9 @@ def replace_data(model: Any) -> None:
 
 
 def load(model: Any) -> None:
-    model.load_state_dict({k: 2 * v if k == "0.weight" else v for k, v in model.state_dict().items()})
+    model.load_state_dict(
+        {k: 2 * v if k == "0.weight" else v for k, v in model.state_dict().items()}
+    )
 
 
 LAZY = [KFACLinearOperator, EKFACLinearOperator, GGNDiagonalLinearOperator]
@@ -55,7 +66,9 @@ CHANGES = [write_data, replace_data, load]
 
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, {"0": EKFAC}])
 def test_curvature_is_that_of_the_parameters_when_it_is_called(approximation: Any) -> None:
-    """Nothing is kept from one computation to the next one; one that fails leaves what was there."""
+    """Nothing is kept from one computation to the next one; one that fails leaves what was
+    there.
+    """
     model = network()
     risk = EmpiricalRisk(model, nn.MSELoss(), DATA)
     expected, K = (curvature(risk, approximation) for _ in range(2))
@@ -78,7 +91,9 @@ def test_parameters_that_change_before_the_first_use_are_named(cls: Any, change:
     model = network()
     K, before = lazy(model, cls), {k: v.clone() for k, v in model.state_dict().items()}
     change(model)
-    with pytest.raises(RuntimeError, match=r"\['0.weight'\] have changed since it was made. Call its compute\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"\['0.weight'\] have changed since it was made. Call its compute\(\)"
+    ):
         _ = K.trace
     model.load_state_dict(before)  # the same values again are no change
     close(K.to_dense(), lazy(model, cls).to_dense())
@@ -86,7 +101,9 @@ def test_parameters_that_change_before_the_first_use_are_named(cls: Any, change:
     close(K.compute().to_dense(), lazy(model, cls).to_dense())
     last = lazy(model, cls, params=list(model[2].parameters()))
     change(model)
-    with pytest.raises(RuntimeError, match=r"\['model.0.weight'\] have changed"):  # outputs depend on it
+    with pytest.raises(
+        RuntimeError, match=r"\['model.0.weight'\] have changed"
+    ):  # outputs depend on it
         _ = last.trace
 
 
@@ -114,13 +131,15 @@ def test_eigenvalues_follow_at_the_parameters_of_the_factors() -> None:
     assert torch.isfinite(K.trace)
 
 
-# ----------------------------------------------------------------------------------------------------------- multiples
+# ---------------------------------------------------------------------------------------- multiples
 
 
 @pytest.mark.parametrize("cls", LAZY[:2])
 def test_an_operator_without_data_says_so(cls: Any) -> None:
     K = lazy(network(), cls)
-    loaded = cls.from_state_dict(K.state_dict() if K.trace else {}, K.risk.model, list(K.risk.model.parameters()), None)
+    loaded = cls.from_state_dict(
+        K.state_dict() if K.trace else {}, K.risk.model, list(K.risk.model.parameters()), None
+    )
     close(loaded.to_dense(), K.to_dense())
     for use in (loaded.compute, loaded.verify, loaded.gradient_and_loss):
         with pytest.raises(ValueError, match="has no examples"):
@@ -146,9 +165,17 @@ def test_sweeps_see_the_same_data(more: list[Any]) -> None:
     """As many examples in each; and with `check_deterministic` the same loss."""
     (X, y), model = DATA[0], network()
     options: dict[str, Any] = {"max_kept_bytes": 0, "check_deterministic": True}
-    with pytest.raises(ValueError, match=r"`data` gave \d+ examples in one sweep and \d+ in the next"):
-        curvature(EmpiricalRisk(model, nn.MSELoss(), Changes([*DATA, *DATA], [*more, *more, *DATA])), EKFAC, **options)
+    with pytest.raises(
+        ValueError, match=r"`data` gave \d+ examples in one sweep and \d+ in the next"
+    ):
+        curvature(
+            EmpiricalRisk(model, nn.MSELoss(), Changes([*DATA, *DATA], [*more, *more, *DATA])),
+            EKFAC,
+            **options,
+        )
     for kind, kept in ((EKFAC, 0), (EKFAC, 2**24), (KFAC, 0)):
         data = Changes(DATA, [(2 * X, y)])
         with pytest.raises(RuntimeError, match="loss"):
-            curvature(EmpiricalRisk(model, nn.MSELoss(), data), kind, **options | {"max_kept_bytes": kept})
+            curvature(
+                EmpiricalRisk(model, nn.MSELoss(), data), kind, **options | {"max_kept_bytes": kept}
+            )

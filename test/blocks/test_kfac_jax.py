@@ -1,4 +1,6 @@
-"""The same blocks and damped inverses as kfac_jax 0.0.8 on the same net, where it is installed (with jax 0.6)."""
+"""The same blocks and damped inverses as kfac_jax 0.0.8 on the same net, where it is installed
+(with jax 0.6).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus import KFAC, TNT, DiagonalBlock, EmpiricalRisk, FullBlock, ScaledIdentity, curvature
+from curvlinops_plus import (
+    KFAC,
+    TNT,
+    DiagonalBlock,
+    EmpiricalRisk,
+    FullBlock,
+    ScaledIdentity,
+    curvature,
+)
 
 jax = pytest.importorskip("jax")
 kfac_jax = pytest.importorskip("kfac_jax")
@@ -49,25 +59,46 @@ def test_blocks_and_inverses(ours: Any, theirs: str) -> None:
     arguments = theirs_of(list(model.parameters())), (jnp.array(X.numpy()), jnp.array(y.numpy()))
     estimator, key = (
         kfac_jax.BlockDiagonalCurvature(
-            func=loss, default_estimation_mode="ggn_exact", layer_tag_to_block_ctor={"dense": getattr(kfac_jax, theirs)}
+            func=loss,
+            default_estimation_mode="ggn_exact",
+            layer_tag_to_block_ctor={"dense": getattr(kfac_jax, theirs)},
         ),
         jax.random.PRNGKey(0),
     )
     state = estimator.init(
-        key, arguments, exact_powers_to_cache=None, approx_powers_to_cache=None, cache_eigenvalues=False
+        key,
+        arguments,
+        exact_powers_to_cache=None,
+        approx_powers_to_cache=None,
+        cache_eigenvalues=False,
     )
     state = estimator.update_curvature_matrix_estimate(
-        state, ema_old=0.0, ema_new=1.0, identity_weight=0.0, batch_size=7, rng=key, func_args=arguments
+        state,
+        ema_old=0.0,
+        ema_new=1.0,
+        identity_weight=0.0,
+        batch_size=7,
+        rng=key,
+        func_args=arguments,
     )
-    K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X[:3], y[:3]), (X[3:], y[3:])]), ours)
+    K = curvature(
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X[:3], y[:3]), (X[3:], y[3:])]), ours
+    )
     v = [torch.randn_like(p) for p in model.parameters()]
 
     def compare(operator: Any, function: Any, damping: float, exact: bool) -> None:
         found = function(
-            state, theirs_of(v), identity_weight=damping, exact_power=exact, use_cached=False, pmap_axis_name=None
+            state,
+            theirs_of(v),
+            identity_weight=damping,
+            exact_power=exact,
+            use_cached=False,
+            pmap_axis_name=None,
         )
         expected = np.concatenate([np.array(t).T.ravel() for pair in found for t in pair])
-        np.testing.assert_allclose((operator @ torch.cat([t.flatten() for t in v])).numpy(), expected, rtol=1e-10)
+        np.testing.assert_allclose(
+            (operator @ torch.cat([t.flatten() for t in v])).numpy(), expected, rtol=1e-10
+        )
 
     compare(K.shift(0.1), estimator.multiply, 0.1, exact=True)
     compare(K.inverse(0.1), estimator.multiply_inverse, 0.1, exact=True)

@@ -1,6 +1,8 @@
-"""Blocks beside KFAC and EKFAC: nearest Kronecker product, trace-normalised product, identity; against dense algebra.
+"""Blocks beside KFAC and EKFAC: nearest Kronecker product, trace-normalised product, identity;
+against dense algebra.
 
-The exact blocks are those of `FullBlock`, which `test_laws.py` compares with autodiff on every problem.
+The exact blocks are those of `FullBlock`, which `test_laws.py` compares with autodiff on every
+problem.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from curvlinops_plus.linalg.kronecker import nearest_to_matrix
 from curvlinops_plus.risk import layer_batch
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
-in_some_form = pytest.mark.parametrize(("name", "separate"), [(name, k % 2 == 1) for k, name in enumerate(NETS)])
+in_some_form = pytest.mark.parametrize(
+    ("name", "separate"), [(name, k % 2 == 1) for k, name in enumerate(NETS)]
+)
 MORE = [*FEW, "grouped cnn", "padding index"]
 KINDS = {
     "formed": NearestKronecker,
@@ -52,7 +56,9 @@ def nearest(name: str, kind: str, separate: bool = False) -> Any:
 
 
 def matrices(K: Any, dense: Any) -> Iterator[tuple[str, Any, tuple[int, int], list[Tensor]]]:
-    """Name, layer, `(o, i)` of each block, and the matrices on its diagonal: one, or one for each group."""
+    """Name, layer, `(o, i)` of each block, and the matrices on its diagonal: one, or one for each
+    group.
+    """
     for entry in K.plan:
         for group in entry.layer.groups:
             *batch, o, i = group.layout.matrix_shape
@@ -62,18 +68,25 @@ def matrices(K: Any, dense: Any) -> Iterator[tuple[str, Any, tuple[int, int], li
                 group.name,
                 entry.layer,
                 (o, i),
-                [block[k * size : (k + 1) * size, k * size : (k + 1) * size] for k in range(number)],
+                [
+                    block[k * size : (k + 1) * size, k * size : (k + 1) * size]
+                    for k in range(number)
+                ],
             )
 
 
 def best(F: Tensor, o: int, i: int) -> tuple[Tensor, bool]:
-    """The nearest Kronecker product from one SVD of Van Loan's rearrangement, and whether it is the only one."""
+    """The nearest Kronecker product from one SVD of Van Loan's rearrangement, and whether it is the
+    only one.
+    """
     R = F.view(o, i, o, i).permute(0, 2, 1, 3).reshape(o * o, i * i)
     U, S, V = torch.linalg.svd(R, full_matrices=False)
-    return S[0] * torch.kron(U[:, 0].view(o, o), V[0].view(i, i)), len(S) == 1 or bool(S[1] < 0.999 * S[0])
+    return S[0] * torch.kron(U[:, 0].view(o, o), V[0].view(i, i)), len(S) == 1 or bool(
+        S[1] < 0.999 * S[0]
+    )
 
 
-# --------------------------------------------------------------------------------------------------- nearest Kronecker
+# -------------------------------------------------------------------------------- nearest Kronecker
 
 
 @in_some_form
@@ -84,7 +97,9 @@ def test_nearest_kronecker_is_the_leading_singular_pair(name: str, separate: boo
     for block, layer, (o, i), parts in matrices(K, exact):
         found = next(part for other, *_, part in matrices(K, K.blocks) if other == block)
         if not layer.affine:
-            close(K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block)
+            close(
+                K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block
+            )
             continue
         for F, N in zip(parts, found, strict=True):
             expected, unique = best(F, o, i)
@@ -103,7 +118,10 @@ def test_nearest_kronecker_is_never_further_than_kfac(name: str) -> None:
         away = {kind: float((K.to_dense() - exact).norm()) for kind, K in made.items()}
         rounding = 1e-9 * away["KFAC"] + 1e-12 * float(exact.norm())
         assert away["by one sweep"] <= away["KFAC"] + rounding
-        assert away["formed"] <= min(away["KFAC"], away["KFAC reduce"], away["by one sweep"]) + rounding
+        assert (
+            away["formed"]
+            <= min(away["KFAC"], away["KFAC reduce"], away["by one sweep"]) + rounding
+        )
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -115,7 +133,11 @@ def test_factors_are_symmetric_positive_and_balanced(name: str) -> None:
                 close(M, M.T, 1e-14)
                 assert values.min() >= -1e-12 * values.max()
             if block.trace > 0:
-                close(block.G.traces() / block.G.size, block.A.traces() / block.A.size, what="balanced")
+                close(
+                    block.G.traces() / block.G.size,
+                    block.A.traces() / block.A.size,
+                    what="balanced",
+                )
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "tied"])
@@ -172,14 +194,16 @@ def test_nearest_to_matrix(o: int, i: int, rank: int, batch: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tie_has_positive_factors(dtype: torch.dtype) -> None:
-    """vec(I) vec(I)ᵀ: any unit matrix and itself are as near; some are indefinite. The identity is the fair one."""
+    """vec(I) vec(I)ᵀ: any unit matrix and itself are as near; some are indefinite. The identity is
+    the fair one.
+    """
     R = torch.einsum("oi,pj->opij", torch.eye(3, dtype=dtype), torch.eye(3, dtype=dtype))
     G, A = nearest_to_matrix(R)
     close(G, torch.eye(3) / 3**0.5, 1e-6)
     close(A, torch.eye(3) / 3**0.5, 1e-6)
 
 
-# --------------------------------------------------------------------------------------------- trace-normalised product
+# ------------------------------------------------------------------------- trace-normalised product
 
 
 @in_some_form
@@ -190,7 +214,9 @@ def test_tnt_is_its_definition(name: str, separate: bool) -> None:
     K = p.made("TNT", separate)
     for block, layer, (o, i), parts in matrices(K, exact):
         if not layer.affine:
-            close(K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block)
+            close(
+                K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block
+            )
             continue
         products = []
         for F in parts:
@@ -201,7 +227,7 @@ def test_tnt_is_its_definition(name: str, separate: bool) -> None:
     close(K.trace, p.exact.ggn().trace(), 1e-12, "trace")
 
 
-# ------------------------------------------------------------------------------------------ identity, streams, refusals
+# ---------------------------------------------------------------------- identity, streams, refusals
 
 
 def test_scaled_identity() -> None:
@@ -214,26 +240,30 @@ def test_scaled_identity() -> None:
     close(mixed.to_dense()[:25, :25], torch.eye(25))
 
 
-# ----------------------------------------------------------------------------------------------------- pieces and paths
+# --------------------------------------------------------------------------------- pieces and paths
 
 
 @pytest.mark.parametrize("name", ["attention", "grouped cnn", "tied", "padding index"])
 def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One example at a time, gradients per example instead of rows, rows instead of gradients per example."""
+    """One example at a time, gradients per example instead of rows, rows instead of gradients per
+    example.
+    """
     p = problem(name)
     kinds = (TNT, NearestKronecker, KINDS["by sweeps"])
     expected = [p.curvature(kind).to_dense() for kind in kinds]
     for by_rows in (True, False):
         if not (by_rows and name == "tied"):  # two roles have no common rows
             monkeypatch.setattr(
-                per_example, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse
+                per_example,
+                "_by_rows",
+                lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse,
             )
         monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):
             close(p.curvature(kind).to_dense(), dense, 1e-9, f"{kind}, by rows: {by_rows}")
 
 
-# ----------------------------------------------------------------------------------------------------- the classic door
+# --------------------------------------------------------------------------------- the classic door
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -263,5 +293,10 @@ def test_diagonal_of_the_ggn(name: str) -> None:
     D = GGNDiagonalLinearOperator(p.model, p.loss, p.params, p.data, **p.net.options)
     close(D.to_dense(), p.exact.ggn().diagonal().diag())
     if name == "mlp":
-        drawn = GGNDiagonalLinearOperator(p.model, p.loss, p.params, p.data, mc_samples=3, seed=5, num_data=12)
-        close(drawn.diagonal(), p.curvature(DiagonalBlock, vectors=MonteCarlo(3, seed=5)).diagonal() / 2)
+        drawn = GGNDiagonalLinearOperator(
+            p.model, p.loss, p.params, p.data, mc_samples=3, seed=5, num_data=12
+        )
+        close(
+            drawn.diagonal(),
+            p.curvature(DiagonalBlock, vectors=MonteCarlo(3, seed=5)).diagonal() / 2,
+        )

@@ -1,4 +1,6 @@
-"""Embeddings of many tokens: nothing is as large as tokens times tokens, or examples times the table; large factors."""
+"""Embeddings of many tokens: nothing is as large as tokens times tokens, or examples times the
+table; large factors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOper
 
 ROWS, D, N, S = 50_000, 16, 8, 32
 TABLE = ROWS * D
-#: A few copies of the table are fine: a product has an input, an output and something in between. One example's dense
-#: gradient for each of N examples is 8 tables; the positions' one-hot rows are 16 of them.
+#: A few copies of the table are fine: a product has an input, an output and something in between.
+#: One example's dense gradient for each of N examples is 8 tables; the positions' one-hot rows are
+#: 16 of them.
 ALLOWED = 3 * TABLE
 
 
@@ -41,7 +44,9 @@ class Largest(TorchDispatchMode):
         return out
 
     def check(self, allowed: int = ALLOWED) -> None:
-        assert 0 < self.size <= allowed, f"{self.what}: {self.size} numbers, {self.size / TABLE:.1f} tables"
+        assert 0 < self.size <= allowed, (
+            f"{self.what}: {self.size} numbers, {self.size / TABLE:.1f} tables"
+        )
 
 
 def classifier(rows: int = ROWS, padding: int | None = None, bag: bool = False) -> Any:
@@ -64,16 +69,20 @@ def words(**options: Any) -> EmpiricalRisk:
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
 
-#: Without those that form whole blocks or factors, or that are not zero for tokens that never occur.
+#: Without those that form whole blocks or factors, or that are not zero for tokens that never
+#: occur.
 APPROACHES = {
     name: kind
     for name, kind in APPROXIMATIONS.items()
-    if name not in ("FullBlock", "TNT", "ScaledIdentity") and not name.startswith("NearestKronecker")
+    if name not in ("FullBlock", "TNT", "ScaledIdentity")
+    and not name.startswith("NearestKronecker")
 }
 
 
 @pytest.mark.parametrize("approximation", APPROACHES)
-@pytest.mark.parametrize("options", [{}, {"padding": 3}, {"bag": True}], ids=["plain", "padding", "bag"])
+@pytest.mark.parametrize(
+    "options", [{}, {"padding": 3}, {"bag": True}], ids=["plain", "padding", "bag"]
+)
 def test_statistics_of_a_large_table(approximation: str, options: dict[str, Any]) -> None:
     risk = words(**options)
     vectors = MonteCarlo(samples=5, seed=0) if "padding" in options else None
@@ -107,12 +116,15 @@ def test_operations_on_a_large_table(approximation: str) -> None:
     }
     if approximation.startswith("KFAC"):
         operations["pair of dampings"] = lambda: K.inverse(damping=(0.1, 0.2)) @ v
-        operations["heuristic damping"] = lambda: K.inverse(damping=0.1, use_heuristic_damping=True) @ v
+        operations["heuristic damping"] = lambda: (
+            K.inverse(damping=0.1, use_heuristic_damping=True) @ v
+        )
     for name, operation in operations.items():
         with Largest() as largest:
             result = operation()
         try:
-            # Concatenating the other layers, or a float64 draw with its uniform numbers, are copies of their own.
+            # Concatenating the other layers, or a float64 draw with its uniform numbers, are copies
+            # of their own.
             largest.check()
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
@@ -144,11 +156,15 @@ def test_sums_and_factors_end_when_they_are_used(monkeypatch: pytest.MonkeyPatch
     assert alive == [0] * 6
 
 
-# -------------------------------------------------------------------------------------------------------- large factors
+# ------------------------------------------------------------------------------------ large factors
 
 
-@pytest.mark.parametrize("kind", [kind.using(max_bytes=size) for kind in (KFAC, EKFAC) for size in (0, 150)], ids=repr)
-@pytest.mark.parametrize(("name", "separate"), [("mlp", False), ("strided cnn", True), ("tied", False)])
+@pytest.mark.parametrize(
+    "kind", [kind.using(max_bytes=size) for kind in (KFAC, EKFAC) for size in (0, 150)], ids=repr
+)
+@pytest.mark.parametrize(
+    ("name", "separate"), [("mlp", False), ("strided cnn", True), ("tied", False)]
+)
 def test_states_inverses_and_streams(name: str, kind: Any, separate: bool) -> None:
     p = problem(name)
     K = p.curvature(kind, separate_weight_and_bias=separate)
@@ -178,7 +194,9 @@ def head(tied: bool) -> nn.Module:
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 def test_heads_of_large_vocabularies_need_no_options(tied: bool) -> None:
     tokens = torch.tensor([[1, 50256, 7]])
-    risk = EmpiricalRisk(head(tied), nn.CrossEntropyLoss(), [(tokens, tokens.roll(-1, 1).flatten())])
+    risk = EmpiricalRisk(
+        head(tied), nn.CrossEntropyLoss(), [(tokens, tokens.roll(-1, 1).flatten())]
+    )
     for kind in (KFAC, EKFAC):
         K = curvature(risk, kind, vectors=MonteCarlo(samples=1, seed=0))
         assert f"{kind.__name__}, diagonal G (9.4 GiB as a matrix)" in repr(K)

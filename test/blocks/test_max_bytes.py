@@ -1,4 +1,6 @@
-"""Layers in groups within `max_bytes`, blocks that are kept elsewhere, and what `memory()` says before."""
+"""Layers in groups within `max_bytes`, blocks that are kept elsewhere, and what `memory()` says
+before.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_groups_have_the_numbers_of_one_sweep(name: str, kind: str, vectors: str
     p, options = problem(name), {"default": APPROXIMATIONS[kind], "vectors": VECTORS[vectors]}
     risk = p.risk()
     K = curvature(risk, APPROXIMATIONS[kind], **options)
-    groups = curvature(risk, APPROXIMATIONS[kind], **options, max_bytes=limit(K), offload="cpu", max_kept_bytes=0)
+    groups = curvature(
+        risk, APPROXIMATIONS[kind], **options, max_bytes=limit(K), offload="cpu", max_kept_bytes=0
+    )
     v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
     assert torch.equal(groups @ v, K @ v)
     assert torch.equal(groups.trace, K.trace)
@@ -64,7 +68,7 @@ def test_groups_have_the_size_that_was_given(capsys: Any) -> None:
         curvature(once, KFAC, max_bytes=limit(p.curvature(KFAC)))
 
 
-# ------------------------------------------------------------------------------------------------------------- memory()
+# ----------------------------------------------------------------------------------------- memory()
 
 
 def tensors_in(K: BlockwiseLinearOperator) -> int:
@@ -85,7 +89,9 @@ def tensors_in(K: BlockwiseLinearOperator) -> int:
 
 @quiet
 @pytest.mark.parametrize("kind", [KFAC, EKFAC, FullBlock, DiagonalBlock], ids=repr)
-@pytest.mark.parametrize("name", ["strided cnn", "grouped cnn", "tied", "language model", "generic layers"])
+@pytest.mark.parametrize(
+    "name", ["strided cnn", "grouped cnn", "tied", "language model", "generic layers"]
+)
 def test_memory_is_what_blocks_take(name: str, kind: Any) -> None:
     p = problem(name)
     before = curvature(p.risk(), kind, compute=False).memory()
@@ -95,11 +101,12 @@ def test_memory_is_what_blocks_take(name: str, kind: Any) -> None:
     assert before.kept <= before.computing
 
 
-# -------------------------------------------------------------------------------------------------------------- offload
+# ------------------------------------------------------------------------------------------ offload
 
 
 @pytest.mark.parametrize(
-    ("kind", "separate"), [("KFAC", True), ("EKFAC", False), ("FullBlock", False), ("ScaledIdentity", False)]
+    ("kind", "separate"),
+    [("KFAC", True), ("EKFAC", False), ("FullBlock", False), ("ScaledIdentity", False)],
 )
 def test_blocks_elsewhere_have_all_closed_forms(kind: str, separate: bool) -> None:
     p = problem("mlp")

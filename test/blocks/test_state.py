@@ -43,7 +43,9 @@ from curvlinops_plus.blocks import state as states
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal
 from curvlinops_plus.risk import Vectors
 
-both = pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
+both = pytest.mark.parametrize(
+    "kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"]
+)
 
 
 def through_torch(state: Any, tmp_path: Path) -> Any:
@@ -94,14 +96,16 @@ def mixed(**options: Any) -> BlockwiseLinearOperator:
     return curvature(EmpiricalRisk(model, loss, data), approximations, default=nearest, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------- round trips
+# -------------------------------------------------------------------------------------- round trips
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*FEW, "grouped cnn"])
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_round_trip_of_every_approximation(name: str, approximation: str, tmp_path: Path) -> None:
-    """Through both formats; neither the operator that a state came from, nor those made of it, share memory with it."""
+    """Through both formats; neither the operator that a state came from, nor those made of it,
+    share memory with it.
+    """
     p = problem(name)
     options = {key: value for key, value in p.net.options.items() if key != "params"}
     for separate, through in ((False, through_torch), (True, through_safetensors)):
@@ -113,7 +117,9 @@ def test_round_trip_of_every_approximation(name: str, approximation: str, tmp_pa
         with unchanged(p.model, p.loss, p.data):
             taken.load_state_dict(back)
         given = dict(K.risk.params)
-        made = BlockwiseLinearOperator.from_state_dict(state, p.model, None, given, loss=p.loss, **options)
+        made = BlockwiseLinearOperator.from_state_dict(
+            state, p.model, None, given, loss=p.loss, **options
+        )
         compare(taken.state_dict(), state)
         assert [repr(e.approximation) for e in made.plan] == [repr(e.approximation) for e in K.plan]
         close(taken.to_dense(), before, 1e-13)
@@ -123,10 +129,18 @@ def test_round_trip_of_every_approximation(name: str, approximation: str, tmp_pa
 
 
 @both
-@pytest.mark.parametrize(("loss", "separate"), [("mse-sum", True), ("ce-all", False), ("bce-all-soft", True)])
+@pytest.mark.parametrize(
+    ("loss", "separate"), [("mse-sum", True), ("ce-all", False), ("bce-all-soft", True)]
+)
 def test_classic_round_trip_rebuilds_everything(kind: Any, separate: bool, loss: str) -> None:
     p = problem(f"mlp, {loss}")
-    options = {"fisher_type": "mc", "mc_samples": 2, "seed": 4, "num_data": 9, "num_per_example_loss_terms": 3}
+    options = {
+        "fisher_type": "mc",
+        "mc_samples": 2,
+        "seed": 4,
+        "num_data": 9,
+        "num_per_example_loss_terms": 3,
+    }
     K = classic(kind, p, kfac_approx="reduce", separate_weight_and_bias=separate, **options)
     state = K.state_dict()
     with unchanged(p.model, p.loss, p.data, state):
@@ -141,7 +155,12 @@ def test_classic_round_trip_rebuilds_everything(kind: Any, separate: bool, loss:
 
 @pytest.mark.parametrize(
     "vectors",
-    [Exact(signs=True, seed=4), CurvaturePropagation(2, 1), MonteCarlo(3, 5), Empirical(per_term=True)],
+    [
+        Exact(signs=True, seed=4),
+        CurvaturePropagation(2, 1),
+        MonteCarlo(3, 5),
+        Empirical(per_term=True),
+    ],
     ids=repr,
 )
 def test_every_kind_of_vectors_and_a_mix_of_blocks_is_made_again(vectors: Vectors) -> None:
@@ -151,7 +170,9 @@ def test_every_kind_of_vectors_and_a_mix_of_blocks_is_made_again(vectors: Vector
     assert other.risk.losses.given.label_smoothing == 0.1
     assert str(other) == str(K)
     same(other.compute().to_dense(), K.to_dense())
-    with pytest.raises(ValueError, match=r"State mismatch in the parameters: only the state has \['3\.bias', '3"):
+    with pytest.raises(
+        ValueError, match=r"State mismatch in the parameters: only the state has \['3\.bias', '3"
+    ):
         BlockwiseLinearOperator.from_state_dict(K.state_dict(), model[:2], data)
 
 
@@ -160,7 +181,11 @@ def test_another_precision(kind: Any) -> None:
     p = problem("mlp")
     K = classic(kind, p, fisher_type="type-2")
     low = K.to(dtype=torch.float32)
-    assert (low.dtype, low.to_dense().dtype, K.dtype) == (torch.float32, torch.float32, torch.float64)
+    assert (low.dtype, low.to_dense().dtype, K.dtype) == (
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    )
     close(low.to_dense(), K.to_dense(), rtol=1e-5)
     small = p.to(torch.device("cpu"), torch.float32)
     other = kind.from_state_dict(low.state_dict(), small.model, small.params, None)
@@ -173,25 +198,36 @@ def test_another_precision(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [EKFACLinearOperator, KFACLinearOperator])
 @pytest.mark.parametrize("separate", [False, True])
 def test_parameters_in_another_order(kind: Any, separate: bool, tmp_path: Path) -> None:
-    """Eigenvalues are stored by positions of parameters: those of a weight were taken for those of a bias."""
+    """Eigenvalues are stored by positions of parameters: those of a weight were taken for those of
+    a bias.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 4, bias=False)).double()
     data = [(torch.randn(9, 1, dtype=torch.float64), torch.arange(9) % 4)]
     weight, bias, last = model.parameters()
-    make = kind(model, nn.CrossEntropyLoss(), [weight, bias], data, separate_weight_and_bias=separate)
+    make = kind(
+        model, nn.CrossEntropyLoss(), [weight, bias], data, separate_weight_and_bias=separate
+    )
     save(make, tmp_path / "K.safetensors")
     for state in (make.state_dict(), load(tmp_path / "K.safetensors")):
         loaded = kind.from_state_dict(state, model, [bias, weight], data).to_dense()
         close(loaded.roll((4, 4), (0, 1)), make.to_dense())
     state = kind(model, nn.CrossEntropyLoss(), [weight, last], data).state_dict()
     loaded = kind.from_state_dict(state, model, [last, weight], data).to_dense()
-    close(loaded.roll((4, 4), (0, 1)), kind(model, nn.CrossEntropyLoss(), [weight, last], data).to_dense())
+    close(
+        loaded.roll((4, 4), (0, 1)),
+        kind(model, nn.CrossEntropyLoss(), [weight, last], data).to_dense(),
+    )
 
 
 def test_everything_of_ours_can_be_made_from_a_state() -> None:
     """A new approximation or mode is registered for states."""
     kinds = [vars(blocks)[name] for name in blocks.__all__]
-    ours = {k for k in kinds if isinstance(k, type) and issubclass(k, Accumulator) and k is not Accumulator}
+    ours = {
+        k
+        for k in kinds
+        if isinstance(k, type) and issubclass(k, Accumulator) and k is not Accumulator
+    }
     assert ours == set(states.APPROXIMATIONS)
     modes = [vars(risk)[name] for name in risk.__all__]
     sent = {m for m in modes if isinstance(m, type) and issubclass(m, Vectors) and m is not Vectors}
@@ -200,7 +236,7 @@ def test_everything_of_ours_can_be_made_from_a_state() -> None:
     assert len(sent) > 4
 
 
-# ----------------------------------------------------------------------------------------------------------- mismatches
+# --------------------------------------------------------------------------------------- mismatches
 
 
 def with_loss(loss: nn.Module) -> Callable[[Problem], Problem]:
@@ -212,18 +248,38 @@ def with_model(*layers: nn.Module) -> Callable[[Problem], Problem]:
 
 
 MISMATCHES: dict[str, tuple[Callable[[Problem], Problem], dict[str, Any], str]] = {
-    "loss": (with_loss(nn.MSELoss()), {}, "loss, 'loss': the state has 'CrossEntropyLoss', this operator 'MSELoss'"),
-    "option of the loss": (with_loss(nn.CrossEntropyLoss(label_smoothing=0.1)), {}, "loss, 'label_smoothing'"),
-    "weight of the loss": (with_loss(nn.CrossEntropyLoss(torch.ones(3).double())), {}, "loss, 'weight'"),
+    "loss": (
+        with_loss(nn.MSELoss()),
+        {},
+        "loss, 'loss': the state has 'CrossEntropyLoss', this operator 'MSELoss'",
+    ),
+    "option of the loss": (
+        with_loss(nn.CrossEntropyLoss(label_smoothing=0.1)),
+        {},
+        "loss, 'label_smoothing'",
+    ),
+    "weight of the loss": (
+        with_loss(nn.CrossEntropyLoss(torch.ones(3).double())),
+        {},
+        "loss, 'weight'",
+    ),
     "reduction": (with_loss(nn.CrossEntropyLoss(reduction="sum")), {}, "reduction"),
-    "shapes": (with_model(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), {}, "layers, '0', 'parameters'"),
+    "shapes": (
+        with_model(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
+        {},
+        "layers, '0', 'parameters'",
+    ),
     "layers": (
         with_model(nn.Identity(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
         {},
         r"only the state has \['0\.bias'",
     ),
     "precision": (lambda p: p.to(torch.device("cpu"), torch.float32), {}, "dtype"),
-    "separate blocks": (lambda p: p, {"separate_weight_and_bias": False}, "separate_weight_and_bias"),
+    "separate blocks": (
+        lambda p: p,
+        {"separate_weight_and_bias": False},
+        "separate_weight_and_bias",
+    ),
     "approximation": (lambda p: p, {"kfac_approx": "reduce"}, "reduce"),
     "Fisher type": (lambda p: p, {"fisher_type": "empirical"}, "vectors, 'kind'"),
 }
@@ -245,7 +301,11 @@ def test_mismatches_are_refused(mismatch: str) -> None:
     change, options, words = MISMATCHES[mismatch]
     state = classic(kind, p).state_dict()
     q = change(p)
-    data = [(X, torch.randn(len(X), 3, dtype=X.dtype)) for X, _ in q.data] if isinstance(q.loss, nn.MSELoss) else q.data
+    data = (
+        [(X, torch.randn(len(X), 3, dtype=X.dtype)) for X, _ in q.data]
+        if isinstance(q.loss, nn.MSELoss)
+        else q.data
+    )
     K = kind(q.model, q.loss, list(q.model.parameters()), data, **options)
     refuses(K, state, words)
 
@@ -269,7 +329,10 @@ def test_changed_parameters_are_noticed(change: Callable[[Tensor], object]) -> N
 def test_states_that_do_not_fit_are_refused(kind: Any) -> None:
     """Those of others, foreign ones and cut ones."""
     p = problem("mlp")
-    K, other = classic(kind, p), EKFACLinearOperator if kind is KFACLinearOperator else KFACLinearOperator
+    K, other = (
+        classic(kind, p),
+        EKFACLinearOperator if kind is KFACLinearOperator else KFACLinearOperator,
+    )
     state = K.state_dict()
     foreign = [{}, {"a": 1}, p.model.state_dict(), [state], None, (K + K).state_dict()]
     # Without "blocks" it is a state from before anything was computed.
@@ -277,7 +340,10 @@ def test_states_that_do_not_fit_are_refused(kind: Any) -> None:
     wrong: list[tuple[Any, str]] = [
         (classic(other, p).state_dict(), "class"),
         (p.curvature(KFAC).state_dict(), "class"),
-        (kind(p.model, p.loss, p.params[:3], p.data).state_dict(), r"only this operator \['2\.bias'\]"),
+        (
+            kind(p.model, p.loss, p.params[:3], p.data).state_dict(),
+            r"only this operator \['2\.bias'\]",
+        ),
         ({**state, "version": 99}, "version 99"),
         ({**state, "blocks": {}}, "lacks the blocks"),
         *((each, "not a state of") for each in foreign),
@@ -317,7 +383,9 @@ class Counts(nn.Module):
         return -torch.distributions.Poisson(f.exp()).log_prob(y).mean()
 
 
-register_likelihood(Counts)(lambda loss: FromDistribution(lambda f: torch.distributions.Poisson(f.exp())))
+register_likelihood(Counts)(
+    lambda loss: FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
+)
 
 
 def test_what_is_the_user_s_own_is_passed_or_refused() -> None:
@@ -325,12 +393,19 @@ def test_what_is_the_user_s_own_is_passed_or_refused() -> None:
     counts = [(X, y[:, None].expand(-1, 2).double()) for X, y in data]
     make, kinds = BlockwiseLinearOperator.from_state_dict, {"1": Squares.using(factor=2.0)}
 
-    def state(kind: Any = DiagonalBlock, loss: nn.Module = loss, data: Any = data, **options: Any) -> Any:
-        return curvature(EmpiricalRisk(model, loss, data), kind, default=DiagonalBlock, **options).state_dict()
+    def state(
+        kind: Any = DiagonalBlock, loss: nn.Module = loss, data: Any = data, **options: Any
+    ) -> Any:
+        return curvature(
+            EmpiricalRisk(model, loss, data), kind, default=DiagonalBlock, **options
+        ).state_dict()
 
     with pytest.raises(ValueError, match=r"Squares is not part.*approximations="):
         make(state(kinds), model, data)
-    with pytest.raises(ValueError, match=r"option factor=<built-in function len> .*neither a tensor nor plain Python"):
+    with pytest.raises(
+        ValueError,
+        match=r"option factor=<built-in function len> .*neither a tensor nor plain Python",
+    ):
         make(state({"1": Squares.using(factor=len)}), model, data, approximations=[Squares])
     other = make(state(kinds), model, data, approximations=[Squares])
     close(other.blocks["1"].diagonal(), 2 * make(state(), model, data).blocks["1"].diagonal())
@@ -340,12 +415,14 @@ def test_what_is_the_user_s_own_is_passed_or_refused() -> None:
     with pytest.raises(ValueError, match="State mismatch in vectors"):
         make(drawn, model, data, vectors=Draws(2, 4))
     assert make(drawn, model, data, vectors=Draws(2, 3)).trace > 0
-    with pytest.raises(ValueError, match=r"loss .*Counts can't be made again.*loss=\.\.\..*loss_func="):
+    with pytest.raises(
+        ValueError, match=r"loss .*Counts can't be made again.*loss=\.\.\..*loss_func="
+    ):
         make(state(loss=Counts(), data=counts), model, counts)
     assert make(state(loss=Counts(), data=counts), model, counts, loss=Counts()).trace > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def test_foreign_files(tmp_path: Path) -> None:
@@ -387,7 +464,11 @@ def test_multiples_and_sums(tmp_path: Path) -> None:
     total = 2 * K + L
     assert list(total.blocks) == list(K.blocks)
     close(total.to_dense(), 2 * K.to_dense() + L.to_dense(), 1e-12)
-    close(BlockDiagonal.from_state_dict(through_safetensors(total, tmp_path)).to_dense(), total.to_dense(), 1e-12)
+    close(
+        BlockDiagonal.from_state_dict(through_safetensors(total, tmp_path)).to_dense(),
+        total.to_dense(),
+        1e-12,
+    )
     with pytest.raises(ValueError, match="not a state of `curvature`"):
         K.load_state_dict(total.state_dict())
     with pytest.raises(ValueError, match=r"not the state of a BlockDiagonal"):

@@ -8,15 +8,29 @@ import pytest
 import torch
 from cases import NETS, problem
 
-from curvlinops_plus import EKFAC, EKFACLinearOperator, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
+from curvlinops_plus import (
+    EKFAC,
+    EKFACLinearOperator,
+    EmpiricalRisk,
+    Exact,
+    MonteCarlo,
+    NearestKronecker,
+    curvature,
+)
 from curvlinops_plus.blocks.sweeps import Kept
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.sweep import sweep
 
-KINDS = [EKFAC, EKFAC.using(kfac_approx="reduce"), NearestKronecker.using(max_bytes=0, power_iterations=2)]
+KINDS = [
+    EKFAC,
+    EKFAC.using(kfac_approx="reduce"),
+    NearestKronecker.using(max_bytes=0, power_iterations=2),
+]
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, KINDS[k % 3]) for k, name in enumerate(NETS)], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, KINDS[k % 3]) for k, name in enumerate(NETS)], ids=repr
+)
 def test_kept_is_swept(name: str, kind: Any) -> None:
     p, vectors = problem(name), MonteCarlo(3, seed=1) if kind is KINDS[1] else Exact()
     options = {"risk": p.risk(), "vectors": vectors}
@@ -39,7 +53,9 @@ def test_what_fits_is_kept(max_kept_bytes: int, capfd: pytest.CaptureFixture[str
     """Else the data are read once more."""
     p, passes = problem("mlp"), 1 if max_kept_bytes == 2**26 else 2
     data = Counted(p.data)
-    curvature(EmpiricalRisk(p.model, p.loss, data, progressbar=True), EKFAC, max_kept_bytes=max_kept_bytes)
+    curvature(
+        EmpiricalRisk(p.model, p.loss, data, progressbar=True), EKFAC, max_kept_bytes=max_kept_bytes
+    )
     assert data.passes == passes
     bars = capfd.readouterr().err
     assert ("sweep 1 (on" in bars, "sweep 2 (kept)" in bars) == (True, passes == 1)

@@ -45,11 +45,13 @@ def untied(p: Problem, use: Callable[[nn.Module], nn.Module]) -> Problem:
     return Problem(replace(p.net, model=model), p.loss, p.data)
 
 
-# --------------------------------------------------------------------------------------------------------- factors
+# ------------------------------------------------------------------------------------------ factors
 
 
 def nearest(K: Tensor, o: int, i: int) -> Tensor:
-    """The Kronecker product nearest to `K [o·i, o·i]`, by a singular value decomposition of all of it."""
+    """The Kronecker product nearest to `K [o·i, o·i]`, by a singular value decomposition of all of
+    it.
+    """
     R = K.view(o, i, o, i).transpose(1, 2).reshape(o * o, i * i)
     u, s, vt = torch.linalg.svd(R)
     return torch.kron((s[0] * u[:, 0]).view(o, o), vt[0].view(i, i))
@@ -61,15 +63,19 @@ def test_kfac_is_the_kronecker_product_nearest_to_the_sum_over_roles(reduce: boo
     p = problem("tied")
     q = untied(p, lambda model: model.head)
     apart, at = q.curvature(kind("KFAC", reduce)).to_dense(), q.exact.places
-    embedding, head = (apart[at([f"{n}.weight"])][:, at([f"{n}.weight"])] for n in ("embedding", "head"))
+    embedding, head = (
+        apart[at([f"{n}.weight"])][:, at([f"{n}.weight"])] for n in ("embedding", "head")
+    )
     total = embedding + head  # both row-major on [vocabulary, features]
     block = p.curvature(kind("KFAC", reduce)).to_dense()
     mine = p.exact.places(["embedding.weight"])
     close(block[mine[:, None], mine], nearest(total, 5, 3))
-    assert (block[mine[:, None], mine] - total).norm() > 1e-3 * total.norm(), "the sum is no Kronecker product"
+    assert (block[mine[:, None], mine] - total).norm() > 1e-3 * total.norm(), (
+        "the sum is no Kronecker product"
+    )
 
 
-# ---------------------------------------------------------------------------------------------- one role, several uses
+# --------------------------------------------------------------------------- one role, several uses
 
 
 def shared(modules: bool) -> nn.Module:
@@ -89,7 +95,9 @@ def shared(modules: bool) -> nn.Module:
 
 @pytest.mark.parametrize("approximation", ["KFAC", "KFAC reduce", "EKFAC", "FullBlock", "TNT"])
 @pytest.mark.parametrize("separate", [False, True])
-def test_modules_of_one_role_are_one_module_called_several_times(approximation: str, separate: bool) -> None:
+def test_modules_of_one_role_are_one_module_called_several_times(
+    approximation: str, separate: bool
+) -> None:
     results = []
     for modules in (False, True):
         with torch.random.fork_rng(devices=[]):
@@ -112,7 +120,9 @@ def pair() -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:  # [N, 4]
         return m.head(torch.tanh(m.source(x[:, :3]).sum(1)) * m.target(x[:, 3:]).sum(1))
 
-    model = Written(forward, source=nn.Embedding(5, 2), target=nn.Embedding(5, 2), head=nn.Linear(2, 3))
+    model = Written(
+        forward, source=nn.Embedding(5, 2), target=nn.Embedding(5, 2), head=nn.Linear(2, 3)
+    )
     model.target.weight = model.source.weight
     return model
 
@@ -126,7 +136,7 @@ def test_roles_of_one_table() -> None:
     close(p.curvature(FullBlock).to_dense(), exact)
 
 
-# -------------------------------------------------------------------------------------------------------------- subsets
+# ------------------------------------------------------------------------------------------ subsets
 
 
 @pytest.mark.parametrize("name", TIED)
@@ -135,7 +145,9 @@ def test_any_subset(name: str) -> None:
     p = problem(name)
     for key, q in p.keyed.items():
         risk = EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
-        twin = Problem(replace(p.net, params=lambda model, k=key: {k: model.get_parameter(k)}), p.loss, p.data).exact
+        twin = Problem(
+            replace(p.net, params=lambda model, k=key: {k: model.get_parameter(k)}), p.loss, p.data
+        ).exact
         exact = twin.ggn()
         with unchanged(p.model, p.data), warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)
@@ -169,12 +181,21 @@ def test_a_product_with_a_table_outside_of_any_module_is_one_more_use() -> None:
         h = m.body(m.embedding(x)).sum(1)
         return m.head(h) if m.by_module else h @ m.embedding.weight.T
 
-    parts = {"embedding": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    parts = {
+        "embedding": nn.Embedding(5, 3),
+        "body": nn.Linear(3, 3),
+        "head": nn.Linear(3, 5, bias=False),
+    }
     model: Any = Written(forward, **parts).double()
     model.head.weight = model.embedding.weight
     data = [(torch.tensor([[1, 2], [3, 4], [0, 2]]), torch.tensor([0, 1, 4]))]
     for approximation in (KFAC, EKFAC, FullBlock, DiagonalBlock):
         model.by_module = True
-        expected = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).to_dense()
+        expected = curvature(
+            EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation
+        ).to_dense()
         model.by_module = False
-        close(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).to_dense(), expected)
+        close(
+            curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).to_dense(),
+            expected,
+        )

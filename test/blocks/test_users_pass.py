@@ -1,4 +1,6 @@
-"""`listen` leaves the user's forward pass alone, and what is added is what `update` adds, or refused behind it."""
+"""`listen` leaves the user's forward pass alone, and what is added is what `update` adds, or
+refused behind it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ TABLES: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 class Table(nn.Module):
-    """Positions, as numbers with an axis of one example or without; and weights that a layer makes."""
+    """Positions, as numbers with an axis of one example or without; and weights that a layer
+    makes.
+    """
 
     def __init__(self, use: Callable[[Tensor, int], Tensor], axis: bool = True) -> None:
         super().__init__()
@@ -50,7 +54,9 @@ class Table(nn.Module):
         table = self.table(places[None]) if self.axis else self.table(places)[None]
         made = self.made(torch.ones(1, 1, 2, dtype=x.dtype))
         self.seen += [table.shape, made.shape]
-        return self.head(torch.tanh(self.body(x) + self.use(table, len(x)) * self.use(made, len(x))).mean(1))
+        return self.head(
+            torch.tanh(self.body(x) + self.use(table, len(x)) * self.use(made, len(x))).mean(1)
+        )
 
 
 def estimator(model: nn.Module) -> CurvatureEstimator:
@@ -59,7 +65,9 @@ def estimator(model: nn.Module) -> CurvatureEstimator:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(len(Y), T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), Y
+    return torch.randn(
+        len(Y), T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ), Y
 
 
 def by_listen(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -78,12 +86,16 @@ def by_parts(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tenso
     return out
 
 
-IN_TURNS = [(name, by_listen if k % 2 else by_parts, k in (0, 3, 4)) for k, name in enumerate(TABLES)]
+IN_TURNS = [
+    (name, by_listen if k % 2 else by_parts, k in (0, 3, 4)) for k, name in enumerate(TABLES)
+]
 
 
 @pytest.mark.parametrize(("name", "way", "axis"), [*IN_TURNS, ("broadcast", by_listen, False)])
 def test_tables_for_all_examples(name: str, way: Any, axis: bool) -> None:
-    """The outputs are those of the plain model, bit by bit, whose code sees its own shapes; what is added is right."""
+    """The outputs are those of the plain model, bit by bit, whose code sees its own shapes; what is
+    added is right.
+    """
     torch.manual_seed(0)
     model = Table(TABLES[name], axis).double()
     listening, running = estimator(model), estimator(model)
@@ -94,7 +106,9 @@ def test_tables_for_all_examples(name: str, way: Any, axis: bool) -> None:
         out = way(listening, given)
         assert torch.equal(out, plain)
         assert model.seen[:2] == shapes[:2]
-        expected, found = (torch.autograd.grad(CE(f, Y), list(model.parameters())) for f in (plain, out))
+        expected, found = (
+            torch.autograd.grad(CE(f, Y), list(model.parameters())) for f in (plain, out)
+        )
         assert all(map(torch.equal, found, expected))
         running.update(given)
         model.seen.clear()
@@ -102,7 +116,9 @@ def test_tables_for_all_examples(name: str, way: Any, axis: bool) -> None:
 
 
 def test_a_table_that_is_read_in_some_batches_only() -> None:
-    """What is added later can't be taken apart: the layer is named, and left without preconditioner."""
+    """What is added later can't be taken apart: the layer is named, and left without
+    preconditioner.
+    """
     torch.manual_seed(0)
     model = Table(TABLES["broadcast"]).double()
     running = estimator(model)

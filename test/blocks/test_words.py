@@ -41,7 +41,9 @@ from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator
 
 MODELS: dict[str, Any] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
-    "norms": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2)),
+    "norms": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2)
+    ),
 }
 DATA = [(normal(5, 3), normal(5, 2, seed=1)), (normal(2, 3, seed=2), normal(2, 2, seed=3))]
 
@@ -60,15 +62,20 @@ def classic(kind: Any, data: Any = DATA, **options: Any) -> Any:
 
 def own(function: Callable[[Any, Tensor], Tensor], **parts: Any) -> Any:
     """A function of modules and of parameters, which are given by their shapes."""
-    made = {k: part if isinstance(part, nn.Module) else nn.Parameter(torch.rand(*part)) for k, part in parts.items()}
+    made = {
+        k: part if isinstance(part, nn.Module) else nn.Parameter(torch.rand(*part))
+        for k, part in parts.items()
+    }
     return Written(function, **made).double()
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 class Mine(Accumulator):
-    """An approximation that does not say how much memory it takes, and that of a second sweep which has no bases."""
+    """An approximation that does not say how much memory it takes, and that of a second sweep which
+    has no bases.
+    """
 
     def update(self, batch: Any) -> None:
         self.add("d", batch.squared_grads().flatten())
@@ -95,7 +102,11 @@ def hears(use: Callable[[nn.Module, Tensor], object]) -> None:
 
 
 def loads(kind: Any = KFAC, decay: float = 1.0, **changes: Any) -> None:
-    state = {key: value for key, value in {**streams().state_dict(), **changes}.items() if value is not Mine}
+    state = {
+        key: value
+        for key, value in {**streams().state_dict(), **changes}.items()
+        if value is not Mine
+    }
     CurvatureEstimator(risk(), kind, decay=decay).load_state_dict(state)
 
 
@@ -170,14 +181,22 @@ def test_refusals(call: Callable[[], object], error: type[Exception], words: str
 
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
 def test_damping_of_a_negative_multiple(approximation: Any) -> None:
-    """An indefinite multiple has an inverse; a semi-definite matrix less a multiple of the identity is refused."""
+    """An indefinite multiple has an inverse; a semi-definite matrix less a multiple of the identity
+    is refused.
+    """
     K, eye, c = curvature(risk(), approximation), torch.eye(26, dtype=torch.float64), -0.5
     close((c * K).inverse(0.1).to_dense() @ (c * K.to_dense() + 0.1 * eye), eye, 1e-6)
-    with pytest.raises(ValueError, match='block "0": Expected the damping of a positive semi-definite matrix to be at'):
+    with pytest.raises(
+        ValueError,
+        match='block "0": Expected the damping of a positive semi-definite matrix to be at',
+    ):
         K.shift(-0.2).inverse(0.1)
     close((c * K).inverse(c * 0.1).to_dense(), K.inverse(0.1).to_dense() / c)
     close(K.shift(-0.2).inverse(0.3).to_dense(), K.inverse(0.1).to_dense())
-    close((c * K).inverse(RelativeDamping(0.1)).to_dense(), K.inverse(RelativeDamping(0.1)).to_dense() / c)
+    close(
+        (c * K).inverse(RelativeDamping(0.1)).to_dense(),
+        K.inverse(RelativeDamping(0.1)).to_dense() / c,
+    )
 
 
 @pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")
@@ -199,26 +218,36 @@ def test_forward_only_names_all_layers_that_need_gradients_before_anything_runs(
         curvature(r, EKFAC, vectors=ForwardOnly())
 
 
-# ---------------------------------------------------------------------------------------------------- parameters, plans
+# -------------------------------------------------------------------------------- parameters, plans
 
 
 def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.three(m.two(m.one(x).tanh()))
 
-    model = own(forward, one=nn.Linear(3, 3), two=nn.Linear(3, 3), three=nn.Linear(3, 2, bias=False))
+    model = own(
+        forward, one=nn.Linear(3, 3), two=nn.Linear(3, 3), three=nn.Linear(3, 2, bias=False)
+    )
     model.two.weight = model.one.weight
     params = [model.two.bias, model.three.weight, model.one.weight, model.one.bias]
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), DATA, params), DiagonalBlock)
     assert K.mapping == {"one": {"weight": 2, "bias": 3, "two.bias": 0}, "three": {"weight": 1}}
     for name in ("tied", "tied with two biases", "tied autoencoder", "tied transformer"):
         p = problem(name)
-        positions = [at for layer in p.curvature(DiagonalBlock).mapping.values() for at in layer.values()]
+        positions = [
+            at for layer in p.curvature(DiagonalBlock).mapping.values() for at in layer.values()
+        ]
         assert sorted(positions) == list(range(len(p.params)))
 
 
 def test_names_come_before_globs_and_the_nearest_types_last() -> None:
-    chosen = {nn.Module: FullBlock, nn.Linear: TNT, "*2": EKFAC, "2": DiagonalBlock, "4": ScaledIdentity}
+    chosen = {
+        nn.Module: FullBlock,
+        nn.Linear: TNT,
+        "*2": EKFAC,
+        "2": DiagonalBlock,
+        "4": ScaledIdentity,
+    }
     K = curvature(risk("norms"), chosen)
     kinds = ["TNT", "FullBlock", "DiagonalBlock", "FullBlock", "ScaledIdentity"]
     assert [repr(entry.approximation) for entry in K.plan] == kinds
@@ -237,7 +266,9 @@ def scaled() -> nn.Module:
 
 
 def test_a_plan_that_is_made_anew_is_reported_once() -> None:
-    """What reads the weight of a norm once more is found in the first batch; the warning points to the caller."""
+    """What reads the weight of a norm once more is found in the first batch; the warning points to
+    the caller.
+    """
     batch, loss = (torch.rand(5, 4), torch.rand(5, 2)), nn.MSELoss()
     made: list[Any] = []
     steps: list[tuple[Callable[[], object], int]] = [
@@ -256,7 +287,7 @@ def test_a_plan_that_is_made_anew_is_reported_once() -> None:
         assert all(w.filename == __file__ for w in own)
 
 
-# -------------------------------------------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------------------------------- verify
 
 
 class Sharpened(nn.CrossEntropyLoss):
@@ -266,7 +297,9 @@ class Sharpened(nn.CrossEntropyLoss):
         return super().forward(1.01 * input, target)
 
 
-register_likelihood(Sharpened)(lambda loss: FromDistribution(lambda f: torch.distributions.Categorical(logits=f)))
+register_likelihood(Sharpened)(
+    lambda loss: FromDistribution(lambda f: torch.distributions.Categorical(logits=f))
+)
 
 
 def _operator(loss: nn.Module, gap: float, dtype: torch.dtype) -> LinearOperator:
@@ -285,7 +318,8 @@ def _operator(loss: nn.Module, gap: float, dtype: torch.dtype) -> LinearOperator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gap", [1.0, 16.0, 1000.0])
 @pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
+    "loss",
+    [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)],
 )
 def test_a_saturated_loss_passes(loss: nn.Module, gap: float, dtype: torch.dtype) -> None:
     found = _operator(loss, gap, dtype).verify()  # type: ignore[attr-defined]
@@ -295,5 +329,7 @@ def test_a_saturated_loss_passes(loss: nn.Module, gap: float, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gap", [1.0, 12.0, 1000.0])
 def test_a_wrong_likelihood_is_found_also_there(gap: float, dtype: torch.dtype) -> None:
-    with pytest.raises(VerificationError, match=r"loss Sharpened, check \(c\) loss Hessian.*with all its options"):
+    with pytest.raises(
+        VerificationError, match=r"loss Sharpened, check \(c\) loss Hessian.*with all its options"
+    ):
         _operator(Sharpened(), gap, dtype).verify()  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Damped inverses: the conventions of curvlinops 3.0.1 and of the composing door, against dense algebra."""
+"""Damped inverses: the conventions of curvlinops 3.0.1 and of the composing door, against dense
+algebra.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ NETS = ["mlp", "strided cnn", "weights only", "biases only"]
 
 def operator(kind: Any, name: str, separate: bool) -> Any:
     p = problem(name)
-    return kind(p.model, p.loss, p.params, p.data, fisher_type="type-2", separate_weight_and_bias=separate)
+    return kind(
+        p.model, p.loss, p.params, p.data, fisher_type="type-2", separate_weight_and_bias=separate
+    )
 
 
 def inverse_by_factors(name: str, K: Any, separate: bool, damping: Any) -> Tensor:
-    """Dense inverse from factors: `damping(A, G)` is the pair added to them; a bias by itself gets the second."""
+    """Dense inverse from factors: `damping(A, G)` is the pair added to them; a bias by itself gets
+    the second.
+    """
     p = problem(name)
     result = torch.zeros(K.shape, dtype=torch.float64)
     for keys in p.exact.blocks(separate):
@@ -78,16 +84,22 @@ def test_a_number_or_a_pair_is_added_to_the_factors(name: str, separate: bool) -
 
 @separate_or_joint
 @pytest.mark.parametrize(
-    ("name", "smallest"), [("mlp", 0.4), ("strided cnn", 1e-8), ("weights only", 1e-8), ("mlp", 0.0)]
+    ("name", "smallest"),
+    [("mlp", 0.4), ("strided cnn", 1e-8), ("weights only", 1e-8), ("mlp", 0.0)],
 )
 def test_heuristic_damping(name: str, separate: bool, smallest: float) -> None:
     K = operator(KFACLinearOperator, name, separate)
     if smallest == 0:  # a mean eigenvalue of zero cannot be divided by: the plain number is used
         K.gradient_covariances["0"].zero_()
     expected = inverse_by_factors(name, K, separate, lambda A, G: heuristic(A, G, 0.09, smallest))
-    inverse = KFACInverseLinearOperator(K, damping=0.09, use_heuristic_damping=True, min_damping=smallest)
+    inverse = KFACInverseLinearOperator(
+        K, damping=0.09, use_heuristic_damping=True, min_damping=smallest
+    )
     close(inverse.to_dense(), expected)
-    close(K.inverse(damping=0.09, use_heuristic_damping=True, min_damping=smallest).to_dense(), expected)
+    close(
+        K.inverse(damping=0.09, use_heuristic_damping=True, min_damping=smallest).to_dense(),
+        expected,
+    )
 
 
 class Attending(nn.Module):
@@ -103,20 +115,33 @@ class Attending(nn.Module):
 def test_heuristic_damping_of_several_matrices_with_a_bias_apart(kind: str) -> None:
     """Groups of channels, or queries, keys and values: each has its own `π`."""
     torch.manual_seed(0)
-    conv = nn.Sequential(nn.Conv1d(5, 6, 2, groups=1), nn.Tanh(), nn.Conv1d(6, 4, 1, groups=2), nn.Flatten())
+    conv = nn.Sequential(
+        nn.Conv1d(5, 6, 2, groups=1), nn.Tanh(), nn.Conv1d(6, 4, 1, groups=2), nn.Flatten()
+    )
     model = (conv if kind == "groups" else Attending()).double()
     data = [(torch.randn(5, 5, 4, dtype=torch.float64), torch.arange(5) % 3)]
     K = KFACLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), data, "type-2", separate_weight_and_bias=True
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        data,
+        "type-2",
+        separate_weight_and_bias=True,
     )
-    weight, bias = ("2.weight", "2.bias") if kind == "groups" else ("layer.in_proj_weight", "layer.in_proj_bias")
+    weight, bias = (
+        ("2.weight", "2.bias")
+        if kind == "groups"
+        else ("layer.in_proj_weight", "layer.in_proj_bias")
+    )
     blocks, inverse = K.blocks, K.inverse(0.09, use_heuristic_damping=True).blocks
     A, G, of_bias = blocks[weight].A.matrix, blocks[weight].G.matrix, blocks[bias].to_dense()
     pieces, biases, d = [], [], G.shape[-1]
     for k in range(len(G)):
         to_A, to_G = heuristic(A[k], G[k], 0.09, 1e-8)
         A_inv = torch.linalg.inv(A[k] + to_A * torch.eye(len(A[k]), dtype=A.dtype))
-        pieces.append(torch.kron(torch.linalg.inv(G[k] + to_G * torch.eye(d, dtype=A.dtype)), A_inv))
+        pieces.append(
+            torch.kron(torch.linalg.inv(G[k] + to_G * torch.eye(d, dtype=A.dtype)), A_inv)
+        )
         at = slice(k * d, (k + 1) * d)
         biases.append(torch.linalg.inv(of_bias[at, at] + to_G * torch.eye(d, dtype=A.dtype)))
     close(inverse[weight].to_dense(), torch.block_diag(*pieces))
@@ -130,14 +155,23 @@ def test_a_damping_for_every_block(name: str, approximation: str) -> None:
     K = p.curvature(APPROXIMATIONS[approximation])
     dampings = torch.linspace(0.1, 1.0, len(K.blocks), dtype=torch.float64)
     dense, relative = K.to_dense(), K.to_dense()
-    names = {tuple(sorted(group.keys)): group.name for entry in K.plan for group in entry.layer.groups}
+    names = {
+        tuple(sorted(group.keys)): group.name for entry in K.plan for group in entry.layer.groups
+    }
     for keys in p.exact.blocks(False):
         block = names[tuple(sorted(keys))]
         at = p.exact.places(keys)
         dense[at, at] += dampings[list(K.blocks).index(block)]
         relative[at, at] += 0.1 * K.to_dense()[at, at].mean()
-    close(K.inverse(damping=dampings).to_dense(), torch.linalg.inv(dense), what="one number per block")
-    close(K.inverse(damping=RelativeDamping(0.1)).to_dense(), torch.linalg.inv(relative), what="relative", rtol=1e-7)
+    close(
+        K.inverse(damping=dampings).to_dense(), torch.linalg.inv(dense), what="one number per block"
+    )
+    close(
+        K.inverse(damping=RelativeDamping(0.1)).to_dense(),
+        torch.linalg.inv(relative),
+        what="relative",
+        rtol=1e-7,
+    )
 
 
 def test_what_is_refused() -> None:
@@ -145,8 +179,16 @@ def test_what_is_refused() -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (K, {"use_heuristic_damping": True, "use_exact_damping": True}, "heuristic"),
         (K, {"damping": (0.1, 0.1), "use_exact_damping": True}, "exact damping"),
-        (K, {"damping": (0.1, 0.1), "use_heuristic_damping": True}, "require a single damping value"),
-        (operator(EKFACLinearOperator, "mlp", True), {"damping": 0.1}, "Only exact damping is supported for EKFAC"),
+        (
+            K,
+            {"damping": (0.1, 0.1), "use_heuristic_damping": True},
+            "require a single damping value",
+        ),
+        (
+            operator(EKFACLinearOperator, "mlp", True),
+            {"damping": 0.1},
+            "Only exact damping is supported for EKFAC",
+        ),
         (K.operator, {}, "must be an instance of `KFACLinearOperator`"),
     ]
     for A, options, words in refused:
@@ -155,17 +197,24 @@ def test_what_is_refused() -> None:
 
 
 def test_heuristic_damping_takes_what_exact_damping_takes() -> None:
-    """A rule, one number per block, or a mapping: each layer's own number is split over its factors."""
+    """A rule, one number per block, or a mapping: each layer's own number is split over its
+    factors.
+    """
     K = operator(KFACLinearOperator, "mlp", False)
     names = list(K.blocks)
     means = {name: float(block.trace) / block.shape[0] for name, block in K.blocks.items()}
     ruled = K.inverse(RelativeDamping(0.1), use_heuristic_damping=True).to_dense()
-    mapped = K.inverse({name: 0.1 * means[name] for name in names}, use_heuristic_damping=True).to_dense()
+    mapped = K.inverse(
+        {name: 0.1 * means[name] for name in names}, use_heuristic_damping=True
+    ).to_dense()
     listed = torch.tensor([0.1 * means[name] for name in names], dtype=torch.float64)
     close(mapped, ruled)
     close(K.inverse(listed, use_heuristic_damping=True).to_dense(), ruled)
     expected = inverse_by_factors(
-        "mlp", K, False, lambda A, G: heuristic(A, G, 0.1 * float(A.trace() * G.trace()) / (len(A) * len(G)), 1e-8)
+        "mlp",
+        K,
+        False,
+        lambda A, G: heuristic(A, G, 0.1 * float(A.trace() * G.trace()) / (len(A) * len(G)), 1e-8),
     )
     close(ruled, expected)
 

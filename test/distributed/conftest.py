@@ -1,4 +1,6 @@
-"""A test with `processes` runs in each of several processes, which are started once for all of them."""
+"""A test with `processes` runs in each of several processes, which are started once for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 from together import World
 
 SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (3, 8)]
-WORLDS = {2: (2, ()), 3: (8, (3,)), 8: (8, (3,))}  # how many are started, and groups of the first ones
+WORLDS = {
+    2: (2, ()),
+    3: (8, (3,)),
+    8: (8, (3,)),
+}  # how many are started, and groups of the first ones
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Callable[[int], World]]:
-    """A number of processes to those that run its tests; others are started where a test has failed."""
+    """A number of processes to those that run its tests; others are started where a test has
+    failed.
+    """
     open_worlds: dict[Any, World] = {}
 
     def world(number: int) -> World:
         key = WORLDS[number]
-        if key in open_worlds and not all(process.is_alive() for process in open_worlds[key].processes):
+        if key in open_worlds and not all(
+            process.is_alive() for process in open_worlds[key].processes
+        ):
             open_worlds.pop(key).close()
         if key not in open_worlds:
             open_worlds[key] = World(*key)
@@ -54,5 +64,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     errors = {rank: error for rank, error in found.items() if error is not None}
     if errors:
         world.close()
-        pytest.fail("\n".join(f"Process {rank}: {error}" for rank, error in sorted(errors.items())), pytrace=False)
+        pytest.fail(
+            "\n".join(f"Process {rank}: {error}" for rank, error in sorted(errors.items())),
+            pytrace=False,
+        )
     return True

@@ -60,7 +60,9 @@ def bytes_of(blocks: Mapping[str, Any]) -> int:
 def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
     """Everything that is said of blocks with owners is what is said of those that all have."""
     p = problem(name)
-    several = curvature(p.risk(processes.share(p.data), processes=processes), kind, owned=True, **options)
+    several = curvature(
+        p.risk(processes.share(p.data), processes=processes), kind, owned=True, **options
+    )
     whole = curvature(p.risk(), kind, **options)
     n = whole.shape[0]
     v = torch.linspace(-1, 1, n, dtype=torch.float64)
@@ -92,12 +94,18 @@ def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
         close(number(several), number(whole))
     close(several.operator.gather().to_dense(), whole.to_dense(), "gathered")
     state, params = several.state_dict(), [*p.risk().params.values()]
-    read = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, params=params, loss=p.loss)
+    read = BlockwiseLinearOperator.from_state_dict(
+        state, p.model, p.data, params=params, loss=p.loss
+    )
     close(read.to_dense(), whole.to_dense(), "loaded")
     inverse = BlockDiagonal.from_state_dict(several.inverse(0.1).state_dict())
     close(inverse.to_dense(), whole.inverse(0.1).to_dense(), "inverse, loaded")
     # Memory: what this process has is its part and at most the blocks of the largest accumulator.
-    together = [[group.name for group in a.groups] for entry in whole.plan for a in entry.accumulators().values()]
+    together = [
+        [group.name for group in a.groups]
+        for entry in whole.plan
+        for a in entry.accumulators().values()
+    ]
     largest = max(bytes_of({name: whole.blocks[name] for name in names}) for names in together)
     assert bytes_of(several.blocks) <= bytes_of(whole.blocks) / processes.world + largest
     kept = [name for names in processes.gather(list(several.blocks)) for name in names]
@@ -118,13 +126,20 @@ def test_other_networks(processes: Processes, name: str) -> None:
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
 def test_states(processes: Processes, approximation: str, tmp_path: Path) -> None:
-    """All blocks are in one file, each process has its own in a checkpoint; loaded as a whole, and apart again."""
+    """All blocks are in one file, each process has its own in a checkpoint; loaded as a whole, and
+    apart again.
+    """
     p, kind, folder = problem("strided cnn"), APPROXIMATIONS[approximation], str(tmp_path)
-    risk, whole = p.risk(processes.share(p.data), processes=processes), 2 * curvature(p.risk(), kind)
+    risk, whole = (
+        p.risk(processes.share(p.data), processes=processes),
+        2 * curvature(p.risk(), kind),
+    )
     K = 2 * curvature(risk, kind, owned=True)
     save(K.inverse(0.1), f"{folder}/inverse.safetensors")
     save(K, f"{folder}/one.safetensors")
-    dcp.save({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+    dcp.save(
+        {"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group
+    )
     dist.barrier(processes.group)
     options: dict[str, Any] = {"params": [*p.risk().params.values()], "loss": p.loss}
     for owned, group in ((False, None), (False, processes), (True, processes)):
@@ -133,7 +148,11 @@ def test_states(processes: Processes, approximation: str, tmp_path: Path) -> Non
         close(read.to_dense(), whole.to_dense(), "file")
     for owned in (False, True):
         K = BlockwiseLinearOperator(risk, kind, owned=owned, compute=False)
-        dcp.load({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+        dcp.load(
+            {"K": Checkpoint(K)},
+            checkpoint_id=f"{folder}/checkpoint",
+            process_group=processes.group,
+        )
         close(K.to_dense(), whole.to_dense(), "checkpoint")
         assert not owned or len(K.blocks) < len(whole.blocks)
     inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
@@ -146,11 +165,15 @@ def test_what_is_said(processes: Processes) -> None:
     K, v = curvature(risk, KFAC, owned=True), torch.ones(43, dtype=torch.float64)
     singular = curvature(risk, {"2": ScaledIdentity.using(scale=0.0)}, default=KFAC, owned=True)
     words: dict[Callable[[], Any], str] = {
-        lambda: K @ (v if rank else -v): "The processes differ in the vectors that they multiply: .* in process 0, and",
+        lambda: (
+            K @ (v if rank else -v)
+        ): "The processes differ in the vectors that they multiply: .* in process 0, and",
         lambda: singular.inverse(): r"Process \d of \d failed.*SingularMatrixError: block \"2\"",
         lambda: K @ v.clone().requires_grad_(): r"no derivatives, .* gather\(\)",
         lambda: save(K, "nowhere/at/all"): r"Process \d of \d failed.*No such file or directory",
-        lambda: curvature(risk, KFAC, owned=True, max_bytes=300): "layer '0': KFAC needs .* more than max_bytes=300",
+        lambda: curvature(
+            risk, KFAC, owned=True, max_bytes=300
+        ): "layer '0': KFAC needs .* more than max_bytes=300",
     }
     require({pattern: (said(work), pattern) for work, pattern in words.items()})
     close(K @ v, curvature(risk, KFAC) @ v, "afterwards")
@@ -170,4 +193,6 @@ def test_operators_of_curvlinops(processes: Processes) -> None:
             K = kind(p.model, p.loss, params, mine, processes=processes, **options)
             close(K @ v, one @ v, f"{kind.__name__} {options}")
     apart = EKFACLinearOperator(p.model, p.loss, params, mine, processes=processes, owned=True)
-    assert "eigenvectors of all layers are needed at once" in said(apart.compute_eigenvalue_correction)
+    assert "eigenvectors of all layers are needed at once" in said(
+        apart.compute_eigenvalue_correction
+    )

@@ -1,4 +1,6 @@
-"""Everything but the data is the same in all processes, or they say what differs; what fails in one raises in all."""
+"""Everything but the data is the same in all processes, or they say what differs; what fails in one
+raises in all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from curvlinops_plus import (
     estimate,
 )
 
-WHERE = r": .* in process 0, and .* in process 1\. Everything but the data has to be the same in all\."
+WHERE = (
+    r": .* in process 0, and .* in process 1\. Everything but the data has to be the same in all\."
+)
 MODEL = "^ProcessError: The processes differ in "
 two_processes = pytest.mark.parametrize("processes", [2], indirect=True)
 
@@ -41,7 +45,11 @@ def test_failures(processes: Processes) -> None:
     """Nothing has changed then."""
     world, model, data = processes.world, small(), problem("mlp").data
     mine, one = processes.share(data), torch.ones(43, dtype=torch.float64)
-    failing = max(rank for rank, count in enumerate(everywhere(processes, sum(len(X) for X, _ in mine))) if count)
+    failing = max(
+        rank
+        for rank, count in enumerate(everywhere(processes, sum(len(X) for X, _ in mine)))
+        if count
+    )
     last = processes.rank == failing  # of those that have examples
 
     def risk(data: Any = mine) -> EmpiricalRisk:
@@ -84,7 +92,10 @@ def test_failures(processes: Processes) -> None:
     }
     require({name: (found[name], pattern) for name, pattern in words.items()})
     alone = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
-    close(curvature(risk(), EKFAC, vectors="mc").to_dense(), curvature(alone, EKFAC, vectors="mc").to_dense())
+    close(
+        curvature(risk(), EKFAC, vectors="mc").to_dense(),
+        curvature(alone, EKFAC, vectors="mc").to_dense(),
+    )
 
 
 def normalised(processes: Processes) -> tuple[nn.Sequential, list[Any]]:
@@ -105,15 +116,25 @@ def test_other_models_and_losses(processes: Processes) -> None:
         with torch.no_grad():
             if last and change is not None:
                 change(model)
-        params, loss = [*model[0].parameters(), *model[1].parameters()], loss or nn.CrossEntropyLoss()
+        params, loss = (
+            [*model[0].parameters(), *model[1].parameters()],
+            loss or nn.CrossEntropyLoss(),
+        )
         risk = EmpiricalRisk(model, loss, data, params, processes=processes, **options)
         found[name], words[name] = said(lambda: curvature(risk, DiagonalBlock).trace), pattern
 
-    right, weights = r"^\d\.\d+e[+-]\d+$", torch.tensor([1.0, 1.0, 1.0 + 9 * last], dtype=torch.float64)
+    right, weights = (
+        r"^\d\.\d+e[+-]\d+$",
+        torch.tensor([1.0, 1.0, 1.0 + 9 * last], dtype=torch.float64),
+    )
     case("same", right, output=lambda f: f)
     case("buffers", f"{MODEL}1.running_mean{WHERE}", lambda model: model[1].running_mean.add_(1))
     case("signs", f"{MODEL}0.weight{WHERE}", lambda model: model[0].weight[0].neg_())
-    case("weights", f"{MODEL}CrossEntropyLoss: .*weight.*10", loss=nn.CrossEntropyLoss(weight=weights))
+    case(
+        "weights",
+        f"{MODEL}CrossEntropyLoss: .*weight.*10",
+        loss=nn.CrossEntropyLoss(weight=weights),
+    )
     case("count", f"{MODEL}num_data=: {WHERE[2:]}", num_data=10 + last)
     case("afterwards", right)
     require_of_all(processes, found, words)
@@ -122,7 +143,9 @@ def test_other_models_and_losses(processes: Processes) -> None:
 
 @two_processes
 def test_other_vectors(processes: Processes) -> None:
-    """Of operators whose products are sums over processes; what each has by itself may be multiplied with anything."""
+    """Of operators whose products are sums over processes; what each has by itself may be
+    multiplied with anything.
+    """
     p, rank = problem("mlp"), processes.rank
     risk = p.risk(processes.share(p.data), processes=processes)
     one, G = torch.ones(risk.space.dim, dtype=torch.float64), GGN(risk)
@@ -132,14 +155,26 @@ def test_other_vectors(processes: Processes) -> None:
     estimator.update(processes.share(p.data)[0])
     torch.manual_seed(rank)
     pairs: dict[str, tuple[Callable[[], Any], str]] = {
-        "GGN": (lambda: G @ one.index_fill(0, torch.tensor([7]), 1 + 1e-3 * rank), f"{MODEL}the vector.*{WHERE}"),
+        "GGN": (
+            lambda: G @ one.index_fill(0, torch.tensor([7]), 1 + 1e-3 * rank),
+            f"{MODEL}the vector.*{WHERE}",
+        ),
         "Hessian": (lambda: v @ Hessian(risk), f"{MODEL}the vector.*{WHERE}"),
-        "estimated": (lambda: estimate.hutchinson_trace(G, 5), f"{MODEL}the vector .random.*{WHERE}"),
+        "estimated": (
+            lambda: estimate.hutchinson_trace(G, 5),
+            f"{MODEL}the vector .random.*{WHERE}",
+        ),
         "owned": (lambda: owned @ v, f"{MODEL}the vectors that they multiply{WHERE}"),
-        "refresh": (lambda: estimator.refresh(damping=1.0 + rank), f"{MODEL}the damping: {WHERE[2:]}"),
+        "refresh": (
+            lambda: estimator.refresh(damping=1.0 + rank),
+            f"{MODEL}the damping: {WHERE[2:]}",
+        ),
     }
     found = {name: said(work) for name, (work, _) in pairs.items()}
     require_of_all(processes, found, {name: pattern for name, (_, pattern) in pairs.items()})
     close(K @ v, (1 + rank) * (K @ one), "what each has by itself")
-    traces = [estimate.hutchinson_trace(A, 5, generator=torch.Generator().manual_seed(3)) for A in (G, GGN(p.risk()))]
+    traces = [
+        estimate.hutchinson_trace(A, 5, generator=torch.Generator().manual_seed(3))
+        for A in (G, GGN(p.risk()))
+    ]
     close(*traces)

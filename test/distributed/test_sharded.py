@@ -29,7 +29,9 @@ from curvlinops_plus import (
 )
 
 # It needs streams there, which CPUs have not.
-runs = pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="models of fully_shard run on GPUs only in 2.6")
+runs = pytest.mark.skipif(
+    torch.__version__.startswith("2.6"), reason="models of fully_shard run on GPUs only in 2.6"
+)
 
 
 class Sharded(nn.Module):
@@ -38,7 +40,9 @@ class Sharded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
-        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5, bias=False), nn.ReLU()))
+        self.inner = nn.Sequential(
+            nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5, bias=False), nn.ReLU())
+        )
         self.head = nn.Linear(5, 3)
         self.frozen.requires_grad_(False)
 
@@ -64,7 +68,11 @@ def whole(t: Any) -> Tensor:
 
 
 def hooks(model: nn.Module) -> list[object]:
-    return [[*table.items()] for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    return [
+        [*table.items()]
+        for m in model.modules()
+        for table in (m._forward_pre_hooks, m._forward_hooks)
+    ]
 
 
 @pytest.mark.parametrize("examples", [9, 1])
@@ -72,13 +80,21 @@ def test_everything_of_a_model(processes: Processes, examples: int) -> None:
     """Also with other numbers of batches, and in processes without data."""
     model, plain = pair(processes)
     X, y = torch.randn(examples, 4, dtype=torch.float64), torch.randint(3, (examples,))
-    data, loss = [(x, t) for x, t in ((X[:3], y[:3]), (X[3:], y[3:])) if len(x)], nn.CrossEntropyLoss()
-    mine = [(x[k : k + 1], t[k : k + 1]) for x, t in processes.share(data) for k in range(len(x))]  # batches of one
+    data, loss = (
+        [(x, t) for x, t in ((X[:3], y[:3]), (X[3:], y[3:])) if len(x)],
+        nn.CrossEntropyLoss(),
+    )
+    mine = [
+        (x[k : k + 1], t[k : k + 1]) for x, t in processes.share(data) for k in range(len(x))
+    ]  # batches of one
     if not torch.__version__.startswith("2.6"):  # whose fully_shard runs on GPUs only
         with torch.no_grad():
             model(X)  # after which it keeps some gathered parameters
     before = hooks(model)
-    several, one = EmpiricalRisk(model, loss, mine, processes=processes), EmpiricalRisk(plain, loss, data)
+    several, one = (
+        EmpiricalRisk(model, loss, mine, processes=processes),
+        EmpiricalRisk(plain, loss, data),
+    )
     v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
     close(several.loss(), one.loss(), "loss")
     close(several.gradient(), one.gradient(), "gradient")
@@ -91,9 +107,13 @@ def test_everything_of_a_model(processes: Processes, examples: int) -> None:
         for options in ({"vectors": "mc"}, {"owned": True, "max_bytes": limit, "offload": "cpu"}):
             K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
             close(K.to_dense(), L.to_dense(), f"{name} {options}")
-    curvature(several.with_data(mine or data[:1]), KFAC).verify()  # each process looks at some by itself
+    curvature(
+        several.with_data(mine or data[:1]), KFAC
+    ).verify()  # each process looks at some by itself
     with warnings.catch_warnings():
-        warnings.simplefilter("error", CurvatureWarning)  # parameters are those that the state is of
+        warnings.simplefilter(
+            "error", CurvatureWarning
+        )  # parameters are those that the state is of
         read = BlockwiseLinearOperator.from_state_dict(K.state_dict(), plain, data, loss=loss)
     close(read.to_dense(), L.to_dense(), "loaded")
     assert all(hasattr(p, "full_tensor") for p in model.parameters())
@@ -102,13 +122,20 @@ def test_everything_of_a_model(processes: Processes, examples: int) -> None:
 
 @runs
 def test_training(processes: Processes) -> None:
-    """Listening to a sharded model while it is trained; its gradients are untouched, and directions are sharded."""
+    """Listening to a sharded model while it is trained; its gradients are untouched, and directions
+    are sharded.
+    """
     (model, plain), loss = pair(processes), nn.CrossEntropyLoss()
     twin, _ = pair(processes)
-    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC, decay=0.9)
+    several = CurvatureEstimator(
+        EmpiricalRisk(model, loss, (), processes=processes), KFAC, decay=0.9
+    )
     one = CurvatureEstimator(EmpiricalRisk(plain, loss, ()), KFAC, decay=0.9)
     for step in range(3):
-        X, y = torch.randn(4 * processes.world, 4, dtype=torch.float64), torch.randint(3, (4 * processes.world,))
+        X, y = (
+            torch.randn(4 * processes.world, 4, dtype=torch.float64),
+            torch.randint(3, (4 * processes.world,)),
+        )
         mine = processes.share([(X, y)])[0]
         for m in (model, twin, plain):
             m.zero_grad()
@@ -143,7 +170,11 @@ def test_training(processes: Processes) -> None:
 
 @pytest.mark.parametrize("processes", [2], indirect=True)
 def test_refused(processes: Processes) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     (model, _), loss, data = pair(processes), nn.CrossEntropyLoss(), problem("mlp").data
     parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -151,8 +182,17 @@ def test_refused(processes: Processes) -> None:
     parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     told = r"The parameter '0.weight' is spread over processes by parallelize_module.*full_state_dict=True"
     words: dict[Callable[[], object], str] = {
-        lambda: EmpiricalRisk(model, loss, data): r"spread over processes by fully_shard.*processes=Processes\(\)",
-        lambda: KFACOptimizer(model, loss): r"sharded by fully_shard.*DistributedDataParallel.*listen",
+        lambda: EmpiricalRisk(
+            model, loss, data
+        ): r"spread over processes by fully_shard.*processes=Processes\(\)",
+        lambda: KFACOptimizer(
+            model, loss
+        ): r"sharded by fully_shard.*DistributedDataParallel.*listen",
         lambda: GGN(EmpiricalRisk(parallel, loss, data, [parallel[2].bias])): told,
     }
-    require({pattern: (said(work), f"^UnsupportedError: .*{pattern}") for work, pattern in words.items()})
+    require(
+        {
+            pattern: (said(work), f"^UnsupportedError: .*{pattern}")
+            for work, pattern in words.items()
+        }
+    )

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.distributed.processes import schedule
@@ -27,7 +34,9 @@ def test_batches_are_dealt_out_by_examples() -> None:
         assert torch.equal(torch.cat([x for x, _ in part]), X[rank::WORLD])
         assert torch.equal(torch.cat([y["b"] for _, y in part]), 2 * X[rank::WORLD])
     mappings = [{"tokens": x, "labels": x} for x in X.split(4)]
-    assert torch.equal(torch.cat([item["labels"] for item in share(mappings, 1, WORLD)]), X[1::WORLD])
+    assert torch.equal(
+        torch.cat([item["labels"] for item in share(mappings, 1, WORLD)]), X[1::WORLD]
+    )
 
 
 def test_other_sequences_are_dealt_out_by_items() -> None:
@@ -66,8 +75,16 @@ def test_what_cannot_be_dealt_out() -> None:
         (DataLoader(Stream()), ValueError, "has an IterableDataset, and share"),
         (iter([1]), TypeError, "is a list_iterator, which can't be dealt out"),
         (Endless(), TypeError, "a Dataset of known length"),
-        (DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4)), ValueError, "has a WeightedRandomSampler"),
-        (DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), ValueError, "batches of its own, a list"),
+        (
+            DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+            ValueError,
+            "has a WeightedRandomSampler",
+        ),
+        (
+            DataLoader(data, batch_sampler=[[0, 1], [2, 3]]),
+            ValueError,
+            "batches of its own, a list",
+        ),
         (DataLoader(data, batch_size=3, drop_last=True), ValueError, "drop_last=True"),
     ):
         with pytest.raises(error, match=words):
@@ -84,6 +101,9 @@ def test_schedule_is_within_four_thirds_of_the_mean_or_the_longest() -> None:
     costs = [float(d) ** 3 for d in (768, 3072, 768, 2304, 768, 768, 64, 3072, 768, 2304)]
     for workers in (1, 2, 3, 8, 20):
         owners = schedule(costs, workers)
-        load = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == w) for w in range(workers)]
+        load = [
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == w)
+            for w in range(workers)
+        ]
         assert max(load) <= 4 / 3 * max(sum(costs) / workers, max(costs))
         assert owners == schedule(costs, workers)

@@ -26,7 +26,15 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.risk import parameters
 
-NETS = ["strided cnn", "attention", "called twice", "tied", "generic layers", "language model", "called rarely"]
+NETS = [
+    "strided cnn",
+    "attention",
+    "called twice",
+    "tied",
+    "generic layers",
+    "language model",
+    "called rarely",
+]
 
 
 def check_blocks(processes: Processes, name: str, kind: Any, vectors: Any, **options: Any) -> None:
@@ -38,7 +46,9 @@ def check_blocks(processes: Processes, name: str, kind: Any, vectors: Any, **opt
         return K.examples, K.to_dense().detach()
 
     examples, expected = by_one(processes, alone)
-    K = curvature(p.risk(processes.share(p.data), processes=processes), kind, vectors=vectors, **options)
+    K = curvature(
+        p.risk(processes.share(p.data), processes=processes), kind, vectors=vectors, **options
+    )
     assert K.examples == examples
     close(K.to_dense(), expected, f"{name} {options}")
 
@@ -46,7 +56,13 @@ def check_blocks(processes: Processes, name: str, kind: Any, vectors: Any, **opt
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_blocks(processes: Processes, approximation: str) -> None:
     for kept in (0, 2**26):  # of what layers receive in one sweep for the next
-        check_blocks(processes, "mlp", APPROXIMATIONS[approximation], VECTORS["empirical"], max_kept_bytes=kept)
+        check_blocks(
+            processes,
+            "mlp",
+            APPROXIMATIONS[approximation],
+            VECTORS["empirical"],
+            max_kept_bytes=kept,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if name in MADE])
@@ -64,7 +80,9 @@ def test_vectors(processes: Processes, vectors: str) -> None:
     if vectors != "forward only":
         check_blocks(processes, "mlp", EKFAC, sent)
         shared = p.risk(processes.share(shifted(p.data)), processes=processes)
-        close(GGN(shared, sent).to_dense(), by_one(processes, lambda: GGN(p.risk(), sent).to_dense()))
+        close(
+            GGN(shared, sent).to_dense(), by_one(processes, lambda: GGN(p.risk(), sent).to_dense())
+        )
 
 
 class Heads(nn.Module):
@@ -79,10 +97,15 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_several_losses(processes: Processes, reduction: str) -> None:
-    """Means over other numbers of terms in each batch: their relative weights are those of all data."""
+    """Means over other numbers of terms in each batch: their relative weights are those of all
+    data.
+    """
     torch.manual_seed(0)
     model, weight = Heads().double(), torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
-    losses = {"a": nn.CrossEntropyLoss(weight, ignore_index=1, reduction=reduction), "b": (nn.MSELoss(), 0.5)}
+    losses = {
+        "a": nn.CrossEntropyLoss(weight, ignore_index=1, reduction=reduction),
+        "b": (nn.MSELoss(), 0.5),
+    }
     X, y = torch.randn(17, 4, dtype=torch.float64), torch.randint(3, (17,))
     data = [(x, {"a": a, "b": x[:, :2]}) for x, a in zip(X.split(5), y.split(5), strict=True)]
     one = EmpiricalRisk(model, losses, data)
@@ -114,14 +137,25 @@ def test_groups_of_layers(processes: Processes, examples: int, owned: bool) -> N
 
 def test_refused(processes: Processes) -> None:
     p = problem("mlp")
-    risk, dataset = p.risk(processes.share(p.data), processes=processes), TensorDataset(torch.arange(7))
+    risk, dataset = (
+        p.risk(processes.share(p.data), processes=processes),
+        TensorDataset(torch.arange(7)),
+    )
     sampler = DistributedSampler(dataset, processes.world, processes.rank)
     wrapped = nn.parallel.DistributedDataParallel(p.model, process_group=processes.group)
     words = {
-        (lambda: Jacobian(risk)): "UnsupportedError: Jacobian can't be computed by several processes",
-        (lambda: GGNFactor(risk)): "UnsupportedError: GGNFactor can't be computed by several processes",
-        (lambda: ActivationHessian(risk, ("0", "output", 0))): "UnsupportedError: ActivationHessian can't be",
-        (lambda: processes.share(DataLoader(dataset, sampler=sampler))): "ValueError: .* DistributedSampler, .*twice",
+        (
+            lambda: Jacobian(risk)
+        ): "UnsupportedError: Jacobian can't be computed by several processes",
+        (
+            lambda: GGNFactor(risk)
+        ): "UnsupportedError: GGNFactor can't be computed by several processes",
+        (
+            lambda: ActivationHessian(risk, ("0", "output", 0))
+        ): "UnsupportedError: ActivationHessian can't be",
+        (
+            lambda: processes.share(DataLoader(dataset, sampler=sampler))
+        ): "ValueError: .* DistributedSampler, .*twice",
         (lambda: p.risk(processes=processes.group)): "TypeError: processes is a ProcessGroup",
     }
     require({pattern: (said(work), pattern) for work, pattern in words.items()})

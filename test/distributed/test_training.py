@@ -37,15 +37,20 @@ def same(one: CurvatureEstimator, several: CurvatureEstimator, when: str = "") -
     ("approximation", "vectors", "decay"),
     [("KFAC", "mc", 0.9), ("EKFAC", "mc", 0.9), ("EKFAC", "exact", 1.0), ("FullBlock", "mc", 0.5)],
 )
-def test_estimator(processes: Processes, approximation: str, vectors: str, decay: float, tmp_path: Path) -> None:
-    """Parts of each batch, in other numbers of micro-batches; of eight processes some have no examples.
+def test_estimator(
+    processes: Processes, approximation: str, vectors: str, decay: float, tmp_path: Path
+) -> None:
+    """Parts of each batch, in other numbers of micro-batches; of eight processes some have no
+    examples.
 
     Their state, also in a checkpoint, goes on in one process and in several.
     """
     p, options = problem("mlp"), {"vectors": VECTORS[vectors], "decay": decay, "damping": 0.1}
     X, y = (torch.cat(t) for t in zip(*p.data, strict=True))
     one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
-    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+    several = CurvatureEstimator(
+        p.risk((), processes=processes), APPROXIMATIONS[approximation], **options
+    )
 
     def feed(n: int) -> None:
         one.update((X[:n], y[:n]))
@@ -68,15 +73,22 @@ def test_estimator(processes: Processes, approximation: str, vectors: str, decay
     same(one, several, "at the end")
     state = several.state_dict()
     assert state["examples"] == one.state_dict()["examples"]
-    dcp.save({"curvature": Checkpoint(several)}, checkpoint_id=tmp_path, process_group=processes.group)
+    dcp.save(
+        {"curvature": Checkpoint(several)}, checkpoint_id=tmp_path, process_group=processes.group
+    )
     one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
     one.load_state_dict(state)
     several, stored = (
-        CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options) for _ in range(2)
+        CurvatureEstimator(
+            p.risk((), processes=processes), APPROXIMATIONS[approximation], **options
+        )
+        for _ in range(2)
     )
     several.load_state_dict(state)
     same(one, several, "after loading")
-    dcp.load({"curvature": Checkpoint(stored)}, checkpoint_id=tmp_path, process_group=processes.group)
+    dcp.load(
+        {"curvature": Checkpoint(stored)}, checkpoint_id=tmp_path, process_group=processes.group
+    )
     same(one, stored, "from a checkpoint")
     feed(6)
     refresh("going on")
@@ -91,11 +103,15 @@ class Positions(nn.Module):
         self.g = nn.Parameter(torch.rand(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head((torch.tanh(self.body(x) + self.places(torch.arange(2))) * self.g).flatten(1))
+        return self.head(
+            (torch.tanh(self.body(x) + self.places(torch.arange(2))) * self.g).flatten(1)
+        )
 
 
 class Slopes(nn.Module):
-    """A network whose derivative is taken in the forward pass, inside of another one: the model is run again."""
+    """A network whose derivative is taken in the forward pass, inside of another one: the model is
+    run again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,18 +127,26 @@ class Slopes(nn.Module):
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
 @pytest.mark.parametrize("make", [Positions, Slopes])
 @pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
-def test_reads_that_another_process_finds(processes: Processes, approximation: str, make: type[nn.Module]) -> None:
-    """Functions read parameters, and other processes have no examples to see it from in the first step."""
+def test_reads_that_another_process_finds(
+    processes: Processes, approximation: str, make: type[nn.Module]
+) -> None:
+    """Functions read parameters, and other processes have no examples to see it from in the first
+    step.
+    """
     torch.manual_seed(0)
     model, loss = make().double(), nn.CrossEntropyLoss()
     one, several = (
-        CurvatureEstimator(EmpiricalRisk(model, loss, (), **options), APPROXIMATIONS[approximation], decay=0.9)
+        CurvatureEstimator(
+            EmpiricalRisk(model, loss, (), **options), APPROXIMATIONS[approximation], decay=0.9
+        )
         for options in ({}, {"processes": processes})
     )
     for number, n in enumerate((5, 10, 10)):
         X, y = torch.randn(n, 2, 3, dtype=torch.float64), torch.randint(3, (n,))
         one.update((X, y))
-        mine = slice(5) if processes.rank == 0 else slice(5, 10) if processes.rank == 1 else slice(0)
+        mine = (
+            slice(5) if processes.rank == 0 else slice(5, 10) if processes.rank == 1 else slice(0)
+        )
         several.update((X[mine], y[mine]))
         close(several.operator.to_dense(), one.operator.to_dense(), f"step {number}")
 
@@ -147,7 +171,10 @@ def test_a_layer_that_one_process_has_withdrawn(processes: Processes) -> None:
     risk = EmpiricalRisk(model, loss, (), processes=processes, check="every")
     estimator = CurvatureEstimator(risk, decay=0.9)
     for number in range(3):
-        X, y = torch.randn(4 * processes.world, 3, dtype=torch.float64), torch.arange(4 * processes.world) % 3
+        X, y = (
+            torch.randn(4 * processes.world, 3, dtype=torch.float64),
+            torch.arange(4 * processes.world) % 3,
+        )
         mine = slice(4 * processes.rank, 4 * processes.rank + 4)
         model.twice = number > 0 and processes.rank == processes.world - 1
         estimator.update((X[mine], y[mine]))
@@ -186,11 +213,15 @@ two_processes = pytest.mark.parametrize("processes", [2], indirect=True)
 
 @two_processes
 def test_processes_that_call_other_layers(processes: Processes) -> None:
-    """A layer that some processes call in a step is decayed, and divided by the examples of all of them."""
+    """A layer that some processes call in a step is decayed, and divided by the examples of all of
+    them.
+    """
     model, loss = Routed().double(), nn.MSELoss()
     options = {"decay": 0.8, "vectors": VECTORS["exact"], "leave_out_uncalled": True}
     one = CurvatureEstimator(EmpiricalRisk(model, loss, ()), KFAC, **options)
-    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC, **options)
+    several = CurvatureEstimator(
+        EmpiricalRisk(model, loss, (), processes=processes), KFAC, **options
+    )
     for heads in ([0, 1], [0, 0], [2, 1], [None, 0], [1, 2], [1, None]):
         parts, first = routed([*heads]), None
         for X, y in parts:
@@ -202,7 +233,11 @@ def test_processes_that_call_other_layers(processes: Processes) -> None:
 
 
 PLAIN = {"lr": 0.1, "inverse_every": 3}
-ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarquardt(0.1, interval=2)}
+ADAPTIVE = {
+    "lr": "adaptive",
+    "momentum": "adaptive",
+    "damping": LevenbergMarquardt(0.1, interval=2),
+}
 
 
 @pytest.mark.parametrize(
@@ -218,12 +253,17 @@ ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarqua
     ids=str,
 )
 def test_optimizer(
-    processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], more: int, reduction: str
+    processes: Processes,
+    options: dict[str, Any],
+    wrapper: dict[str, Any],
+    more: int,
+    reduction: str,
 ) -> None:
     """Of a wrapped model on parts of batches, beside one that is alone on the whole batches.
 
-    The numbers of the losses make the mean of all gradients that of the whole, also where some parts have one example
-    `more`, and other numbers of micro-batches. Replicas are the same bit by bit.
+    The numbers of the losses make the mean of all gradients that of the whole, also where some
+    parts have one example `more`, and other numbers of micro-batches. Replicas are the same bit by
+    bit.
     """
     model, loss = small(), nn.CrossEntropyLoss(reduction=reduction)
     alone, options = copy.deepcopy(model), dict(options)
@@ -241,8 +281,15 @@ def test_optimizer(
     for step in range(steps):
         whole(alone, one, step)
         several.zero_grad()
-        mine, total = (X[step][processes.rank :: world], y[step][processes.rank :: world]), torch.tensor(0.0)
-        micro = [*zip(mine[0].split(4), mine[1].split(4), strict=True)] if processes.rank or not more else [mine]
+        mine, total = (
+            (X[step][processes.rank :: world], y[step][processes.rank :: world]),
+            torch.tensor(0.0),
+        )
+        micro = (
+            [*zip(mine[0].split(4), mine[1].split(4), strict=True)]
+            if processes.rank or not more
+            else [mine]
+        )
         for k, (x, t) in enumerate(micro):
             with ddp.no_sync() if k < len(micro) - 1 else nullcontext():
                 part = loss(ddp(x), t) * world * (len(x) / N if reduction == "mean" else 1)
@@ -253,7 +300,14 @@ def test_optimizer(
     values = everywhere(processes, flat(model).tolist())
     assert all(each == values[0] for each in values)
     operator = several.curvature.operator
-    assert [*operator.mapping, *operator.in_space.names] == ["0", "2", "0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [*operator.mapping, *operator.in_space.names] == [
+        "0",
+        "2",
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
     plain = copy.deepcopy(model)  # the state fits a model without a wrapper
     resumed = KFACOptimizer(plain, loss, **options)
     resumed.load_state_dict(several.state_dict())
@@ -271,7 +325,9 @@ def test_decompositions_are_shared_out(processes: Processes, approximation: str)
         count[0] += 1
         return original(M)
 
-    estimator = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], damping=0.1)
+    estimator = CurvatureEstimator(
+        p.risk((), processes=processes), APPROXIMATIONS[approximation], damping=0.1
+    )
     torch.linalg.eigh = counted
     try:
         estimator.update(processes.share(shifted(p.data)[:1])[0])
@@ -281,12 +337,16 @@ def test_decompositions_are_shared_out(processes: Processes, approximation: str)
         torch.linalg.eigh = original
     counts = everywhere(processes, count[0])
     assert (sum(counts), max(counts)) == (4, {2: 2, 3: 2, 8: 1}[processes.world])
-    found = everywhere(processes, (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist())
+    found = everywhere(
+        processes, (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist()
+    )
     assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("options", [{}, {"reject": 2.0}], ids=str)
-def test_a_batch_of_one_process_is_not_finite(processes: Processes, options: dict[str, Any]) -> None:
+def test_a_batch_of_one_process_is_not_finite(
+    processes: Processes, options: dict[str, Any]
+) -> None:
     """All refuse or reject that step, and go on together."""
     model, loss = small(), nn.CrossEntropyLoss()
     ddp = DistributedDataParallel(model, process_group=processes.group)

@@ -27,7 +27,7 @@ from test.mutants import reach
 HERE = Path(__file__).parent
 
 
-# ------------------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 class World:
     """Processes that run tests together, until one of these fails.
 
@@ -38,7 +38,8 @@ class World:
     """
 
     def __init__(self, number: int, groups: Sequence[int] = (), timeout: float = 60.0) -> None:
-        # Imports take seconds; a server that has made them forks the processes. It reads its path from the environment.
+        # Imports take seconds; a server that has made them forks the processes. It reads its path
+        # from the environment.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["together", "cases"])
         before = os.environ.get("PYTHONPATH")
@@ -58,17 +59,22 @@ class World:
         del os.environ["PYTHONPATH"]
         os.environ |= {} if before is None else {"PYTHONPATH": before}
 
-    def run(self, path: Path, test: str, options: dict[str, Any], world: int | None = None) -> dict[int, str | None]:
+    def run(
+        self, path: Path, test: str, options: dict[str, Any], world: int | None = None
+    ) -> dict[int, str | None]:
         """Run a test in the first `world` processes.
 
         Returns:
-            Rank to the words of an error or None, as far as processes have answered when one has failed.
+            Rank to the words of an error or None, as far as processes have answered when one has
+            failed.
         """
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:world])}
         for pipe in waiting:
             pipe.send((path, test, options, world, sys.gettrace() is not None))
         found: dict[int, str | None] = {}
-        while waiting and (ready := multiprocessing.connection.wait(waiting, 3.0 if any(found.values()) else 100.0)):
+        while waiting and (
+            ready := multiprocessing.connection.wait(waiting, 3.0 if any(found.values()) else 100.0)
+        ):
             for pipe in ready:
                 assert isinstance(pipe, multiprocessing.connection.Connection)
                 try:
@@ -85,7 +91,9 @@ class World:
             process.join()
 
 
-def _serve(rank: int, number: int, port: int, worlds: Sequence[int], pipe: Any, timeout: float) -> None:
+def _serve(
+    rank: int, number: int, port: int, worlds: Sequence[int], pipe: Any, timeout: float
+) -> None:
     """Join the group and run tests until the end."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", CurvatureWarning)
@@ -107,18 +115,22 @@ def _serve(rank: int, number: int, port: int, worlds: Sequence[int], pipe: Any, 
                     assert spec.loader is not None
                     modules[path] = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
                     spec.loader.exec_module(modules[path])
-                getattr(modules[path], test)(Processes(groups.get(world, dist.group.WORLD)), **options)
+                getattr(modules[path], test)(
+                    Processes(groups.get(world, dist.group.WORLD)), **options
+                )
             except Exception as caught:
                 error = "".join(traceback.format_exception(caught))
         pipe.send((error, names))
 
 
-# ---------------------------------------------------------------------------------------------------------- comparisons
+# -------------------------------------------------------------------------------------- comparisons
 def away(found: Any, expected: Any) -> float:
     """Relative difference, also of trees."""
     if isinstance(expected, Mapping):
         assert found.keys() == expected.keys()
-        found, expected = (torch.cat([t.flatten() for t in each.values()]) for each in (found, expected))
+        found, expected = (
+            torch.cat([t.flatten() for t in each.values()]) for each in (found, expected)
+        )
     found, expected = (torch.as_tensor(t).detach().double() for t in (found, expected))
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float((found - expected).norm() / max(float(expected.norm()), 1e-12))

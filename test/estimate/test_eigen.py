@@ -1,4 +1,6 @@
-"""Extreme eigenvalues, norms and condition numbers against dense decompositions; residuals and warnings are true."""
+"""Extreme eigenvalues, norms and condition numbers against dense decompositions; residuals and
+warnings are true.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def test_top_eigenpairs(spectrum: str, k: int, largest: bool) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=12), seed=st.integers(0, 10**6), data=st.data())
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=1, max_size=12),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
 def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     """All multiplicities, every number of eigenpairs up to all of them."""
     k = data.draw(st.integers(1, len(values)))
@@ -74,12 +80,16 @@ def test_boundaries(known: tuple | None) -> None:
     for function, ends in ((approximate_boundaries, (-2, 5)), (approximate_boundaries_abs, (1, 5))):
         found = function(A, tol=0, boundaries=known, generator=seeded())
         given = known or (None, None)
-        assert found == pytest.approx([end if own is None else own for own, end in zip(given, ends)], rel=1e-9)
+        assert found == pytest.approx(
+            [end if own is None else own for own, end in zip(given, ends)], rel=1e-9
+        )
         assert {type(end) for end in found} == {float}
 
 
 def test_a_loose_tolerance() -> None:
-    """It saves products, is told by the error, and is no licence for eigenvalues from inside of the spectrum."""
+    """It saves products, is told by the error, and is no licence for eigenvalues from inside of the
+    spectrum.
+    """
     flat = with_eigenvalues(SPECTRA["flat"])
     top_eigenpairs(rough := Counted(flat), tol=1e-2, generator=seeded())
     top_eigenpairs(fine := Counted(flat), tol=1e-10, generator=seeded())
@@ -99,7 +109,9 @@ def test_what_is_not_reached_is_said() -> None:
     with pytest.raises(NumericsError, match=r"The 2 largest eigenvalues did not converge"):
         top_eigenpairs(A, 2, tol=1e-12, max_iter=1, generator=seeded())
     spread = with_eigenvalues(torch.logspace(-8, 0, 200))
-    with pytest.warns(CurvatureWarning, match=r"did not converge in 30 steps; it is at least what is returned"):
+    with pytest.warns(
+        CurvatureWarning, match=r"did not converge in 30 steps; it is at least what is returned"
+    ):
         assert 10 < condition_number(spread, max_iter=30, generator=seeded()) < 1e8
 
 
@@ -111,7 +123,9 @@ def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(norm, exact, rtol=1e-9, atol=0)
     assert norm <= exact * (1 + 1e-12) <= norm + error + 1e-9
     assert error < 1e-6 * exact
-    assert spectral_norm(-with_eigenvalues([3.0, 1.0, 2.0])).round(decimals=9) == 3  # a symmetric one: of both signs
+    assert (
+        spectral_norm(-with_eigenvalues([3.0, 1.0, 2.0])).round(decimals=9) == 3
+    )  # a symmetric one: of both signs
 
 
 @pytest.mark.parametrize(
@@ -145,13 +159,25 @@ def test_singular_matrices_have_an_infinite_condition_number(dtype: torch.dtype)
 
 
 def test_matrices_that_are_not_symmetric() -> None:
-    """Or random; what says that it is symmetric is believed, as of a network in float32 it is only up to rounding."""
+    """Or random; what says that it is symmetric is believed, as of a network in float32 it is only
+    up to rounding.
+    """
     A = torch.randn(30, 30, dtype=F64, generator=seeded())
-    for estimate in (top_eigenpairs, logdet, approximate_boundaries, lambda M: lanczos_approximate_spectrum(M, 5)):
+    for estimate in (
+        top_eigenpairs,
+        logdet,
+        approximate_boundaries,
+        lambda M: lanczos_approximate_spectrum(M, 5),
+    ):
         for M in (A, Counted(torch.eye(30, dtype=F64), noise=1e-3)):
-            with pytest.raises(ValueError, match=r"A is not symmetric: .*\(A \+ A.T\) / 2.*such as dropout"):
+            with pytest.raises(
+                ValueError, match=r"A is not symmetric: .*\(A \+ A.T\) / 2.*such as dropout"
+            ):
                 estimate(M)
-    exact, noise = with_eigenvalues(torch.logspace(-4, 0, 300)), torch.randn(300, 300, dtype=F64, generator=seeded(1))
+    exact, noise = (
+        with_eigenvalues(torch.logspace(-4, 0, 300)),
+        torch.randn(300, 300, dtype=F64, generator=seeded(1)),
+    )
     said = Dense((exact + 5e-3 * noise / 300**0.5).float(), Structure.SYMMETRIC)
     found = top_eigenpairs(said, 3, generator=seeded()).eigenvalues
     assert (found - torch.linalg.eigvalsh(exact).flip(0)[:3]).abs().max() < 1e-2

@@ -1,4 +1,6 @@
-"""Every estimator of every kind of matrix: the same numbers in each precision; what is refused, by name."""
+"""Every estimator of every kind of matrix: the same numbers in each precision; what is refused, by
+name.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ class Users:
     """An operator of another library: PyTorch's dtype and device, products, a transpose."""
 
     def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.shape, self.dtype, self.device = matrix, matrix.shape, matrix.dtype, matrix.device
+        self.matrix, self.shape, self.dtype, self.device = (
+            matrix,
+            matrix.shape,
+            matrix.dtype,
+            matrix.device,
+        )
 
     def __matmul__(self, X: Tensor) -> Tensor:
         return self.matrix @ X
@@ -73,20 +80,28 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "xtrace": lambda M: xtrace(M, 6, "sphere", generator=seeded(), return_error=True),
     "hutchinson_diag": lambda M: hutchinson_diag(M, 5, generator=seeded(), return_error=True),
     "xdiag": lambda M: xdiag(M, 6, generator=seeded(), return_error=True),
-    "hutchinson_squared_fro": lambda M: hutchinson_squared_fro(M, 5, generator=seeded(), return_error=True),
+    "hutchinson_squared_fro": lambda M: hutchinson_squared_fro(
+        M, 5, generator=seeded(), return_error=True
+    ),
     "logdet": lambda M: logdet(M, 3, 12, generator=seeded(), return_error=True),
     "top_eigenpairs": lambda M: top_eigenpairs(M, 2, generator=seeded(), tol=1e-6)[:1],
     "spectral_norm": lambda M: (spectral_norm(M, generator=seeded(), tol=1e-6),),
     "condition_number": lambda M: (condition_number(M, generator=seeded(), tol=1e-5),),
-    "spectrum": lambda M: lanczos_approximate_spectrum(M, 5, 20, generator=seeded(), boundaries=(0.5, 20)),
-    "log spectrum": lambda M: lanczos_approximate_log_spectrum(M, 5, 20, generator=seeded(), boundaries=(0.5, 20)),
+    "spectrum": lambda M: lanczos_approximate_spectrum(
+        M, 5, 20, generator=seeded(), boundaries=(0.5, 20)
+    ),
+    "log spectrum": lambda M: lanczos_approximate_log_spectrum(
+        M, 5, 20, generator=seeded(), boundaries=(0.5, 20)
+    ),
 }
 every_call = pytest.mark.parametrize("call", CALLS)
 
 
 @every_call
 def test_every_kind_gives_the_same(call: str) -> None:
-    """In double precision; single precision stays single, and half precision is computed in single."""
+    """In double precision; single precision stays single, and half precision is computed in
+    single.
+    """
     expected = CALLS[call](MATRIX)
     for kind, make in KINDS.items():
         for left, right in zip(expected, CALLS[call](make(MATRIX))):
@@ -99,7 +114,9 @@ def test_every_kind_gives_the_same(call: str) -> None:
         torch.testing.assert_close(found[0].double(), expected[0], rtol=2e-3, atol=1e-4)
     half = MATRIX.bfloat16()
     assert {t.dtype for t in CALLS[call](half)} == {torch.float32}
-    torch.testing.assert_close(CALLS[call](half)[0].double(), CALLS[call](half.double())[0], rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(
+        CALLS[call](half)[0].double(), CALLS[call](half.double())[0], rtol=2e-3, atol=1e-4
+    )
     found = CALLS[call](Counted(half))  # whose products are rounded
     torch.testing.assert_close(found[0].double(), expected[0], rtol=0.3, atol=0.1)
 
@@ -121,7 +138,9 @@ def test_the_user_s_modes_and_tensors(call: str) -> None:
     for bad in (float("nan"), float("inf")):
         broken = MATRIX.clone()
         broken[3, 3] = bad
-        with pytest.raises(NumericsError, match=r"product with A has NaN or infinite.*look for them"):
+        with pytest.raises(
+            NumericsError, match=r"product with A has NaN or infinite.*look for them"
+        ):
             CALLS[call](broken)
 
 
@@ -143,28 +162,47 @@ def test_other_matrices() -> None:
     for make in (Counted, Dense, lambda M: M.numpy(), KINDS["scipy"], KINDS["scipy sparse array"]):
         for M in (wide, wide.T.contiguous()):
             expected = hutchinson_squared_fro(M, 3, generator=seeded())
-            torch.testing.assert_close(hutchinson_squared_fro(make(M), 3, generator=seeded()), expected)
+            torch.testing.assert_close(
+                hutchinson_squared_fro(make(M), 3, generator=seeded()), expected
+            )
             torch.testing.assert_close(spectral_norm(make(M)), torch.linalg.matrix_norm(M, 2))
-            torch.testing.assert_close(condition_number(make(M), tol=1e-6), torch.linalg.cond(M), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                condition_number(make(M), tol=1e-6), torch.linalg.cond(M), rtol=1e-6, atol=0
+            )
 
 
 def test_products_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as promised."""
     monkeypatch.setattr(matrix, "BLOCK_BYTES", 2 * MATRIX[0].nbytes)
-    estimates = (hutchinson_trace, 8, 2), (hutchpp_trace, 9, 3), (xtrace, 8, 4), (hutchinson_diag, 8, 2)
+    estimates = (
+        (hutchinson_trace, 8, 2),
+        (hutchpp_trace, 9, 3),
+        (xtrace, 8, 4),
+        (hutchinson_diag, 8, 2),
+    )
     for estimate, num, most in estimates:
         estimate(M := Counted(MATRIX), num)
         assert (sum(M.seen), max(M.seen)) == (num, most)
-    monkeypatch.setattr(matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes)  # each vector with those of its steps
+    monkeypatch.setattr(
+        matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes
+    )  # each vector with those of its steps
     logdet(M := Counted(MATRIX), num_probes=5, num_steps=12)
     assert M.seen == [2] + [3] * 12 + [2] * 12  # two look for symmetry
     lanczos_approximate_spectrum(M := Counted(MATRIX), 6, num_repeats=10, boundaries=(0, 20))
     assert M.seen == [2] + [9] * 6 + [1] * 6
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
 
-ESTIMATORS = [hutchinson_trace, hutchpp_trace, xtrace, hutchinson_diag, xdiag, hutchinson_squared_fro]
+ESTIMATORS = [
+    hutchinson_trace,
+    hutchpp_trace,
+    xtrace,
+    hutchinson_diag,
+    xdiag,
+    hutchinson_squared_fro,
+]
 I12, WIDE = torch.eye(12), torch.randn(4, 9, dtype=F64, generator=seeded())
 ONE_WAY = SciPyLinearOperator((4, 9), matvec=lambda x: WIDE.numpy() @ x, dtype=np.float64)
 WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
@@ -189,7 +227,9 @@ def test_refused(call: Callable[[], Any], error: type[Exception], words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("estimate", "least"), [*zip(ESTIMATORS, (1, 3, 2, 1, 2, 1))], ids=lambda x: getattr(x, "__name__", "")
+    ("estimate", "least"),
+    [*zip(ESTIMATORS, (1, 3, 2, 1, 2, 1))],
+    ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_numbers_of_products(estimate: Callable, least: int) -> None:
     """At least one draw, two for a standard error, fewer than the whole matrix takes."""
@@ -197,7 +237,9 @@ def test_numbers_of_products(estimate: Callable, least: int) -> None:
     assert torch.isfinite(torch.stack(estimate(I12, 2 * least, return_error=True))).all()
     assert torch.isnan(estimate(I12, least, return_error=True)[1]).all()
     for num in (0, 12):
-        with pytest.raises(ValueError, match=rf"num_matvecs \({num}\) must be at least 1 and less than A's size"):
+        with pytest.raises(
+            ValueError, match=rf"num_matvecs \({num}\) must be at least 1 and less than A's size"
+        ):
             estimate(I12, num)
     if estimate is not hutchinson_squared_fro:
         with pytest.raises(ValueError, match=r"Operator must be square. Got shape \(5, 4\)"):

@@ -1,4 +1,6 @@
-"""Estimators by random vectors: unbiased, exact where they say so, with an honest standard error."""
+"""Estimators by random vectors: unbiased, exact where they say so, with an honest standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,18 @@ def over_seeds(
     estimate: Callable, A: Any, num_matvecs: int, seeds: int = SEEDS, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Estimates and their own standard errors, `[seeds, *]`."""
-    pairs = [estimate(A, num_matvecs, generator=seeded(s), return_error=True, **options) for s in range(seeds)]
+    pairs = [
+        estimate(A, num_matvecs, generator=seeded(s), return_error=True, **options)
+        for s in range(seeds)
+    ]
     return torch.stack([e for e, _ in pairs]), torch.stack([s for _, s in pairs])
 
 
 @every_estimator
 def test_unbiased(estimate: Callable, options: dict, truth: Callable) -> None:
-    """The mean over seeds is within four of its standard errors (of the largest of 30 for diagonals)."""
+    """The mean over seeds is within four of its standard errors (of the largest of 30 for
+    diagonals).
+    """
     A = MATRICES["general"]
     values, _ = over_seeds(estimate, A, 6, **options)
     assert values[0].shape == truth(A).shape
@@ -76,7 +83,9 @@ def test_unbiased(estimate: Callable, options: dict, truth: Callable) -> None:
 
 @every_estimator
 def test_own_standard_error(estimate: Callable, options: dict, truth: Callable) -> None:
-    """On the average over seeds, the square of the standard error is the variance of the estimate."""
+    """On the average over seeds, the square of the standard error is the variance of the
+    estimate.
+    """
     values, errors = over_seeds(estimate, MATRICES["decaying"], 12, **options)
     ratio = errors.square().mean(0).sum() / values.var(0).sum()
     if estimate in (hutchinson_trace, hutchinson_diag, hutchinson_squared_fro):
@@ -87,7 +96,9 @@ def test_own_standard_error(estimate: Callable, options: dict, truth: Callable) 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 def test_exact_cases(dtype: torch.dtype, device: torch.device) -> None:
-    """Matrices of low rank; with signs diagonal ones; with directions of one length multiples of the identity."""
+    """Matrices of low rank; with signs diagonal ones; with directions of one length multiples of
+    the identity.
+    """
     tolerance = {"rtol": 1e-10 if dtype == F64 else 1e-4, "atol": 1e-10 if dtype == F64 else 1e-4}
 
     def exact(estimate: Callable, truth: Callable, A: Tensor, *arguments: Any) -> None:
@@ -123,7 +134,9 @@ def slow_twin(A: Tensor, V: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
         P = torch.eye(len(A), dtype=F64) - Q @ Q.T
         w = P @ v
         scale = Q.shape[0] - Q.shape[1]
-        traces.append((Q.T @ A @ Q).trace() + (w @ A @ w) * (scale / w.square().sum() if normalize else 1))
+        traces.append(
+            (Q.T @ A @ Q).trace() + (w @ A @ w) * (scale / w.square().sum() if normalize else 1)
+        )
         diagonals.append((Q @ Q.T @ A).diagonal() + v * (P @ A @ v))
     return torch.stack(traces).mean(), torch.stack(diagonals).mean(0)
 
@@ -135,24 +148,37 @@ def slow_twin(A: Tensor, V: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
     seed=st.integers(0, 10**6),
     distribution=st.sampled_from(DISTRIBUTIONS),
 )
-def test_downdating_against_a_slow_twin(draws: int, rank: int, seed: int, distribution: str) -> None:
+def test_downdating_against_a_slow_twin(
+    draws: int, rank: int, seed: int, distribution: str
+) -> None:
     A = normal(14, rank, seed=seed) @ normal(rank, 14, seed=seed + 1)
     trace = xtrace(A, 2 * draws, distribution, generator=seeded(seed))
     V = random_vectors(draws, 14, distribution, seeded(seed), A)
     twin, diagonal = slow_twin(A, V, distribution == "sphere")
     torch.testing.assert_close(trace, twin, rtol=1e-6, atol=1e-6)
     if distribution == "rademacher":
-        torch.testing.assert_close(xdiag(A, 2 * draws, generator=seeded(seed)), diagonal, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            xdiag(A, 2 * draws, generator=seeded(seed)), diagonal, rtol=1e-6, atol=1e-6
+        )
 
 
 @every_estimator
-def test_draws(estimate: Callable, options: dict, truth: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They depend on the generator alone, not on blocks or dtype; without one they are PyTorch's own."""
-    A, expected = decaying(), estimate(decaying(), 12, generator=seeded(), return_error=True, **options)
+def test_draws(
+    estimate: Callable, options: dict, truth: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They depend on the generator alone, not on blocks or dtype; without one they are PyTorch's
+    own.
+    """
+    A, expected = (
+        decaying(),
+        estimate(decaying(), 12, generator=seeded(), return_error=True, **options),
+    )
     before = torch.get_rng_state()
     for columns in (1, 5):
         monkeypatch.setattr(matrix, "BLOCK_BYTES", columns * A[0].nbytes)
-        torch.testing.assert_close(estimate(A, 12, generator=seeded(), return_error=True, **options), expected)
+        torch.testing.assert_close(
+            estimate(A, 12, generator=seeded(), return_error=True, **options), expected
+        )
     single = estimate(A.float(), 12, generator=seeded(), return_error=True, **options)
     assert {t.dtype for t in single} == {torch.float32}
     torch.testing.assert_close([t.double() for t in single], list(expected), rtol=1e-3, atol=1e-5)

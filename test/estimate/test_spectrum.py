@@ -1,4 +1,6 @@
-"""Spectral densities against the exact spectrum smoothed in the same way; log-determinants; the picture."""
+"""Spectral densities against the exact spectrum smoothed in the same way; log-determinants; the
+picture.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3
 INDEFINITE = torch.cat([torch.linspace(-1, 1, 150), torch.tensor([-2.0, 4.0])]).double()
 
 
-def smoothed(values: Tensor, ncv: int, kappa: float, margin: float, num_points: int) -> tuple[Tensor, Tensor]:
+def smoothed(
+    values: Tensor, ncv: int, kappa: float, margin: float, num_points: int
+) -> tuple[Tensor, Tensor]:
     """The twin: one bump per eigenvalue."""
     low, high = float(values.min()), float(values.max())
     low, high = low - margin * (high - low), high + margin * (high - low)
     grid = torch.linspace(low, high, num_points, dtype=F64)
     sigma = (high - low) / (ncv - 1) / sqrt(8 * log(kappa))
-    return grid, torch.exp(-(((grid[:, None] - values) / sigma) ** 2) / 2).mean(1) / (sigma * sqrt(2 * pi))
+    return grid, torch.exp(-(((grid[:, None] - values) / sigma) ** 2) / 2).mean(1) / (
+        sigma * sqrt(2 * pi)
+    )
 
 
 def mass(grid: Tensor, density: Tensor) -> float:
@@ -42,7 +48,8 @@ def mass(grid: Tensor, density: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("values", "ncv", "kappa", "margin"), [(BULK_AND_PEAKS, 30, 3.0, 0.05), (INDEFINITE, 60, 1.5, 0.2)]
+    ("values", "ncv", "kappa", "margin"),
+    [(BULK_AND_PEAKS, 30, 3.0, 0.05), (INDEFINITE, 60, 1.5, 0.2)],
 )
 def test_density(values: Tensor, ncv: int, kappa: float, margin: float) -> None:
     boundaries = (values.min().item(), values.max().item())
@@ -57,11 +64,20 @@ def test_density(values: Tensor, ncv: int, kappa: float, margin: float) -> None:
 
 @pytest.mark.parametrize(("values", "distance"), [(BULK_AND_PEAKS, 0.05), (INDEFINITE, 0.2)])
 def test_log_density(values: Tensor, distance: float) -> None:
-    """The density is that of |λ| + ε, on a grid of constant ratio; zeros in the middle are harder."""
+    """The density is that of |λ| + ε, on a grid of constant ratio; zeros in the middle are
+    harder.
+    """
     epsilon, ncv = 1e-2, 60
     boundaries = (values.abs().min().item(), values.abs().max().item())
     grid, density = lanczos_approximate_log_spectrum(
-        with_eigenvalues(values), ncv, 500, 200, 1.1, boundaries, epsilon=epsilon, generator=seeded()
+        with_eigenvalues(values),
+        ncv,
+        500,
+        200,
+        1.1,
+        boundaries,
+        epsilon=epsilon,
+        generator=seeded(),
     )
     expected_grid, expected = smoothed((values.abs() + epsilon).log(), ncv, 1.1, 0.05, 500)
     torch.testing.assert_close(grid, expected_grid.exp())
@@ -69,7 +85,9 @@ def test_log_density(values: Tensor, distance: float) -> None:
     assert abs(mass(grid, density) - 1) < 0.02
 
 
-@pytest.mark.parametrize("A", [torch.eye(5), 3 * torch.eye(1), torch.zeros(4, 4), 1e-9 * torch.eye(3)])
+@pytest.mark.parametrize(
+    "A", [torch.eye(5), 3 * torch.eye(1), torch.zeros(4, 4), 1e-9 * torch.eye(3)]
+)
 def test_one_eigenvalue_only(A: Tensor) -> None:
     """The bump has room, and mass 1 at the right place."""
     value = A[0, 0].item()
@@ -84,10 +102,14 @@ def test_one_eigenvalue_only(A: Tensor) -> None:
 
 
 def test_small_and_singular_matrices() -> None:
-    grid, density = lanczos_approximate_spectrum(with_eigenvalues([1.0, 2.0, 3.0]), 50, num_repeats=100)
+    grid, density = lanczos_approximate_spectrum(
+        with_eigenvalues([1.0, 2.0, 3.0]), 50, num_repeats=100
+    )
     assert abs(mass(grid, density) - 1) < 0.05
     A = with_eigenvalues([0.0] * 30 + [1.0] * 10)
-    grid, density = lanczos_approximate_log_spectrum(A, 40, num_repeats=50, kappa=3.0, generator=seeded())
+    grid, density = lanczos_approximate_log_spectrum(
+        A, 40, num_repeats=50, kappa=3.0, generator=seeded()
+    )
     assert grid[0] < 1e-5
     assert abs(mass(grid[grid < 1e-2], density[grid < 1e-2]) - 0.75) < 0.1
 
@@ -96,7 +118,11 @@ def test_small_and_singular_matrices() -> None:
     ("kind", "name", "direct"),
     [
         (LanczosApproximateSpectrumCached, "approximate_spectrum", lanczos_approximate_spectrum),
-        (LanczosApproximateLogSpectrumCached, "approximate_log_spectrum", lanczos_approximate_log_spectrum),
+        (
+            LanczosApproximateLogSpectrumCached,
+            "approximate_log_spectrum",
+            lanczos_approximate_log_spectrum,
+        ),
     ],
 )
 def test_repeats_are_averaged_and_cached(kind: Any, name: str, direct: Any) -> None:
@@ -112,28 +138,39 @@ def test_repeats_are_averaged_and_cached(kind: Any, name: str, direct: Any) -> N
     assert approximate(4, num_points=10)[1].shape == (10,)
     assert sum(A.seen) == 48 + 2
     alone = getattr(kind(A, 12, (0.01, 5.0), generator=seeded()), name)(1)[1]
-    torch.testing.assert_close(alone, one, rtol=1e-4, atol=1e-4)  # the first run does not know of the others
+    torch.testing.assert_close(
+        alone, one, rtol=1e-4, atol=1e-4
+    )  # the first run does not know of the others
     found = direct(A, 12, num_repeats=2, kappa=3.0, generator=seeded())
     assert all(map(torch.equal, found, getattr(kind(A, 12, generator=seeded()), name)(2)))
     with torch.random.fork_rng():
         assert not torch.equal(direct(A, 10)[1], direct(A, 10)[1])  # fresh numbers by default
 
 
-# Log-determinants ----------------------------------------------------------------------------------------------------
+# Log-determinants
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "normal", "sphere"])
 def test_logdet_is_unbiased_with_an_honest_error(distribution: str) -> None:
     A = with_eigenvalues(torch.logspace(-1, 1, 20).double() * 1.5)
-    pairs = [logdet(A, 10, 20, distribution, generator=seeded(s), return_error=True) for s in range(40)]
+    pairs = [
+        logdet(A, 10, 20, distribution, generator=seeded(s), return_error=True) for s in range(40)
+    ]
     values, errors = (torch.stack(part) for part in zip(*pairs))
     assert (values.mean() - A.logdet()).abs() < 4 * values.std() / 40**0.5
     assert 0.6 < errors.square().mean() / values.var() < 1.6
 
 
 def test_exact_logdets() -> None:
-    """Signs are exact for a diagonal matrix, once there are as many steps as distinct eigenvalues."""
-    for A in (2 * torch.eye(9, dtype=F64), torch.diag(torch.logspace(-6, 0, 20, dtype=F64)), torch.tensor([[5.0]])):
+    """Signs are exact for a diagonal matrix, once there are as many steps as distinct
+    eigenvalues.
+    """
+    for A in (
+        2 * torch.eye(9, dtype=F64),
+        torch.diag(torch.logspace(-6, 0, 20, dtype=F64)),
+        torch.tensor([[5.0]]),
+    ):
         value, error = logdet(A, 2, 20, generator=seeded(), return_error=True)
         torch.testing.assert_close(value, A.logdet())
         assert error < 1e-5
@@ -144,8 +181,13 @@ def test_exact_logdets() -> None:
 
 @pytest.mark.parametrize("reorthogonalize", [True, False])
 def test_quadrature(reorthogonalize: bool) -> None:
-    """m steps are exact up to degree 2m - 1, no further, n steps for the logarithm; one vector does not see another."""
-    A, V = with_eigenvalues(torch.linspace(-1, 2, 30)), torch.randn(30, 2, dtype=F64, generator=seeded(1))
+    """m steps are exact up to degree 2m - 1, no further, n steps for the logarithm; one vector does
+    not see another.
+    """
+    A, V = (
+        with_eigenvalues(torch.linspace(-1, 2, 30)),
+        torch.randn(30, 2, dtype=F64, generator=seeded(1)),
+    )
     V = V / V.norm(dim=0)
     nodes, weights = quadrature(*lanczos(A.matmul, V, 4, reorthogonalize=reorthogonalize))
     for degree in range(9):
@@ -155,7 +197,10 @@ def test_quadrature(reorthogonalize: bool) -> None:
     alone = quadrature(*lanczos(A.matmul, V[:, 1:], 4, reorthogonalize=reorthogonalize))[0]
     torch.testing.assert_close(alone, nodes[1:])
     for n in (1, 5, 30):
-        A, V = with_eigenvalues(torch.linspace(0.1, 1, n)), torch.randn(n, 3, dtype=F64, generator=seeded(1))
+        A, V = (
+            with_eigenvalues(torch.linspace(0.1, 1, n)),
+            torch.randn(n, 3, dtype=F64, generator=seeded(1)),
+        )
         nodes, weights = quadrature(*lanczos(A.matmul, V, n, reorthogonalize=True))
         eigenvalues, Q = torch.linalg.eigh(A)
         expected = (V * (Q * eigenvalues.log() @ Q.T @ V)).sum(0)
@@ -163,7 +208,9 @@ def test_quadrature(reorthogonalize: bool) -> None:
 
 
 def test_spaces_that_end_early() -> None:
-    """A vector in an invariant subspace: nodes after its end have weight 0 and stay among the eigenvalues."""
+    """A vector in an invariant subspace: nodes after its end have weight 0 and stay among the
+    eigenvalues.
+    """
     A = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64))
     V = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], dtype=F64)
     alpha, beta = lanczos(A.matmul, V, 4, reorthogonalize=True)
@@ -174,7 +221,9 @@ def test_spaces_that_end_early() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
-def test_logdet_of_matrices_that_are_not_positive(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logdet_of_matrices_that_are_not_positive(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of singular ones -inf, never NaN; of indefinite ones an error."""
     for A in (
         with_eigenvalues([0.0] * 5 + [1.0, 2.0, 3.0] * 5),
@@ -186,20 +235,26 @@ def test_logdet_of_matrices_that_are_not_positive(dtype: torch.dtype, monkeypatc
             value, error = logdet(A.to(dtype), generator=seeded(), return_error=True)
             assert value == -torch.inf
             assert torch.isnan(error)
-    with pytest.raises(ValueError, match=r"has a negative eigenvalue, at most -.*expected a positive definite matrix"):
+    with pytest.raises(
+        ValueError,
+        match=r"has a negative eigenvalue, at most -.*expected a positive definite matrix",
+    ):
         logdet(with_eigenvalues(torch.linspace(-1, 2, 30)).to(dtype), generator=seeded())
 
 
 def test_too_few_steps() -> None:
     """A warning if the quadrature has not converged: few steps, or a zero that they don't reach."""
     A = with_eigenvalues(torch.logspace(-6, 0, 60))
-    with pytest.warns(CurvatureWarning, match=r"has not converged: the last of 6 steps changed it.*more num_steps"):
+    with pytest.warns(
+        CurvatureWarning, match=r"has not converged: the last of 6 steps changed it.*more num_steps"
+    ):
         rough = logdet(A, 60, 6, generator=seeded())
     assert rough > A.logdet() + 10  # too large: small eigenvalues are not seen
     torch.testing.assert_close(logdet(A, 60, 60, generator=seeded()), A.logdet(), rtol=0.05, atol=0)
 
 
-# Names and the picture ----------------------------------------------------------------------------------------------
+# Names and the picture
+# ----------------------------------------------------------------------------------------------
 
 BOTH = "kappa={}, boundaries=None, margin=0.05, boundaries_tol=0.01"
 CACHED = "A, ncv, boundaries=None, boundaries_tol=0.01"
@@ -217,7 +272,9 @@ NAMES_OF_3_0_1 = {
 def test_names_of_curvlinops_3_0_1() -> None:
     for thing, names in NAMES_OF_3_0_1.items():
         parameters = inspect.signature(thing).parameters.values()
-        positional = [p.replace(annotation=p.empty) for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        positional = [
+            p.replace(annotation=p.empty) for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD
+        ]
         assert ", ".join(map(str, positional)) == names
 
 

@@ -51,7 +51,10 @@ class Brier(nn.Module):
 
 
 def mlp() -> Block:
-    return Block(nn.Linear(3, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    return Block(
+        nn.Linear(3, 4),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+    )
 
 
 def cnn() -> Block:
@@ -71,7 +74,9 @@ LOSSES: list[nn.Module] = [
 ]
 
 
-def make(model: Callable[[], Block] = mlp, *sizes: int) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
+def make(
+    model: Callable[[], Block] = mlp, *sizes: int
+) -> tuple[Block, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     made, shape = model().double().eval(), {mlp: (3,), cnn: (1, 3, 3), transformer: (2, 3)}[model]
     y = torch.tensor([0, 2, 1, 0, 2, 2]).split([*sizes, 6 - sum(sizes)])
@@ -79,7 +84,9 @@ def make(model: Callable[[], Block] = mlp, *sizes: int) -> tuple[Block, list[tup
 
 
 def expected(model: Block, loss: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The Hessian of the loss of all data together with respect to all activations, examples concatenated."""
+    """The Hessian of the loss of all data together with respect to all activations, examples
+    concatenated.
+    """
     z = torch.cat([model.head(X) for X, _ in data]).detach()
     y = torch.cat([y for _, y in data])
     return dense(lambda flat: loss(model.tail(flat.clone().view(z.shape)), y), z)
@@ -115,8 +122,13 @@ def test_hessian(name: Callable[[], Block], loss: nn.Module) -> None:
 def test_input_of_the_whole_model_and_num_data() -> None:
     model, data = make(mlp, 3)
     loss, (X, y) = nn.CrossEntropyLoss(), data[0]
-    found = ActivationHessianLinearOperator(model, loss, ("", "input", 0), data, num_data=30).to_dense()
-    close(found, dense(lambda flat: loss(model.tail(model.head(flat.view(X.shape)).clone()), y), X) / 10)
+    found = ActivationHessianLinearOperator(
+        model, loss, ("", "input", 0), data, num_data=30
+    ).to_dense()
+    close(
+        found,
+        dense(lambda flat: loss(model.tail(model.head(flat.view(X.shape)).clone()), y), X) / 10,
+    )
 
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -205,7 +217,9 @@ class Sum(nn.Module):
 
 def test_curvature_that_is_zero() -> None:
     model, X = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double(), normal(2, 3)
-    H = ActivationHessianLinearOperator(model, Sum(), ("0", "output", 0), [(X, torch.ones_like(X[:, :2]))])
+    H = ActivationHessianLinearOperator(
+        model, Sum(), ("0", "output", 0), [(X, torch.ones_like(X[:, :2]))]
+    )
     assert not H.to_dense().any()
 
 
@@ -215,7 +229,9 @@ class Again(nn.Module):
         self.first, self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False))
+        return self.last(
+            checkpoint(lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False)
+        )
 
 
 def test_activation_inside_of_checkpointing() -> None:
@@ -224,12 +240,16 @@ def test_activation_inside_of_checkpointing() -> None:
     h = model.first(data[0][0]).detach()
     ends: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         "input": (h, lambda z: loss(model.last(model.inner(z.view(2, 3)).tanh()), data[0][1])),
-        "output": (model.inner(h).detach(), lambda z: loss(model.last(z.view(2, 2).tanh()), data[0][1])),
+        "output": (
+            model.inner(h).detach(),
+            lambda z: loss(model.last(z.view(2, 2).tanh()), data[0][1]),
+        ),
     }
     for side, (at, function) in ends.items():
         with unchanged(model, data):
             close(
-                ActivationHessianLinearOperator(model, loss, ("inner", side, 0), data).to_dense(), dense(function, at)
+                ActivationHessianLinearOperator(model, loss, ("inner", side, 0), data).to_dense(),
+                dense(function, at),
             )
 
 

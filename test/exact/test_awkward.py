@@ -1,5 +1,5 @@
-"""Awkward models, with derivatives that PyTorch gets wrong or lacks: every operator is that of the same model in plain
-operations, or refuses the model by name.
+"""Awkward models, with derivatives that PyTorch gets wrong or lacks: every operator is that of the
+same model in plain operations, or refuses the model by name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def matrices(model: nn.Module, data: list[Any]) -> dict[str, Tensor]:
 
     def run(theta: Tensor, X: Tensor) -> Tensor:
         parts = theta.split([p.numel() for p in params.values()])
-        values = {key: part.view_as(p) for (key, p), part in zip(params.items(), parts, strict=True)}
+        values = {
+            key: part.view_as(p) for (key, p), part in zip(params.items(), parts, strict=True)
+        }
         return functional_call(model, values, (X,))
 
     rows, total = [], {"g": 0, "GGN": 0, "H": 0}
@@ -55,7 +57,7 @@ def matrices(model: nn.Module, data: list[Any]) -> dict[str, Tensor]:
     return {"J": torch.cat(rows), **total}
 
 
-# ------------------------------------------------------------------------------------------------- in plain operations
+# ------------------------------------------------------------------------------ in plain operations
 class PlainNorm(nn.Module):
     """Batch norm, instance norm or group norm."""
 
@@ -85,7 +87,11 @@ class PlainTable(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = one_hot(x, len(self.weight)).to(F64) @ self.weight
-        return rows if self.padding is None else torch.where((x == self.padding)[..., None], rows.detach(), rows)
+        return (
+            rows
+            if self.padding is None
+            else torch.where((x == self.padding)[..., None], rows.detach(), rows)
+        )
 
 
 class PlainWeightNorm(nn.Module):
@@ -111,7 +117,9 @@ class Checkpointed(nn.Module):
 
 PLAIN: dict[type, Callable[[Any], nn.Module]] = {
     nn.Embedding: PlainTable,
-    type(nn.utils.parametrizations.weight_norm(nn.Linear(1, 1)).parametrizations.weight[0]): PlainWeightNorm,
+    type(
+        nn.utils.parametrizations.weight_norm(nn.Linear(1, 1)).parametrizations.weight[0]
+    ): PlainWeightNorm,
     Checkpointed: lambda part: plain(part.inner),
 } | dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm2d, nn.GroupNorm), PlainNorm)
 
@@ -128,7 +136,7 @@ def plain(model: nn.Module) -> nn.Module:
     return model
 
 
-# --------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 class Deviates(torch.autograd.Function):
     """The identity, whose tangents are wrong where they are not all alike."""
 
@@ -231,17 +239,29 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
     "wrong tangents": middle(lambda net, h: Deviates.apply(h), lambda net, h: h),
     "nothing arrives": middle(lambda net, h: h.detach(), lambda net, h: h.detach()),
     "a later branch without tangents": middle(in_small_batches, lambda net, h: h * h),
-    "batch norm of one image": (lambda: images(trained(nn.BatchNorm2d(3)), nn.Tanh(), nn.Conv2d(3, 3, 1)), plain),
+    "batch norm of one image": (
+        lambda: images(trained(nn.BatchNorm2d(3)), nn.Tanh(), nn.Conv2d(3, 3, 1)),
+        plain,
+    ),
     "batch norm in training": (lambda: images(nn.BatchNorm2d(3)), plain),
     "instance norm": (lambda: images(nn.InstanceNorm2d(3, affine=True)), plain),
     "group norm": (lambda: rows(nn.Unflatten(1, (2, 1, 2)), nn.GroupNorm(2, 2, eps=1e-2)), plain),
     "group norm of one group": (lambda: rows(nn.GroupNorm(1, 4, affine=False)), plain),
-    "group norm run again": (lambda: rows(Checkpointed(nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()))), plain),
+    "group norm run again": (
+        lambda: rows(Checkpointed(nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()))),
+        plain,
+    ),
     "weight norm": (lambda: rows(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), plain),
-    "weight norm of a matrix": (lambda: rows(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4), dim=None)), plain),
+    "weight norm of a matrix": (
+        lambda: rows(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4), dim=None)),
+        plain,
+    ),
     "padding": (lambda: tokens(nn.Embedding(7, 2, padding_idx=-5)), plain),
     "padding run again": (lambda: tokens(Checkpointed(nn.Embedding(7, 2, padding_idx=3))), plain),
-    "a table scaled by frequency": (lambda: tokens(nn.Embedding(7, 2, scale_grad_by_freq=True)), plain),
+    "a table scaled by frequency": (
+        lambda: tokens(nn.Embedding(7, 2, scale_grad_by_freq=True)),
+        plain,
+    ),
     "forces": (Forces, lambda model: named(PlainForces(), model)),
     "a step inside": (Steps, lambda model: named(PlainSteps(), model)),
 }
@@ -250,15 +270,24 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
 NOT_RECORDED = ("nothing arrives", "batch norm in training", "forces")
 
 
-def with_data(make: Callable[[], nn.Module], dtype: torch.dtype = F64) -> tuple[nn.Module, list[Any]]:
+def with_data(
+    make: Callable[[], nn.Module], dtype: torch.dtype = F64
+) -> tuple[nn.Module, list[Any]]:
     """A model, and batches of three, one and two examples."""
     torch.manual_seed(0)
     model = make().to(dtype)
     first = next(p for p in model.parameters())
     if any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in model.modules()):
-        X = [torch.tensor([[0, 1, 5], [2, 2, 3], [4, 2, 6]]), torch.tensor([[3, 3, 1]]), torch.tensor([[3, 5, 2]] * 2)]
+        X = [
+            torch.tensor([[0, 1, 5], [2, 2, 3], [4, 2, 6]]),
+            torch.tensor([[3, 3, 1]]),
+            torch.tensor([[3, 5, 2]] * 2),
+        ]
     elif first.ndim == 4:
-        X = [normal(n, 2, 4, 5, seed=n).to(dtype, memory_format=torch.channels_last) for n in (3, 1, 2)]
+        X = [
+            normal(n, 2, 4, 5, seed=n).to(dtype, memory_format=torch.channels_last)
+            for n in (3, 1, 2)
+        ]
     else:
         X = [normal(n, first.shape[-1], seed=n).to(dtype) for n in (3, 1, 2)]
     return model, [(x, copy.deepcopy(model)(x.clone()).argmin(1)) for x in X]
@@ -271,7 +300,11 @@ def test_every_operator_is_that_of_plain_operations(name: str) -> None:
     expected = matrices(twin(model), data)
     with unchanged(model, data):
         risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
-        eye, V, m = torch.eye(risk.space.dim, dtype=F64), normal(risk.space.dim, 2), len(expected["J"])
+        eye, V, m = (
+            torch.eye(risk.space.dim, dtype=F64),
+            normal(risk.space.dim, 2),
+            len(expected["J"]),
+        )
         close(torch.cat([g.flatten() for g in risk.gradient().values()]), expected["g"])
         for kind, key in ((GGN, "GGN"), (Hessian, "H"), (Jacobian, "J")):
             A = kind(risk)
@@ -279,14 +312,18 @@ def test_every_operator_is_that_of_plain_operations(name: str) -> None:
             close(A.to_dense(), expected[key], what=key)
             close(A @ eye, expected[key], what=f"{key} V")
             if kind is not Hessian:
-                close(kind(risk, chunk_size=1) @ V, expected[key] @ V, what=f"{key}, column by column")
+                close(
+                    kind(risk, chunk_size=1) @ V, expected[key] @ V, what=f"{key}, column by column"
+                )
         close(GGN(risk).quadratic_form(V.T), V.T @ expected["GGN"] @ V)
         close(Jacobian(risk).T @ torch.eye(m, dtype=F64), expected["J"].T)
         B = GGNFactor(risk).to_dense()
         close(B @ B.T, expected["GGN"])
         if name not in NOT_RECORDED:
             close(curvature(risk, DiagonalBlock).diagonal(), expected["GGN"].diagonal())
-        if isinstance(model, nn.Sequential) and not isinstance(model[0], (nn.Embedding, Checkpointed)):
+        if isinstance(model, nn.Sequential) and not isinstance(
+            model[0], (nn.Embedding, Checkpointed)
+        ):
             found = ActivationHessian(risk, ("0", "output", 0)).to_dense()
             close(found, torch.block_diag(*of_activations(twin(model), data)))
 
@@ -307,7 +344,11 @@ def test_gradients_that_a_hook_reverses() -> None:
     twin = named(Net(lambda net, h: 2 * h.tanh().detach() - h.tanh()), model)
     data = [(normal(n, 3, seed=n), torch.arange(n) % 2) for n in (5, 3)]
     risk, expected = EmpiricalRisk(model, nn.CrossEntropyLoss(), data), matrices(twin, data)
-    for v in (normal(risk.space.dim), torch.ones(risk.space.dim, dtype=F64), normal(risk.space.dim, 2)):
+    for v in (
+        normal(risk.space.dim),
+        torch.ones(risk.space.dim, dtype=F64),
+        normal(risk.space.dim, 2),
+    ):
         close(GGN(risk) @ v, expected["GGN"] @ v)
         close(Jacobian(risk) @ v, expected["J"] @ v)
 
@@ -322,19 +363,25 @@ def test_vectors_whose_squares_underflow() -> None:
     )
     v = torch.randn(risk.space.dim)
     for size in (1e-21, 1e-22, 1e-23):
-        torch.testing.assert_close(GGN(risk) @ (size * v) / size, GGN(risk) @ v, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            GGN(risk) @ (size * v) / size, GGN(risk) @ v, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_columns_of_a_group_norm_before_any_vector() -> None:
-    """PyTorch's second derivative of several columns is wrong for one image of as many positions as channels."""
+    """PyTorch's second derivative of several columns is wrong for one image of as many positions as
+    channels.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.GroupNorm(1, 3, eps=0.1), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 1), nn.GroupNorm(1, 3, eps=0.1), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)
+    )
     data = [(normal(1, 2, 3), torch.tensor([1]))]
     expected = matrices(plain(model.double()), data)
     close(Hessian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).to_dense(), expected["H"])
 
 
-# -------------------------------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------------ refused
 class RawBag(nn.Module):
     """By a function that is not replaced."""
 
@@ -343,7 +390,9 @@ class RawBag(nn.Module):
         self.bag = nn.EmbeddingBag(7, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.embedding_bag(self.bag.weight, x.flatten(), torch.arange(0, x.numel(), x.shape[1]))[0]
+        return torch.embedding_bag(
+            self.bag.weight, x.flatten(), torch.arange(0, x.numel(), x.shape[1])
+        )[0]
 
 
 def distances(net: nn.Module, h: Tensor) -> Tensor:
@@ -363,10 +412,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = {
         ALL,
         "can be differentiated once.*Once",
     ),
-    "clipped gradients": (lambda: Net(clipped), (GGN, Jacobian), "not the derivative of its forward pass"),
-    "distances": (lambda: Net(distances), ALL_OF_NET, "uses cdist, which PyTorch can't differentiate twice. Write it"),
+    "clipped gradients": (
+        lambda: Net(clipped),
+        (GGN, Jacobian),
+        "not the derivative of its forward pass",
+    ),
+    "distances": (
+        lambda: Net(distances),
+        ALL_OF_NET,
+        "uses cdist, which PyTorch can't differentiate twice. Write it",
+    ),
     "raw bags": (RawBag, ALL, "uses embedding_bag, which PyTorch can't differentiate twice"),
-    "forces without a graph": (lambda: Forces(False), ALL, "does not depend .* without create_graph=True"),
+    "forces without a graph": (
+        lambda: Forces(False),
+        ALL,
+        "does not depend .* without create_graph=True",
+    ),
 }
 
 
@@ -374,11 +435,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = {
 def test_what_is_refused(name: str) -> None:
     make, kinds, words = REFUSED[name]
     model, data = with_data(make)
-    raw = name in ("distances", "raw bags", "once differentiable")  # rows of a Jacobian go back once
+    raw = name in (
+        "distances",
+        "raw bags",
+        "once differentiable",
+    )  # rows of a Jacobian go back once
     for kind in kinds:
         for form in ("vector", *(["dense"] if kind not in (GGN, Jacobian) or not raw else [])):
             refused: AbstractContextManager[object] = pytest.raises(UnsupportedError, match=words)
-            refused = refuses_cdist(words) if name == "distances" else refused  # draws random numbers
+            refused = (
+                refuses_cdist(words) if name == "distances" else refused
+            )  # draws random numbers
             with unchanged(model), refused:
                 A: Any = kind(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
                 n = A.shape[1]
@@ -386,12 +453,16 @@ def test_what_is_refused(name: str) -> None:
     if raw:
         J = Jacobian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
         f = torch.cat([model(x).flatten() for x, _ in data])
-        rows = [torch.autograd.grad(number, [*model.parameters()], retain_graph=True) for number in f]
+        rows = [
+            torch.autograd.grad(number, [*model.parameters()], retain_graph=True) for number in f
+        ]
         close(J.to_dense(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))
 
 
 def test_a_dense_ggn_by_rows_goes_back_once() -> None:
-    """A bag of embeddings can't be differentiated twice, and rows of the Jacobian of few outputs needn't be."""
+    """A bag of embeddings can't be differentiated twice, and rows of the Jacobian of few outputs
+    needn't be.
+    """
     model, data = with_data(RawBag)
     numbers = sum(len(y) for _, y in data)
     f = torch.cat([model(x).flatten() for x, _ in data])

@@ -11,7 +11,14 @@ from cases import close, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
 
-from curvlinops_plus import GGN, EmpiricalRisk, GGNLinearOperator, Hessian, HessianLinearOperator, Jacobian
+from curvlinops_plus import (
+    GGN,
+    EmpiricalRisk,
+    GGNLinearOperator,
+    Hessian,
+    HessianLinearOperator,
+    Jacobian,
+)
 from curvlinops_plus.errors import UnsupportedError
 
 
@@ -26,11 +33,16 @@ def data() -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
 def test_derivatives_that_are_zero(dtype: torch.dtype) -> None:
-    """A norm takes the bias in front of it away; what rounding leaves is no sign of a wrong backward pass."""
+    """A norm takes the bias in front of it away; what rounding leaves is no sign of a wrong
+    backward pass.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3), nn.Tanh()).to(dtype)
     batches = [(normal(2, 2, 5, 5).to(dtype), normal(2, 3, 3, 3).to(dtype))]
-    risk, v = EmpiricalRisk(model, nn.MSELoss(), batches, [model[0].bias]), torch.ones(3, dtype=dtype)
+    risk, v = (
+        EmpiricalRisk(model, nn.MSELoss(), batches, [model[0].bias]),
+        torch.ones(3, dtype=dtype),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for A in (GGN(risk), Hessian(risk), Jacobian(risk)):
@@ -41,7 +53,9 @@ def test_derivatives_that_are_zero(dtype: torch.dtype) -> None:
 def test_parameters_that_nothing_reads() -> None:
     model = nn.Linear(4, 4).double().requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=F64)))
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(3, 4), normal(3, 4, seed=1))], [model.unused])
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), [(normal(3, 4), normal(3, 4, seed=1))], [model.unused]
+    )
     for kind in (GGN, Jacobian, Hessian):
         with pytest.raises(UnsupportedError, match="does not depend on any of the parameters"):
             kind(risk).to_dense()
@@ -72,7 +86,10 @@ def test_blocks_of_which_one_is_zero(block_sizes: list[int] | None) -> None:
     for block, size in enumerate(sizes):
         owner += [block] * size
     whole = [
-        [(h if owner[i] == owner[j] else torch.zeros_like(h)).reshape(params[i].numel(), -1) for j, h in enumerate(row)]
+        [
+            (h if owner[i] == owner[j] else torch.zeros_like(h)).reshape(params[i].numel(), -1)
+            for j, h in enumerate(row)
+        ]
         for i, row in enumerate(rows)
     ]
     expected, V = torch.cat([torch.cat(row, 1) for row in whole]), normal(31, 2)
@@ -96,7 +113,10 @@ def test_a_loss_that_reads_parameters(kind: Any) -> None:
         return cross(f, y) + sum(p.square().sum() for p in params) / 2
 
     A = kind(model, past, params, data())
-    with unchanged(model), pytest.raises(ValueError, match=r"parameters \['0.weight', '0.bias'.*from elsewhere"):
+    with (
+        unchanged(model),
+        pytest.raises(ValueError, match=r"parameters \['0.weight', '0.bias'.*from elsewhere"),
+    ):
         A.gradient_and_loss()
     if kind is HessianLinearOperator:
         with unchanged(model), pytest.raises(ValueError, match="from elsewhere"):

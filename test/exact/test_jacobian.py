@@ -30,7 +30,9 @@ def jacobian_of(p: Problem, **options: Any) -> JacobianLinearOperator:
 
 
 def factor_of(p: Problem, **options: Any) -> GGNFactorLinearOperator:
-    return GGNFactorLinearOperator(p.model, p.loss, p.params, p.data, **{**p.net.options, **options})
+    return GGNFactorLinearOperator(
+        p.model, p.loss, p.params, p.data, **{**p.net.options, **options}
+    )
 
 
 def dense(p: Problem) -> Tensor:
@@ -43,7 +45,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-# ------------------------------------------------------------------------------------------------------------- products
+# ----------------------------------------------------------------------------------------- products
 @pytest.mark.parametrize("name", NETS)
 def test_jacobian(name: str) -> None:
     p = problem(name)
@@ -53,7 +55,9 @@ def test_jacobian(name: str) -> None:
         J = jacobian_of(p)
         assert J.shape == matrix.shape
         if name != "uneven sequences":
-            assert J.out_shapes == ((sum(len(b.f) for b in p.exact.batches), *p.exact.batches[0].f.shape[1:]),)
+            assert J.out_shapes == (
+                (sum(len(b.f) for b in p.exact.batches), *p.exact.batches[0].f.shape[1:]),
+            )
         V, U = normal(J.shape[1], 3), normal(J.shape[0], 3)
         close(J @ V, matrix @ V)
         close(J @ V[:, 0], matrix @ V[:, 0])
@@ -87,7 +91,9 @@ def test_rows_are_examples_terms_columns() -> None:
     uneven = problem("uneven sequences")
     columns = sum(b.terms[..., 1:].numel() for b in uneven.exact.batches)
     assert factor_of(uneven).in_shapes == ((columns,),)
-    assert jacobian_of(uneven, output=lambda f: f.mean(2)).out_shapes == ((sum(b.N for b in uneven.exact.batches), 3),)
+    assert jacobian_of(uneven, output=lambda f: f.mean(2)).out_shapes == (
+        (sum(b.N for b in uneven.exact.batches), 3),
+    )
 
 
 @pytest.mark.parametrize("kind", [Jacobian, GGNFactor])
@@ -106,11 +112,17 @@ def test_rows_are_as_many_as_in_the_first_pass(kind: Any, number: int) -> None:
 
 @pytest.mark.parametrize("kind", [GGN, GGNFactor, Hessian, Jacobian])
 def test_other_values_than_the_model_s_own(kind: Any) -> None:
-    model, data = mlp(), [(normal(3, 3), torch.arange(3) % 2), (normal(2, 3, seed=1), torch.arange(2) % 2)]
+    model, data = (
+        mlp(),
+        [(normal(3, 3), torch.arange(3) % 2), (normal(2, 3, seed=1), torch.arange(2) % 2)],
+    )
     other = {key: p.detach() + 1 for key, p in model.named_parameters()}
     moved = mlp()
     moved.load_state_dict(other)
-    A, B = (kind(EmpiricalRisk(m, nn.CrossEntropyLoss(), data, p)) for m, p in ((model, other), (moved, None)))
+    A, B = (
+        kind(EmpiricalRisk(m, nn.CrossEntropyLoss(), data, p))
+        for m, p in ((model, other), (moved, None))
+    )
     v, u = normal(A.shape[1]), normal(A.shape[0])
     close(A @ v, B @ v)
     close(A.T @ u, B.T @ u)
@@ -146,9 +158,15 @@ def test_outputs_of_several_losses() -> None:
     def output(f: Tensor) -> dict[str, Tensor]:
         return {"a": f[:, :1], "b": f.sin()}
 
-    data = [(x, {"a": normal(len(x), 1), "b": torch.zeros(len(x), dtype=torch.long)}) for x in X.split([2, 3])]
+    data = [
+        (x, {"a": normal(len(x), 1), "b": torch.zeros(len(x), dtype=torch.long)})
+        for x in X.split([2, 3])
+    ]
     J = Jacobian(EmpiricalRisk(model, losses, data, output=output), check_deterministic=True)
-    assert {key: list(shape) for key, shape in J.out_space.shapes.items()} == {"a": [5, 1], "b": [5, 2]}
+    assert {key: list(shape) for key, shape in J.out_space.shapes.items()} == {
+        "a": [5, 1],
+        "b": [5, 2],
+    }
     theta = {key: p.detach() for key, p in model.named_parameters()}
 
     def rows(t: dict[str, Tensor]) -> Tensor:
@@ -164,7 +182,7 @@ def test_outputs_of_several_losses() -> None:
     close(few.to_dense(), matrix[:, -2:])  # by tangents: there are fewer parameters than outputs
 
 
-# ------------------------------------------------------------------------------------------------- modes and precisions
+# ----------------------------------------------------------------------------- modes and precisions
 def test_operations_that_cannot_be_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Batching rule not implemented")
@@ -187,17 +205,27 @@ class Squared(nn.Module):
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("middle", [nn.Tanh, Squared])
 def test_dropout_draws_the_same_for_value_and_derivative(middle: Any, columns: int) -> None:
-    """The forward pass, the tangents of several columns, and a pass that begins anew, are those of one mask."""
+    """The forward pass, the tangents of several columns, and a pass that begins anew, are those of
+    one mask.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), middle(), nn.Linear(8, 2)).double().train()
+    model = (
+        nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), middle(), nn.Linear(8, 2)).double().train()
+    )
     X = normal(4, 3)
-    G = GGN(EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2))], check=False), check_deterministic=False)
+    G = GGN(
+        EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2))], check=False),
+        check_deterministic=False,
+    )
     V = normal(G.shape[1], columns)
     torch.manual_seed(1)
     found = G @ V
     torch.manual_seed(1)
     f, params = model(X).flatten(), [*model.parameters()]
-    rows = [torch.cat([g.flatten() for g in torch.autograd.grad(x, params, retain_graph=True)]) for x in f]
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(x, params, retain_graph=True)])
+        for x in f
+    ]
     J = torch.stack(rows)
     close(found, 2 / 8 * J.T @ (J @ V))
 
@@ -215,7 +243,9 @@ def test_dropout_of_several_batches(columns: int) -> None:
     """Both products see the same random numbers, which go on from batch to batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(3, 3, seed=k), normal(3, 2)) for k in range(3)], check=False)
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), [(normal(3, 3, seed=k), normal(3, 2)) for k in range(3)], check=False
+    )
     J = Jacobian(risk, check_deterministic=False)
     V, U, seed = normal(J.shape[1], columns), normal(J.shape[0], columns, seed=1), torch.manual_seed
     close((U * (seed(1) and J @ V)).sum(), (V * (seed(1) and J.T @ U)).sum())

@@ -1,5 +1,5 @@
-"""Each mode of vectors in the exact operators, against the same mode in `curvature`; their products and quadratic forms
-as functions of vectors; the composing door and the classic one.
+"""Each mode of vectors in the exact operators, against the same mode in `curvature`; their products
+and quadratic forms as functions of vectors; the composing door and the classic one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def test_every_mode_is_the_same_matrix_everywhere(name: str, mode: str) -> None:
         for J in (normal(len(dense)), normal(3, len(dense)), normal(2, 4, len(dense))):
             close(G.quadratic_form(J), J @ dense @ J.mT if J.ndim > 1 else J @ dense @ J)
     terms = p.exact.batches[0].terms.shape[1]
-    if mode != "mc" or terms == 1:  # products of different terms of an example are left out: they are 0 in the mean
+    if (
+        mode != "mc" or terms == 1
+    ):  # products of different terms of an example are left out: they are 0 in the mean
         close(p.exact.only_blocks(dense, False), full_blocks(p.risk(), vectors))
 
 
@@ -137,14 +139,19 @@ def test_every_mode_with_several_losses(mode: str) -> None:
     check_factor(two_losses(), vectors, G, dense)
     if mode != "mc":
         close(dense, full_blocks(two_losses(), vectors))
-    cross = dense[:6, 6:12].abs().max() / dense.abs().max()  # weights of one output with those of the other
+    cross = (
+        dense[:6, 6:12].abs().max() / dense.abs().max()
+    )  # weights of one output with those of the other
     assert (cross > 1e-3) == (mode in ("curvature propagation", "empirical")), f"{float(cross):.1e}"
 
 
 def test_columns_of_several_losses() -> None:
     risk = two_losses()
     B = GGNFactor(risk)
-    assert {key: list(shape) for key, shape in B.in_space.shapes.items()} == {"a": [7, 1, 1], "b": [7, 1, 2]}
+    assert {key: list(shape) for key, shape in B.in_space.shapes.items()} == {
+        "a": [7, 1, 1],
+        "b": [7, 1, 2],
+    }
     u = {"a": normal(7, 1, 1), "b": torch.zeros(7, 1, 2, dtype=F64)}
     data = [(X, y["a"]) for X, y in risk.data]
     own = GGNFactor(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data, output=itemgetter("a")))
@@ -164,23 +171,35 @@ class OfUser(nn.Module):
 def test_a_loss_without_likelihood_beside_one_that_has_one() -> None:
     """Its matrix is that of the same loss with a likelihood, at half of its weight."""
     G, half = GGN(two_losses(OfUser())), two_losses()
-    half = EmpiricalRisk(half.model, {"a": nn.CrossEntropyLoss(), "b": (nn.MSELoss(), 0.15)}, half.data)
+    half = EmpiricalRisk(
+        half.model, {"a": nn.CrossEntropyLoss(), "b": (nn.MSELoss(), 0.15)}, half.data
+    )
     expected, V = GGN(half).to_dense(), normal(16, 2)
     close(G.to_dense(), expected)
     close(G @ V, expected @ V)
     close(G.quadratic_form(V.T), V.T @ expected @ V)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.HuberLoss()], ids=["likelihood", "none"])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.HuberLoss()], ids=["likelihood", "none"]
+)
 def test_columns_of_large_results(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are backpropagated one by one, into the sum over batches, also where several pieces go forward."""
+    """They are backpropagated one by one, into the sum over batches, also where several pieces go
+    forward.
+    """
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    targets = (lambda n: torch.arange(n) % 3) if isinstance(loss, nn.CrossEntropyLoss) else (lambda n: normal(n, 3))
+    targets = (
+        (lambda n: torch.arange(n) % 3)
+        if isinstance(loss, nn.CrossEntropyLoss)
+        else (lambda n: normal(n, 3))
+    )
     risk = EmpiricalRisk(model, loss, [(normal(n, 4), targets(n)) for n in (6, 4, 5)])
     V = normal(risk.space.dim, 7)
     operators = [GGN(risk), Hessian(risk), Jacobian(risk), Jacobian(risk).T]
     vectors = [V, V, V, Jacobian(risk) @ V]
-    expected = [torch.stack([A @ v for v in X.T], 1) for A, X in zip(operators, vectors, strict=True)]
+    expected = [
+        torch.stack([A @ v for v in X.T], 1) for A, X in zip(operators, vectors, strict=True)
+    ]
     monkeypatch.setattr(passes, "_CPU_NUMBERS", 1)
     monkeypatch.setattr(passes, "_COLUMNS", 3)
     operators = [GGN(risk), Hessian(risk), Jacobian(risk), Jacobian(risk).T]
@@ -201,7 +220,10 @@ class Nothing(Mixed):
 
 def test_columns_of_a_random_model_are_those_of_one_draw() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout()).double()
-    G = GGN(EmpiricalRisk(model, nn.MSELoss(), [(normal(6, 3), normal(6, 4))]), check_deterministic=False)
+    G = GGN(
+        EmpiricalRisk(model, nn.MSELoss(), [(normal(6, 3), normal(6, 4))]),
+        check_deterministic=False,
+    )
     torch.manual_seed(0)
     M, v = G.to_dense(), normal(16)
     torch.manual_seed(0)
@@ -217,7 +239,9 @@ def test_vectors_that_are_none_make_zero() -> None:
 def test_random_vectors_follow_the_order_of_the_data() -> None:
     p = problem("mlp")
     X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
-    shuffled = DataLoader(TensorDataset(X, y), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
+    shuffled = DataLoader(
+        TensorDataset(X, y), 2, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     for vectors in (MonteCarlo(), CurvaturePropagation()):
         with pytest.raises(RuntimeError, match="another order each time"):
             GGN(p.risk(shuffled), vectors, check_deterministic=True)
@@ -225,7 +249,7 @@ def test_random_vectors_follow_the_order_of_the_data() -> None:
     GGN(p.risk(shuffled), Empirical(), check_deterministic=True)
 
 
-# ------------------------------------------------------------------------------------ products as functions of a vector
+# ---------------------------------------------------------------- products as functions of a vector
 EXACT: dict[str, Any] = {
     "GGN": GGN,
     "Monte Carlo": lambda risk: GGN(risk, MonteCarlo(2)),
@@ -262,16 +286,24 @@ def test_derivatives_of_quadratic_forms(name: str) -> None:
         assert not A.quadratic_form(J).requires_grad
 
 
-# ---------------------------------------------------------------------------------------------------------- two doors
+# ---------------------------------------------------------------------------------------- two doors
 def doors(p: Problem) -> list[tuple[Any, type, Any]]:
     """A classic operator, its class in the composing door, and one of a risk."""
     given = (p.model, p.loss, p.params, p.data)
     return [
         (GGNLinearOperator(*given), GGN, GGN(p.risk())),
         (EFLinearOperator(*given), GGN, GGN(p.risk(), Empirical(per_term=True))),
-        (FisherMCLinearOperator(*given, seed=3, mc_samples=2), GGN, GGN(p.risk(), MonteCarlo(2, 3))),
+        (
+            FisherMCLinearOperator(*given, seed=3, mc_samples=2),
+            GGN,
+            GGN(p.risk(), MonteCarlo(2, 3)),
+        ),
         (HessianLinearOperator(*given), Hessian, Hessian(p.risk())),
-        (HessianLinearOperator(*given, block_sizes=[2, 6]), Hessian, Hessian(p.risk(), block_sizes=[2, 6])),
+        (
+            HessianLinearOperator(*given, block_sizes=[2, 6]),
+            Hessian,
+            Hessian(p.risk(), block_sizes=[2, 6]),
+        ),
         (JacobianLinearOperator(*given[:1], *given[2:]), Jacobian, Jacobian(p.risk())),
         (GGNFactorLinearOperator(*given), GGNFactor, GGNFactor(p.risk())),
         (

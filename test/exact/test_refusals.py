@@ -31,7 +31,13 @@ from curvlinops_plus import (
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 
 HEAD = ("0", "output", 0)
-KINDS = (HessianLinearOperator, GGNLinearOperator, EFLinearOperator, FisherMCLinearOperator, GGNFactorLinearOperator)
+KINDS = (
+    HessianLinearOperator,
+    GGNLinearOperator,
+    EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNFactorLinearOperator,
+)
 ROWS = (JacobianLinearOperator, TransposedJacobianLinearOperator)
 
 
@@ -41,7 +47,9 @@ def net(*layers: nn.Module) -> nn.Sequential:
 
 
 def data(y: Any = None) -> list[Any]:
-    return [(normal(n, 3, seed=n), torch.arange(n) % 2 if y is None else normal(n, 2)) for n in (4, 2)]
+    return [
+        (normal(n, 3, seed=n), torch.arange(n) % 2 if y is None else normal(n, 2)) for n in (4, 2)
+    ]
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -59,7 +67,9 @@ class Changing:
         return iter([(torch.rand(2, 3, dtype=F64), torch.zeros(2, 2))])
 
 
-def classic(kind: Any, batches: Any = None, model: Any = None, loss: Any = None, **options: Any) -> Any:
+def classic(
+    kind: Any, batches: Any = None, model: Any = None, loss: Any = None, **options: Any
+) -> Any:
     model, batches = net() if model is None else model, data() if batches is None else batches
     params = list(model.parameters())
     if kind in ROWS:
@@ -69,7 +79,9 @@ def classic(kind: Any, batches: Any = None, model: Any = None, loss: Any = None,
 
 def activation(which: Any, batches: Any = None, model: Any = None, loss: Any = None) -> Any:
     batches = data() if batches is None else batches
-    return ActivationHessianLinearOperator(model or net(), loss or nn.CrossEntropyLoss(), which, batches)
+    return ActivationHessianLinearOperator(
+        model or net(), loss or nn.CrossEntropyLoss(), which, batches
+    )
 
 
 def risk(loss: nn.Module | None = None) -> EmpiricalRisk:
@@ -90,7 +102,7 @@ class Square(nn.Module):
 
 Case = tuple[Callable[[], object], type[Exception], str]
 REFUSED: dict[str, Case] = {
-    # ------------------------------------------------------------------------------------------------------ arguments
+    # ------------------------------------------------------------------------------------ arguments
     "too few blocks": (lambda: Hessian(risk(), block_sizes=[1]), ValueError, "must be positive and add up to 4"),
     "blocks of a GGN": (
         lambda: classic(GGNLinearOperator, block_sizes=[4]),
@@ -99,7 +111,7 @@ REFUSED: dict[str, Case] = {
     ),
     "unknown vectors": (lambda: GGN(risk(), "ggn"), ValueError, "Unknown vectors"),
     "no vectors": (lambda: GGN(risk(), ForwardOnly()), ValueError, r"GGN needs vectors .*; ForwardOnly\(\) sends none"),
-    # --------------------------------------------------------------------------------------------------------- losses
+    # --------------------------------------------------------------------------------------- losses
     "a root of any loss": (lambda: GGNFactor(risk(nn.HuberLoss())), UnsupportedError, "no likelihood is registered"),
     "a root with two variables": (
         lambda: GGN(risk(nn.GaussianNLLLoss()), "ggn_exact"),
@@ -116,7 +128,7 @@ REFUSED: dict[str, Case] = {
         UnsupportedError,
         "none",
     ),
-    # ----------------------------------------------------------------------------------------------------------- data
+    # ----------------------------------------------------------------------------------------- data
     "rows of an iterator": (
         lambda: classic(ROWS[0], iter(loader())),
         ValueError,
@@ -144,7 +156,7 @@ REFUSED: dict[str, Case] = {
         RuntimeError,
         r"same order each time \(shuffle=False\)",
     ),
-    # ---------------------------------------------------------------------------------------------------- activations
+    # ---------------------------------------------------------------------------------- activations
     "no module": (lambda: activation(("9", "output", 0)), ValueError, "must be .module name.* one of the modules"),
     "no side": (lambda: activation(("0", "outputs", 0)), ValueError, "must be .module name"),
     "no position": (lambda: activation(("0", "output", "0")), ValueError, "must be .module name"),

@@ -1,4 +1,6 @@
-"""Models that are random, which operators of a risk refuse by default, after looking at a few examples."""
+"""Models that are random, which operators of a risk refuse by default, after looking at a few
+examples.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ EXACT: dict[str, Make] = {
     "GGNFactor": GGNFactor,
     "Hessian": Hessian,
     "Jacobian": Jacobian,
-    "ActivationHessian": lambda risk, **options: ActivationHessian(risk, ("0", "output", 0), **options),
+    "ActivationHessian": lambda risk, **options: ActivationHessian(
+        risk, ("0", "output", 0), **options
+    ),
 }
 BLOCKS: dict[str, Make] = {
     "EKFAC": lambda risk: curvature(risk, EKFAC),
@@ -41,7 +45,9 @@ class Noise(nn.Module):
 
 
 class Rarely(nn.Module):
-    """Random in training mode, with a probability; draws a number in evaluation mode, too, perhaps for nothing."""
+    """Random in training mode, with a probability; draws a number in evaluation mode, too, perhaps
+    for nothing.
+    """
 
     def __init__(self, probability: float, always: float = 0.0) -> None:
         super().__init__()
@@ -70,11 +76,20 @@ def spectral() -> nn.Module:
 
 #: The layer in the middle, and the words; in evaluation mode some of them pass.
 RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: nn.Dropout(0.5), r"Two evaluations of the model.*training mode: '1' \(Dropout\).*model.eval"),
+    "dropout": (
+        lambda: nn.Dropout(0.5),
+        r"Two evaluations of the model.*training mode: '1' \(Dropout\).*model.eval",
+    ),
     # Two evaluations agree nearly always, so drawing numbers in training mode is refused.
-    "stochastic depth": (lambda: Rarely(1e-6), "draws random numbers in training mode, in code of its own.*model.ev"),
+    "stochastic depth": (
+        lambda: Rarely(1e-6),
+        "draws random numbers in training mode, in code of its own.*model.ev",
+    ),
     "noise": (Noise, r"Does it draw random numbers"),
-    "random in evaluation": (lambda: Rarely(0.3, always=0.3), "Two evaluations of the model|depend on each other"),
+    "random in evaluation": (
+        lambda: Rarely(0.3, always=0.3),
+        "Two evaluations of the model|depend on each other",
+    ),
 }
 
 

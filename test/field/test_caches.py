@@ -1,6 +1,8 @@
-"""Modules that keep what they computed from a parameter, as caches of eval mode do: each pass computes it anew.
+"""Modules that keep what they computed from a parameter, as caches of eval mode do: each pass
+computes it anew.
 
-The right values come from plain autograd, one example after the other, of a module that keeps nothing.
+The right values come from plain autograd, one example after the other, of a module that keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +119,11 @@ LOSS = nn.CrossEntropyLoss()
 def network(way: str | None = None) -> nn.Sequential:
     Bias.of_method.cache_clear()
     make, look_up = (lambda: None, Bias.entries) if way is None else WAYS[way]
-    model = nn.Sequential(nn.Linear(4, 6), Bias(make(), look_up), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    model = (
+        nn.Sequential(nn.Linear(4, 6), Bias(make(), look_up), nn.Tanh(), nn.Linear(6, 3))
+        .double()
+        .eval()
+    )
     with torch.no_grad():
         for k, p in enumerate(model.parameters()):
             p.copy_(normal(*p.shape, seed=k) / 2)
@@ -132,11 +138,18 @@ def truth() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of examples, the loss's gradient, its GGN and its Hessian, by autograd."""
     model, X, y = network(), *map(torch.cat, zip(*DATA))
     params = [*model.parameters()]
-    rows = torch.stack([flat(torch.autograd.grad(LOSS(model(X[n : n + 1]), y[n : n + 1]), params)) for n in range(8)])
+    rows = torch.stack(
+        [
+            flat(torch.autograd.grad(LOSS(model(X[n : n + 1]), y[n : n + 1]), params))
+            for n in range(8)
+        ]
+    )
     first = flat(torch.autograd.grad(LOSS(model(X), y), params, create_graph=True))
     H = torch.stack([flat(torch.autograd.grad(g, params, retain_graph=True)) for g in first])
     F = model(X)
-    J = torch.stack([flat(torch.autograd.grad(f, params, retain_graph=True)) for f in F.flatten()]).view(8, 3, -1)
+    J = torch.stack(
+        [flat(torch.autograd.grad(f, params, retain_graph=True)) for f in F.flatten()]
+    ).view(8, 3, -1)
     p = F.detach().softmax(1)
     C = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     return rows, first.detach(), torch.einsum("nci,ncd,ndj->ij", J, C, J) / 8, H
@@ -146,14 +159,23 @@ def truth() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_every_pass_computes_it_anew(way: str) -> None:
     rows, gradient, G, H = truth()
     risk = EmpiricalRisk(network(way), LOSS, DATA)
-    close(curvature(risk, DiagonalBlock, vectors=Empirical()).diagonal(), rows.square().sum(0) / 8, what="diagonal")
+    close(
+        curvature(risk, DiagonalBlock, vectors=Empirical()).diagonal(),
+        rows.square().sum(0) / 8,
+        what="diagonal",
+    )
     close(curvature(risk, EKFAC).trace, G.trace(), what="trace")
     assert risk.reads is not None
     assert not risk.reads.enclosing, "the module by itself tells its gradients"
     close(GGN(risk).to_dense(), G, what="GGN")
     close(Hessian(risk).to_dense(), H, what="Hessian")
     close(flat(risk.gradient().values()), gradient, what="gradient")
-    found = torch.cat([torch.cat([g.flatten(1) for g in batch.values()], 1) for batch in per_example_gradients(risk)])
+    found = torch.cat(
+        [
+            torch.cat([g.flatten(1) for g in batch.values()], 1)
+            for batch in per_example_gradients(risk)
+        ]
+    )
     close(found, rows, what="gradients of examples")
     estimator = CurvatureEstimator(EmpiricalRisk(network(way), LOSS, ()), EKFAC)
     for batch in DATA:
@@ -185,13 +207,17 @@ def test_nothing_of_it_is_left(way: str) -> None:
 
 @every
 def test_what_the_user_s_call_kept_is_what_the_model_computes(way: str) -> None:
-    """Kept without a graph it is a constant: autograd gives no gradient, and neither is there curvature."""
+    """Kept without a graph it is a constant: autograd gives no gradient, and neither is there
+    curvature.
+    """
     model = network(way)
     with torch.no_grad():
         model(DATA[0][0])
     params = dict(model.named_parameters())
     X, y = map(torch.cat, zip(*DATA))
-    expected = torch.autograd.grad(LOSS(model(X), y), [*params.values()], allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(
+        LOSS(model(X), y), [*params.values()], allow_unused=True, materialize_grads=True
+    )
     risk = EmpiricalRisk(model, LOSS, DATA)
     close(flat(risk.gradient().values()), flat(expected))
     assert not risk.gradient()["1.table"].any()
@@ -223,7 +249,9 @@ def test_what_the_user_s_call_kept_with_a_graph_is_refused(way: str, spent: bool
 
 
 def test_other_things_stay() -> None:
-    """Numbers that a module counts in containers where there are no new tensors, and what it needs."""
+    """Numbers that a module counts in containers where there are no new tensors, and what it
+    needs.
+    """
 
     class Counts(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

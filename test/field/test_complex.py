@@ -76,7 +76,9 @@ def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, X, torch.randn_like(model(X).detach())
 
 
-@pytest.mark.parametrize("make", [EmpiricalRisk, GGNLinearOperator, KFACOptimizer], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [EmpiricalRisk, GGNLinearOperator, KFACOptimizer], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize(("name", "key"), [("spectral", "spectral.weight"), ("phase", "phase")])
 def test_complex_parameters_are_named(make: Callable[..., object], name: str, key: str) -> None:
     model, X, y = case(name)
@@ -85,16 +87,16 @@ def test_complex_parameters_are_named(make: Callable[..., object], name: str, ke
         GGNLinearOperator: (model, LOSS, list(model.parameters()), [(X, y)]),
         KFACOptimizer: (model, LOSS),
     }[make]  # type: ignore[index]
-    words = (
-        rf"The parameters \['{key}'\] are torch.complex128; only real .* params=\[p for p in model.*is_floating_point"
-    )
+    words = rf"The parameters \['{key}'\] are torch.complex128; only real .* params=\[p for p in model.*is_floating_point"
     with pytest.raises(ValueError, match=words):
         make(*arguments)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_real_ones_alone_work(name: str) -> None:
-    """As the message says; the right values are rows of the Jacobian, and second derivatives, by `torch.autograd`."""
+    """As the message says; the right values are rows of the Jacobian, and second derivatives, by
+    `torch.autograd`.
+    """
     model, X, y = case(name)
     params = [p for p in model.parameters() if p.is_floating_point()]
     risk = EmpiricalRisk(model, LOSS, [(X[:2], y[:2]), (X[2:], y[2:])], params)
@@ -102,24 +104,35 @@ def test_the_real_ones_alone_work(name: str) -> None:
     def flat(tensors: tuple[Tensor, ...]) -> Tensor:
         return torch.cat([t.flatten() for t in tensors])
 
-    J = torch.stack([flat(torch.autograd.grad(f, params, retain_graph=True)) for f in model(X).flatten()])
+    J = torch.stack(
+        [flat(torch.autograd.grad(f, params, retain_graph=True)) for f in model(X).flatten()]
+    )
     G = 2 * J.T @ J / len(J)
     gradient = flat(torch.autograd.grad(LOSS(model(X), y), params, create_graph=True))
-    H = torch.stack([flat(torch.autograd.grad(g, params, retain_graph=True, materialize_grads=True)) for g in gradient])
+    H = torch.stack(
+        [
+            flat(torch.autograd.grad(g, params, retain_graph=True, materialize_grads=True))
+            for g in gradient
+        ]
+    )
     torch.testing.assert_close(curvature(risk, DiagonalBlock).diagonal(), G.diagonal())
     torch.testing.assert_close(GGN(risk).to_dense(), G)
     torch.testing.assert_close(Hessian(risk).to_dense(), H)
     K = curvature(risk, FullBlock)
     at = 0
     for size in [block.shape[0] for block in K.blocks.values()]:
-        torch.testing.assert_close(K.to_dense()[at : at + size, at : at + size], G[at : at + size, at : at + size])
+        torch.testing.assert_close(
+            K.to_dense()[at : at + size, at : at + size], G[at : at + size, at : at + size]
+        )
         at += size
 
 
 def test_training_with_the_real_ones() -> None:
     model, X, y = case("spectral")
     before = model.spectral.weight.detach().clone()  # type: ignore[union-attr, operator]
-    optimizer = KFACOptimizer(model, LOSS, params=[p for p in model.parameters() if p.is_floating_point()])
+    optimizer = KFACOptimizer(
+        model, LOSS, params=[p for p in model.parameters() if p.is_floating_point()]
+    )
     values = []
     for _ in range(5):
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Where running a module again for each example fails, or disagrees with autograd, the module around it is run again.
+"""Where running a module again for each example fails, or disagrees with autograd, the module
+around it is run again.
 
 The right values come from plain autograd, for each number of the output by itself.
 """
@@ -69,11 +70,15 @@ class Transformed(nn.Module):
         if self.kind == "grad":
             return torch.func.vmap(torch.func.grad(lambda t: self.net(t).square().sum()))(x)
         with forward_ad.dual_level():
-            return forward_ad.unpack_dual(self.net(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+            return forward_ad.unpack_dual(
+                self.net(forward_ad.make_dual(x, torch.ones_like(x)))
+            ).tangent
 
 
 class Windows(nn.Module):
-    """Attention within windows, which are on the axis of the examples, with a table of biases and a mask of all."""
+    """Attention within windows, which are on the axis of the examples, with a table of biases and a
+    mask of all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +162,9 @@ class Scaled(nn.Module):
 
 
 class Padded(nn.Module):
-    """A module that insists on the mask of the batch, by an assertion, inside one that makes the mask."""
+    """A module that insists on the mask of the batch, by an assertion, inside one that makes the
+    mask.
+    """
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +172,9 @@ class Padded(nn.Module):
             self.scale = nn.Parameter(torch.ones(4))
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # [N, T, 4], [T, N]
-            assert mask.shape[1] == len(x), f"Expected mask.shape[1] to be {len(x)}, but got {mask.shape[1]}"
+            assert mask.shape[1] == len(x), (
+                f"Expected mask.shape[1] to be {len(x)}, but got {mask.shape[1]}"
+            )
             return torch.sin(x * self.scale) * mask.T[..., None]
 
     def __init__(self) -> None:
@@ -180,20 +189,39 @@ def boxes(shape: tuple[int, ...]) -> list[Any]:
     return [Box(normal(1, *shape, seed=k)) for k in range(4)]
 
 
-ROWS, SEQUENCES = [normal(7, 2, seed=1), normal(5, 2, seed=2)], [normal(7, 6, 4, seed=1), normal(5, 6, 4, seed=2)]
+ROWS, SEQUENCES = (
+    [normal(7, 2, seed=1), normal(5, 2, seed=2)],
+    [normal(7, 6, 4, seed=1), normal(5, 6, 4, seed=2)],
+)
 GRAPHS = [normal(1, 5, 3, seed=k) for k in range(4)]
 # A model, its inputs, and the modules that are run again.
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any], set[str]]] = {
     "derivatives": (lambda: Energy(net(2, 4, 2)), ROWS, {""}),
-    "derivatives inside": (lambda: nn.Sequential(nn.Linear(2, 3), Energy(net(3, 4, 3)), nn.Linear(3, 2)), ROWS, {"1"}),
-    "derivatives of derivatives": (lambda: Energy(nn.Sequential(Energy(net(2, 3, 2)), nn.Linear(2, 2))), ROWS, {""}),
-    "far inside": (lambda: Energy(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Tanh()))), ROWS, {""}),
+    "derivatives inside": (
+        lambda: nn.Sequential(nn.Linear(2, 3), Energy(net(3, 4, 3)), nn.Linear(3, 2)),
+        ROWS,
+        {"1"},
+    ),
+    "derivatives of derivatives": (
+        lambda: Energy(nn.Sequential(Energy(net(2, 3, 2)), nn.Linear(2, 2))),
+        ROWS,
+        {""},
+    ),
+    "far inside": (
+        lambda: Energy(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Tanh()))),
+        ROWS,
+        {""},
+    ),
     "vmap": (lambda: Transformed("vmap"), ROWS, {""}),
     "jvp": (lambda: Transformed("jvp"), ROWS, {""}),
     "grad": (lambda: Transformed("grad"), ROWS, {""}),
     "forward mode": (lambda: Transformed("forward"), ROWS, {""}),
     "windows": (Shifted, SEQUENCES, {""}),
-    "windows inside": (lambda: nn.Sequential(Shifted(), nn.Tanh(), nn.Linear(2, 2)), SEQUENCES, {"0"}),
+    "windows inside": (
+        lambda: nn.Sequential(Shifted(), nn.Tanh(), nn.Linear(2, 2)),
+        SEQUENCES,
+        {"0"},
+    ),
     "edges": (Graph, GRAPHS, {""}),
     "edges in objects": (Graph, boxes((5, 3)), {""}),
     "no tensor": (Scaled, boxes((3,)), {""}),
@@ -219,7 +247,9 @@ def jacobian(risk: EmpiricalRisk) -> Tensor:
     params, rows = [*risk.params.values()], []
     for X, _ in risk.data:
         for f in risk.model(X).flatten():
-            found = torch.autograd.grad(f, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+            found = torch.autograd.grad(
+                f, params, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
             rows.append(torch.cat([g.flatten() for g in found]))
     return torch.stack(rows)
 
@@ -237,7 +267,9 @@ def test_modules_around_are_run_again(name: str) -> None:
     M.verify()
     whole, places = (
         M.to_dense(),
-        dict(zip(risk.params, torch.arange(len(G)).split([p.numel() for p in risk.params.values()]))),
+        dict(
+            zip(risk.params, torch.arange(len(G)).split([p.numel() for p in risk.params.values()]))
+        ),
     )
     for entry in M.plan:
         for group in entry.layer.groups:
@@ -247,7 +279,9 @@ def test_modules_around_are_run_again(name: str) -> None:
 
 @every
 def test_without_the_self_check(name: str) -> None:
-    """Reruns that fail are noticed without it, those that disagree are not; then nothing else changes."""
+    """Reruns that fail are noticed without it, those that disagree are not; then nothing else
+    changes.
+    """
     if "derivatives" in name or name in ("far inside", "forward mode"):
         return
     risk = risk_of(name)
@@ -305,12 +339,19 @@ def test_processes_take_over_the_larger_module() -> None:
     def described(*names: str) -> Any:
         return describe_reads(FoundReads((), {f"key {k}": name for k, name in enumerate(names)}))
 
-    ordered = [described(), described("a.b.c"), described("a"), described(""), described("a", "b.c"), described("", "")]
+    ordered = [
+        described(),
+        described("a.b.c"),
+        described("a"),
+        described(""),
+        described("a", "b.c"),
+        described("", ""),
+    ]
     for smaller, larger in pairwise(ordered):
         assert extent(smaller) < extent(larger)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 class Never(nn.Module):
     """Runs with the examples of a batch only."""
 
@@ -346,14 +387,18 @@ def test_what_no_module_around_can_help_with_is_refused_at_once(random: bool) ->
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale + 0 * torch.rand(()).item()
 
-    model = nn.Sequential(nn.Linear(2, 2), Draws() if random else nn.Sequential(Draws(), nn.BatchNorm1d(2))).double()
+    model = nn.Sequential(
+        nn.Linear(2, 2), Draws() if random else nn.Sequential(Draws(), nn.BatchNorm1d(2))
+    ).double()
     risk = EmpiricalRisk(model.train(), nn.MSELoss(), [(X, X) for X in ROWS], check=False)
-    with pytest.raises(UnsupportedError, match=r"layer '1.*(draws random numbers|BatchNorm1d)") as error:
+    with pytest.raises(
+        UnsupportedError, match=r"layer '1.*(draws random numbers|BatchNorm1d)"
+    ) as error:
         curvature(risk, DiagonalBlock, check_deterministic=False).compute()
     assert "did not help" not in str(error.value)
 
 
-# --------------------------------------------------------------------------- examples and other things of equal number
+# -------------------------------------------------------- examples and other things of equal number
 class Table(nn.Module):
     """A weight that functions multiply rows of examples with, and those of a table."""
 
@@ -369,7 +414,9 @@ class Table(nn.Module):
 @pytest.mark.parametrize("rows", [9, 10, 12, 15, 21, 22, 30, 768, 770])
 def test_the_structure_does_not_depend_on_the_length_of_a_table(rows: int) -> None:
     model = Table(rows).double()
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(n, 3, seed=n), normal(n, 2, seed=9)) for n in (16, 13)])
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), [(normal(n, 3, seed=n), normal(n, 2, seed=9)) for n in (16, 13)]
+    )
     D, J = curvature(risk, DiagonalBlock), jacobian(risk)
     close(D.diagonal(), 2 * J.square().sum(0) / len(J))
     assert [(entry.layer.name, [*entry.layer.params]) for entry in D.plan] == [
@@ -378,9 +425,11 @@ def test_the_structure_does_not_depend_on_the_length_of_a_table(rows: int) -> No
     ]
 
 
-# ------------------------------------------------------------------------------------------------ names of other layers
+# ---------------------------------------------------------------------------- names of other layers
 class Holder(nn.Module):
-    """A layer, one of whose parameters has a name here, too, beside a parameter of the holder's own."""
+    """A layer, one of whose parameters has a name here, too, beside a parameter of the holder's
+    own.
+    """
 
     def __init__(self, name: str, reads: bool) -> None:
         super().__init__()
@@ -390,7 +439,9 @@ class Holder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x) * self.scale
         return (
-            torch.tanh(h) * (self.weight if hasattr(self, "weight") else self.bias).square().sum() if self.reads else h
+            torch.tanh(h) * (self.weight if hasattr(self, "weight") else self.bias).square().sum()
+            if self.reads
+            else h
         )
 
 
@@ -400,7 +451,9 @@ def test_a_layer_with_a_second_name_in_its_parent(local: str, reads: bool) -> No
     """It has factors, unless the parent reads the parameter as well."""
     torch.manual_seed(0)
     model = nn.Sequential(Holder(local, reads), nn.Tanh(), nn.Linear(3, 2)).double()
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(n, 3, seed=n), normal(n, 2, seed=9)) for n in (6, 4)])
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), [(normal(n, 3, seed=n), normal(n, 2, seed=9)) for n in (6, 4)]
+    )
     J = jacobian(risk)
     close(curvature(risk, DiagonalBlock).diagonal(), 2 * J.square().sum(0) / len(J))
     K = curvature(risk, EKFAC)
@@ -416,7 +469,9 @@ def test_objects_of_several_examples_are_told_to_be_given_one_by_one() -> None:
     model, loss = Scaled().double(), nn.MSELoss()
     X, Y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     several = EmpiricalRisk(model, loss, [(Box(X), Y)], batch_size_fn=lambda box: len(box.x))
-    with pytest.raises(UnsupportedError, match=r"as a batch of graphs, can't be divided.*batch_size_fn=lambda X: 1"):
+    with pytest.raises(
+        UnsupportedError, match=r"as a batch of graphs, can't be divided.*batch_size_fn=lambda X: 1"
+    ):
         curvature(several, DiagonalBlock)
     single = [(Box(x[None]), y[None]) for x, y in zip(X, Y, strict=True)]
     risk = EmpiricalRisk(model, loss, single, batch_size_fn=lambda box: 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, Hessian
 
 
-# ----------------------------------------------------------------------- values of batches and those of their examples
+# ---------------------------------------------------- values of batches and those of their examples
 def root_of_mean_square(f: Tensor, y: Tensor) -> Tensor:
     return (f - y).square().mean().sqrt()
 
@@ -93,8 +93,12 @@ def told(risk: EmpiricalRisk) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("loss", OF_BATCHES, ids=lambda loss: loss.__name__)
-def test_a_loss_that_is_no_mean_over_examples(loss: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    """The package weighs batches by their numbers of examples, which is the loss of all only if it is such a mean."""
+def test_a_loss_that_is_no_mean_over_examples(
+    loss: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    """The package weighs batches by their numbers of examples, which is the loss of all only if it
+    is such a mean.
+    """
     model, (X, y) = linear(dtype), examples(dtype=dtype)
     with torch.no_grad():
         whole = loss(model(X), y)
@@ -103,8 +107,13 @@ def test_a_loss_that_is_no_mean_over_examples(loss: Callable[..., Tensor], dtype
     assert abs(halves - whole) > 1e-4 or abs(thirds - whole) > 1e-4  # so the split matters
 
     (message,) = told(EmpiricalRisk(model, loss, [(X[:6], y[:6]), (X[6:], y[6:])]))
-    assert message.startswith(f"{loss.__name__} is not the mean of the losses of single examples: for 6 of them it is ")
-    assert "depend on how the data are split into batches. Give all data in one batch, or a loss that" in message
+    assert message.startswith(
+        f"{loss.__name__} is not the mean of the losses of single examples: for 6 of them it is "
+    )
+    assert (
+        "depend on how the data are split into batches. Give all data in one batch, or a loss that"
+        in message
+    )
     # One batch is no split, whatever its loss; and that is the number.
     risk = EmpiricalRisk(model, loss, [(X, y)])
     assert not told(risk)
@@ -115,7 +124,9 @@ def test_the_numbers_in_the_warning() -> None:
     """Of 3, 4 and 12 the root of the mean square is 7.506, their mean 6.333."""
     X, y = torch.zeros(3, 1).double(), torch.tensor([[3.0], [4.0], [12.0]]).double()
     model = nn.Linear(1, 1, bias=False).double()
-    with pytest.warns(CurvatureWarning, match=r"for 3 of them it is 7\.506, and their mean is 6\.333\."):
+    with pytest.warns(
+        CurvatureWarning, match=r"for 3 of them it is 7\.506, and their mean is 6\.333\."
+    ):
         EmpiricalRisk(model, root_of_mean_square, [(X, y), (X, y)]).loss()
 
 
@@ -133,14 +144,20 @@ def mean_of_squares(f: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "given", "fitting"),
-    [(sum_of_squares, None, "sum"), (divided_by_a_constant, None, "sum"), (mean_of_squares, "sum", "mean")],
+    [
+        (sum_of_squares, None, "sum"),
+        (divided_by_a_constant, None, "sum"),
+        (mean_of_squares, "sum", "mean"),
+    ],
     ids=["sum", "constant", "mean"],
 )
 def test_the_other_reduction(loss: Callable[..., Tensor], given: str | None, fitting: str) -> None:
     model, (X, y) = linear(), examples()
     data = [(X[:5], y[:5]), (X[5:], y[5:])]
     (message,) = told(EmpiricalRisk(model, loss, data, reduction=given))
-    assert message.endswith(f"It is their {fitting}: say EmpiricalRisk(..., reduction='{fitting}').")
+    assert message.endswith(
+        f"It is their {fitting}: say EmpiricalRisk(..., reduction='{fitting}')."
+    )
     risk = EmpiricalRisk(model, loss, data, reduction=fitting)
     assert not told(risk)
     torch.testing.assert_close(risk.loss(), loss(model(X), y).detach())
@@ -199,7 +216,9 @@ MEANS = [
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("loss", "reduction"), MEANS)
-def test_means_and_sums_over_examples_are_quiet(loss: Any, reduction: str | None, dtype: torch.dtype) -> None:
+def test_means_and_sums_over_examples_are_quiet(
+    loss: Any, reduction: str | None, dtype: torch.dtype
+) -> None:
     X, y = examples(dtype=dtype)
     data = [(X[:5], y[:5].clamp(min=0.1)), (X[5:], y[5:].clamp(min=0.1))]
     with warnings.catch_warnings():
@@ -210,7 +229,9 @@ def test_means_and_sums_over_examples_are_quiet(loss: Any, reduction: str | None
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4)], ids=str)
 def test_equal_numbers_of_pixels(shape: tuple[int, ...]) -> None:
     """Also where outputs hold several rows for each example."""
-    model = nn.Sequential(nn.Linear(3, 20 if len(shape) == 2 else 24), nn.Unflatten(1, shape), nn.Flatten(0, 1))
+    model = nn.Sequential(
+        nn.Linear(3, 20 if len(shape) == 2 else 24), nn.Unflatten(1, shape), nn.Flatten(0, 1)
+    )
     X = torch.randn(7, 3)
     y = torch.randn(7 * shape[0], *shape[1:])
     data = [(X[:3], y[: 3 * shape[0]]), (X[3:], y[3 * shape[0] :])]
@@ -247,12 +268,16 @@ def test_several_losses_are_compared_each() -> None:
 
     X, y = examples(dtype=torch.float32)
     data = [(X[n : n + 6], {"a": y[n : n + 6], "b": y[n : n + 6]}) for n in (0, 6)]
-    (message,) = told(EmpiricalRisk(Two(), {"a": nn.MSELoss(), "b": (root_of_mean_square, 0.5)}, data))
+    (message,) = told(
+        EmpiricalRisk(Two(), {"a": nn.MSELoss(), "b": (root_of_mean_square, 0.5)}, data)
+    )
     assert message.startswith("loss 'b' (root_of_mean_square) is not the mean")
 
 
 def test_the_comparison_leaves_no_trace() -> None:
-    """Not on the loss, its buffers, the random state, nor on data; once for a risk; and `check=False` leaves it out."""
+    """Not on the loss, its buffers, the random state, nor on data; once for a risk; and
+    `check=False` leaves it out.
+    """
     X, y = examples()
     data = [(X[:6], y[:6]), (X[6:], y[6:])]
     for check, calls in ((True, 2 + 2), (False, 2 + 2)):

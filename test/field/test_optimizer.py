@@ -42,7 +42,13 @@ class ManyForms(nn.Module):
             x = torch.cat(x)
         x = FAR if x is None else x
         out = self.layer(x)
-        forms = {"tuple": (x, out), "dict": {"features": x}, "object": Opaque(out), "none": None, "empty": out[:0]}
+        forms = {
+            "tuple": (x, out),
+            "dict": {"features": x},
+            "object": Opaque(out),
+            "none": None,
+            "empty": out[:0],
+        }
         return forms.get(form, out)
 
 
@@ -53,7 +59,10 @@ def failing(model: nn.Module) -> None:
 
 #: Calls that belong to no loss.
 OTHERS: dict[str, Callable[[nn.Module], object]] = {
-    **{form: lambda model, form=form: model(FAR, form=form) for form in ("tuple", "dict", "object", "none", "empty")},
+    **{
+        form: lambda model, form=form: model(FAR, form=form)
+        for form in ("tuple", "dict", "object", "none", "empty")
+    },
     "fails": failing,
     "no input": lambda model: model(None),
     "a list": lambda model: model([FAR, FAR]),
@@ -116,7 +125,9 @@ def test_a_step_without_a_readable_call_says_why(kind: str, message: str) -> Non
     model, optimizer = made()
     output: Any = OTHERS[kind](model)
     LOSS(output.value if kind == "object" else output, Y).backward()
-    with pytest.raises(RuntimeError, match=f"No batch was recorded since the last step, .*{message}"):
+    with pytest.raises(
+        RuntimeError, match=f"No batch was recorded since the last step, .*{message}"
+    ):
         optimizer.step()
     LOSS(model(X), Y).backward()
     optimizer.step()
@@ -133,15 +144,23 @@ def test_readers_that_fail_are_reasons_too() -> None:
     assert seen(optimizer) == pytest.approx(TRACE, rel=1e-12)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
 
 
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_optimizers_are_refused_at_once(way: str) -> None:
     model, optimizer = made()
-    of_amplitude = StochasticReconfiguration(lambda params, x: -params[0] * x**2, [torch.tensor(1.0)])
+    of_amplitude = StochasticReconfiguration(
+        lambda params, x: -params[0] * x**2, [torch.tensor(1.0)]
+    )
     for tied in (optimizer, KFACPreconditioner(model, LOSS), of_amplitude):
-        with pytest.raises(TypeError, match=rf"{type(tied).__name__} can't be copied or pickled.*load_state_dict"):
+        with pytest.raises(
+            TypeError, match=rf"{type(tied).__name__} can't be copied or pickled.*load_state_dict"
+        ):
             COPIES[way](tied)
     with pytest.raises(TypeError, match="can't be copied or pickled"):
         COPIES[way]((model, optimizer)) if way != "copy" else copy.copy(optimizer)
@@ -174,5 +193,8 @@ def test_what_ordinary_code_copies_is_still_copied() -> None:
 def test_parameters_in_place_of_the_model_are_named(kind: type) -> None:
     model = nn.Linear(2, 2)
     for arguments in ([model.parameters()], [[*model.parameters()]], [model.parameters(), LOSS]):
-        with pytest.raises(TypeError, match=rf"The model is a \w+; .*{kind.__name__}\(model, loss, \.\.\.\).*params="):
+        with pytest.raises(
+            TypeError,
+            match=rf"The model is a \w+; .*{kind.__name__}\(model, loss, \.\.\.\).*params=",
+        ):
             kind(*arguments, damping=0.1)

@@ -1,4 +1,6 @@
-"""What ordinary code does with data, networks, devices and options: a kind of fault in each function."""
+"""What ordinary code does with data, networks, devices and options: a kind of fault in each
+function.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from curvlinops_plus import (
 from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.linalg.numerics import damped_cholesky
 
-# ------------------------------------------------------------------------------------------ the order of the examples
+# ------------------------------------------------------------------------ the order of the examples
 N = 13
 ONES = torch.ones(N, 1)
 #: Of `0 x - y`, squared, the gradient is `-2 y`.
@@ -133,7 +135,11 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def distributed(**options: Any) -> DataLoader[Any]:
-    return loader(sampler=DistributedSampler(STORED, **{"num_replicas": 1, "rank": 0, "shuffle": False} | options))
+    return loader(
+        sampler=DistributedSampler(
+            STORED, **{"num_replicas": 1, "rank": 0, "shuffle": False} | options
+        )
+    )
 
 
 #: Data, and which targets are read in which order.
@@ -216,7 +222,7 @@ def test_shuffled_data_are_refused_where_examples_have_numbers(case: str) -> Non
     assert shuffled.loss().isfinite()
 
 
-# ---------------------------------------------------------------------------------------------------------- no length
+# ---------------------------------------------------------------------------------------- no length
 class Raising(Batches):
     """An iterable that does not know its length, and says so in its own words."""
 
@@ -235,8 +241,12 @@ class Times(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_data": N}, {"progressbar": True}], ids=["", "num_data", "bar"])
-@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), batch_size=4), lambda: Raising(lambda order: None)])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_data": N}, {"progressbar": True}], ids=["", "num_data", "bar"]
+)
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Stream(), batch_size=4), lambda: Raising(lambda order: None)]
+)
 @pytest.mark.parametrize("model", [zero, Times])
 def test_data_without_a_length(
     make: Callable[[], Any], model: Callable[[], nn.Module], options: dict[str, Any]
@@ -251,7 +261,7 @@ def test_data_without_a_length(
     assert float(risk.loss()) == pytest.approx(float(TARGETS.square().mean()))
 
 
-# ------------------------------------------------------------------------------------------------------- blocks of zero
+# ----------------------------------------------------------------------------------- blocks of zero
 class Branch(nn.Module):
     """A residual network whose branch starts at zero: no gradient reaches the layer inside."""
 
@@ -286,7 +296,9 @@ def zero_branch(network: type[nn.Module]) -> EmpiricalRisk:
 @pytest.mark.parametrize("of_blocks", [False, True], ids=["one rule", "mapping"])
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock])
 @pytest.mark.parametrize("network", [Branch, Adapter])
-def test_relative_dampings_of_zero_blocks(network: type[nn.Module], approximation: Any, of_blocks: bool) -> None:
+def test_relative_dampings_of_zero_blocks(
+    network: type[nn.Module], approximation: Any, of_blocks: bool
+) -> None:
     """By dense algebra; others are damped relative to themselves."""
     K = curvature(zero_branch(network), approximation)
     rule: Any = RelativeDamping(0.1)
@@ -305,13 +317,17 @@ def test_relative_dampings_of_zero_blocks(network: type[nn.Module], approximatio
 
 
 def test_relative_dampings_of_factors() -> None:
-    """Martens and Grosse's split of the same number, whether the curvature or its matrix is asked."""
+    """Martens and Grosse's split of the same number, whether the curvature or its matrix is
+    asked.
+    """
     K = curvature(zero_branch(Branch), KFAC)
     number = {name: 0.1 * float(block.trace) / block.shape[0] for name, block in K.blocks.items()}
     number["inside"] = 0.1 * float(K.trace) / K.shape[0]
     want = K.inverse(HeuristicDamping(number)).to_dense()
     for matrix in (K, K.operator):
-        torch.testing.assert_close(matrix.inverse(HeuristicDamping(RelativeDamping(0.1))).to_dense(), want)
+        torch.testing.assert_close(
+            matrix.inverse(HeuristicDamping(RelativeDamping(0.1))).to_dense(), want
+        )
 
 
 def test_a_matrix_of_zeros_takes_a_number() -> None:
@@ -321,20 +337,31 @@ def test_a_matrix_of_zeros_takes_a_number() -> None:
     only = {"inside.weight": risk.model.inside.weight, "inside.bias": risk.model.inside.bias}
     alone = curvature(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), risk.data, only), KFAC)
     for make in (lambda d: K.blocks["inside"].inverse(d), alone.inverse):
-        with pytest.raises(SingularMatrixError, match=r"Add a damping that is a number.*all gradients.*leave them out"):
+        with pytest.raises(
+            SingularMatrixError,
+            match=r"Add a damping that is a number.*all gradients.*leave them out",
+        ):
             make(RelativeDamping(0.1))
         assert float(make(0.5).trace) == pytest.approx(2 * 16)
 
 
-# -------------------------------------------------------------------------------------------------------------- devices
+# ------------------------------------------------------------------------------------------ devices
 def test_devices_are_named_as_by_tensors(device: torch.device) -> None:
     """`"cuda"` is `"cuda:0"`, and `"cpu:0"` is `"cpu"`: vectors there are multiplied."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,)))])
+    risk = EmpiricalRisk(
+        model, nn.CrossEntropyLoss(), [(torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,)))]
+    )
     K = curvature(risk, KFAC)
     v = torch.randn(K.shape[0], dtype=torch.float64)
-    operators = [K, K.operator, K.inverse(0.1), next(iter(K.blocks.values())), IdentityLinearOperator(K.in_space)]
+    operators = [
+        K,
+        K.operator,
+        K.inverse(0.1),
+        next(iter(K.blocks.values())),
+        IdentityLinearOperator(K.in_space),
+    ]
     for name in (device.type, f"{device.type}:0"):
         where = torch.empty(0, device=name).device
         for A in operators:
@@ -345,8 +372,10 @@ def test_devices_are_named_as_by_tensors(device: torch.device) -> None:
             assert moved.to("cpu").device == torch.device("cpu")
 
 
-# -------------------------------------------------------------------------------------------------------------- options
-@pytest.mark.parametrize("check", ["evry", "none", "True", "", 2, 0, 1.0, None, np.True_, ["every"]])
+# ------------------------------------------------------------------------------------------ options
+@pytest.mark.parametrize(
+    "check", ["evry", "none", "True", "", 2, 0, 1.0, None, np.True_, ["every"]]
+)
 def test_check_is_one_of_three(check: Any) -> None:
     for make in (
         lambda: EmpiricalRisk(zero(), nn.MSELoss(), [], check=check),
@@ -358,7 +387,7 @@ def test_check_is_one_of_three(check: Any) -> None:
         assert EmpiricalRisk(zero(), nn.MSELoss(), [], check=right).options.check == right
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------- messages
 ILL = torch.diag(torch.logspace(0, 9, 30, dtype=torch.float64))
 ONCE = torch.ones(30, dtype=torch.float64)
 #: Singular; plus 1e-9, which float32 rounds away, positive definite.
@@ -397,5 +426,7 @@ def test_layers_of_other_libraries_are_named_with_their_module() -> None:
 
     data = [(torch.randn(4, 3), torch.randn(4, 2))]
     risk = EmpiricalRisk(nn.Sequential(LayerNorm(), nn.Linear(3, 2)), nn.MSELoss(), data)
-    with pytest.warns(CurvatureWarning, match=rf"no rule is registered for {__name__}\.\S*LayerNorm"):
+    with pytest.warns(
+        CurvatureWarning, match=rf"no rule is registered for {__name__}\.\S*LayerNorm"
+    ):
         curvature(risk, KFAC)

@@ -1,4 +1,5 @@
-"""Models on which a check of one vector, or of two graphs, is wrong: each is right here, or refused by name.
+"""Models on which a check of one vector, or of two graphs, is wrong: each is right here, or refused
+by name.
 
 What is expected comes from `torch.autograd.grad` of single examples and outputs.
 """
@@ -62,7 +63,7 @@ def ggn_of_squares(model: nn.Module, X: Tensor, number: int) -> Tensor:
     return 2 * J.T @ J / (len(X) * number)
 
 
-# ------------------------------------------------------------------------ what only other outputs than the first show
+# ------------------------------------------------------ what only other outputs than the first show
 class WithGradient(nn.Module):
     """Returns u and ∇u, as models of differential equations do: only ∇u reads the layers twice."""
 
@@ -103,7 +104,9 @@ class Recurrence(nn.Module):
 
 
 class SharedQueriesAndKeys(nn.Module):
-    """A causal attention whose keys are a function of the queries' weight: position 0 attends to itself alone."""
+    """A causal attention whose keys are a function of the queries' weight: position 0 attends to
+    itself alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,17 +179,22 @@ def test_a_wrong_rule_is_noticed_in_float32(factor: float, monkeypatch: pytest.M
     assert risk.reads is not None
 
 
-# --------------------------------------------------------------------------------------- a second use of the same risk
+# -------------------------------------------------------------------- a second use of the same risk
 def tied() -> tuple[nn.Module, Tensor, Tensor]:
     return double(Reconstruction()), normal(5, 3, seed=3), normal(5, 4, seed=4)
 
 
 def gradient_rows(model: nn.Module, X: Tensor, Y: Tensor, loss: nn.Module) -> Tensor:
-    rows = [torch.autograd.grad(loss(model(x[None]), y[None]), list(model.parameters())) for x, y in zip(X, Y)]
+    rows = [
+        torch.autograd.grad(loss(model(x[None]), y[None]), list(model.parameters()))
+        for x, y in zip(X, Y)
+    ]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.HuberLoss(reduction="sum")], ids=["MSE", "Huber"])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(reduction="sum"), nn.HuberLoss(reduction="sum")], ids=["MSE", "Huber"]
+)
 def test_what_is_found_belongs_to_what_was_checked(loss: nn.Module) -> None:
     """The first use finds the second read; every later one knows of it, in any order."""
     model, X, Y = tied()
@@ -195,7 +203,9 @@ def test_what_is_found_belongs_to_what_was_checked(loss: nn.Module) -> None:
     for _ in range(3):
         close(curvature(risk, DiagonalBlock, vectors=Empirical()).trace, expected)
     if isinstance(loss, nn.MSELoss):
-        gram = attribution_scores(IdentityLinearOperator(risk.space, dtype=torch.float64), risk, risk)
+        gram = attribution_scores(
+            IdentityLinearOperator(risk.space, dtype=torch.float64), risk, risk
+        )
         close(gram.diagonal().sum(), expected)
         for _ in range(2):
             (gradients,) = per_example_gradients(risk)
@@ -211,7 +221,7 @@ def test_another_mode_after_the_first() -> None:
     close(curvature(risk, DiagonalBlock, vectors=Empirical()).trace, expected)
 
 
-# -------------------------------------------------------------------------------------------------- axes by coincidence
+# ------------------------------------------------------------------------------ axes by coincidence
 class Biased(nn.Module):
     """Adds what it is told to `[N, T, T]`, times a weight."""
 
@@ -245,7 +255,7 @@ def test_a_table_with_as_many_rows_as_examples(T: int, N: int) -> None:
     close(K.diagonal(), ggn_of_squares(model, X, 2).diagonal())
 
 
-# ----------------------------------------------------------------------------------------------------- training loops
+# ----------------------------------------------------------------------------------- training loops
 class TiedDecoder(nn.Module):
     """An autoencoder with batch norm whose decoder is a function of the encoder's weight."""
 
@@ -283,12 +293,16 @@ class TimeFirst(TiedDecoder):
         return self.norm(torch.tanh(rows).transpose(0, 1).mT).mT
 
 
-@pytest.mark.parametrize(("make", "shape"), [(TiedDecoder, (5,)), (TiedImages, (1, 3, 3)), (TimeFirst, (6, 4))])
+@pytest.mark.parametrize(
+    ("make", "shape"), [(TiedDecoder, (5,)), (TiedImages, (1, 3, 3)), (TimeFirst, (6, 4))]
+)
 def test_batch_norm_in_training_hides_no_second_read(make: Any, shape: tuple[int, ...]) -> None:
     """The trace of the empirical Fisher is that of both reads, or the layer is refused by name."""
     model = double(make()).train()
     X, squares = normal(6, *shape, seed=1), nn.MSELoss(reduction="sum")
-    estimator = CurvatureEstimator(EmpiricalRisk(model, squares, ()), DiagonalBlock, vectors=Empirical())
+    estimator = CurvatureEstimator(
+        EmpiricalRisk(model, squares, ()), DiagonalBlock, vectors=Empirical()
+    )
     try:
         estimator.update((X, X))
     except UnsupportedError as error:
@@ -296,8 +310,8 @@ def test_batch_norm_in_training_hides_no_second_read(make: Any, shape: tuple[int
         assert make is not TiedDecoder
         return
     assert make is not TimeFirst
-    # Gradients at the layer's outputs go through the statistics of the batch; then each example has its own rows, and
-    # the weight two leaves.
+    # Gradients at the layer's outputs go through the statistics of the batch; then each example has
+    # its own rows, and the weight two leaves.
     encoded = model.encoder(X).detach().requires_grad_()
     weight = model.encoder.weight.detach().clone().requires_grad_()
     normed = model.norm(encoded)
@@ -307,7 +321,9 @@ def test_batch_norm_in_training_hides_no_second_read(make: Any, shape: tuple[int
     (g,) = torch.autograd.grad(out, encoded, residual, retain_graph=True)
     total = torch.zeros(()).double()
     for n in range(len(X)):
-        first = torch.autograd.grad(model.encoder(X[n : n + 1]), list(model.encoder.parameters()), g[n : n + 1])
+        first = torch.autograd.grad(
+            model.encoder(X[n : n + 1]), list(model.encoder.parameters()), g[n : n + 1]
+        )
         decoded = model.decode(normed[n : n + 1].detach(), weight)
         (second,) = torch.autograd.grad(decoded, weight, residual[n : n + 1])
         total += (first[0] + second).square().sum() + first[1].square().sum()
@@ -323,11 +339,17 @@ def head_at_zero(p: float) -> nn.Module:
 
 
 class Adapter(nn.Module):
-    """A frozen layer and a product of two small ones behind dropout, of which the second starts at zero."""
+    """A frozen layer and a product of two small ones behind dropout, of which the second starts at
+    zero.
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.frozen, self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.frozen, self.down, self.up = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 2, bias=False),
+            nn.Linear(2, 6, bias=False),
+        )
         self.drop, self.head = nn.Dropout(p), nn.Linear(6, 3)
         nn.init.zeros_(self.up.weight)
         self.frozen.requires_grad_(False)
@@ -361,14 +383,17 @@ def test_dropout_is_no_disagreement(make: Any, p: float, bf16: bool, seed: int) 
         ones = torch.cat([recorded, torch.ones(len(x), 1)], 1)
         A = optimizer.curvature.operator.blocks[name].A.to_dense()
     assert optimizer.curvature.withdrawn == []
-    # The newest batch has more than half of the weight of all: its mean square is most of the factor's trace.
+    # The newest batch has more than half of the weight of all: its mean square is most of the
+    # factor's trace.
     assert A.trace() >= 0.5 * ones.square().sum() / len(x) - 1e-4
 
 
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList([nn.BatchNorm2d(width) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -377,11 +402,17 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kinks_at_data_points_are_no_disagreement(seed: int) -> None:
-    """Float32, with pixels that are exactly zero: an example alone may pass a kink on the other side."""
+    """Float32, with pixels that are exactly zero: an example alone may pass a kink on the other
+    side.
+    """
     torch.manual_seed(seed)
     blocks = [Residual(8) for _ in range(4)]
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        nn.Conv2d(1, 8, 3, padding=1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
     )
     X = torch.relu(torch.randn(24, 1, 8, 8) - 1)
     risk = EmpiricalRisk(model.eval(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (24,)))])
@@ -389,7 +420,7 @@ def test_kinks_at_data_points_are_no_disagreement(seed: int) -> None:
     assert max(risk.checked.errors.values()) < 5e-6
 
 
-# ------------------------------------------------------------------------- a disagreement long after the first batch
+# -------------------------------------------------------- a disagreement long after the first batch
 class Later(nn.Module):
     """From a call on, a layer is read by a function, too."""
 
@@ -462,7 +493,9 @@ def test_a_layer_that_disagrees_later_is_left_without_preconditioner(approximati
 @pytest.mark.parametrize("way", ["update", "listen", "preconditioner", "factored", "power"])
 def test_every_kind_of_training_loop_goes_on(way: str) -> None:
     model, loss = double(Later()), nn.CrossEntropyLoss()
-    options: dict[str, Any] = {"factored": {"inverse": "factored"}, "power": {"power": -0.5}}.get(way, {})
+    options: dict[str, Any] = {"factored": {"inverse": "factored"}, "power": {"power": -0.5}}.get(
+        way, {}
+    )
     optimizer = KFACPreconditioner(model, loss, damping=0.1, **options)
     inner, estimator = torch.optim.SGD(model.parameters(), lr=0.1), optimizer.curvature
 
@@ -526,7 +559,9 @@ class MoreLater(Later):
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC])
 def test_a_layer_that_is_called_later_and_wrong_at_once(approximation: Any) -> None:
     model, loss = double(MoreLater()), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, lr=0.1, norm_constraint=None, damping=0.5, approximation=approximation)
+    optimizer = KFACOptimizer(
+        model, loss, lr=0.1, norm_constraint=None, damping=0.5, approximation=approximation
+    )
     step(optimizer, model, loss, 0)
     model.late = True
     with pytest.warns(CurvatureWarning, match=r"layer 'more'.*without preconditioner"):

@@ -34,26 +34,40 @@ LOSS = nn.MSELoss()
 
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
+    ).double()
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(6, 3, generator=generator).double(), torch.randn(6, 2, generator=generator).double())]
+    return [
+        (
+            torch.randn(6, 3, generator=generator).double(),
+            torch.randn(6, 2, generator=generator).double(),
+        )
+    ]
 
 
 def truth(model: nn.Module, keys: list[str]) -> Tensor:
-    """The GGN of the mean square over all outputs, by rows of the Jacobian, for these parameters in this order."""
+    """The GGN of the mean square over all outputs, by rows of the Jacobian, for these parameters in
+    this order.
+    """
     params, ((X, _),) = dict(model.named_parameters()), data()
     rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(f, [params[key] for key in keys], retain_graph=True)])
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(f, [params[key] for key in keys], retain_graph=True)
+            ]
+        )
         for f in model(X).flatten()
     ]
     J = torch.stack(rows)
     return 2 * J.T @ J / len(J)
 
 
-# ------------------------------------------------------------------------------- the parameters that an operator is of
+# ------------------------------------------------------------ the parameters that an operator is of
 LAST = ["4.weight", "4.bias"]
 SUBSETS = {
     "last layer": LAST,
@@ -65,14 +79,18 @@ SUBSETS = {
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("keys", SUBSETS.values(), ids=SUBSETS)
 def test_a_state_knows_its_parameters(keys: list[str], frozen: bool, tmp_path: Path) -> None:
-    """Which they are, and in which order vectors have them; whatever the model's own would be when it is loaded."""
+    """Which they are, and in which order vectors have them; whatever the model's own would be when
+    it is loaded.
+    """
     model = net()
     params = dict(model.named_parameters())
     K = curvature(EmpiricalRisk(model, LOSS, data(), [params[key] for key in keys]), FullBlock)
     save(K, tmp_path / "K.safetensors")
     other = net()
     other.requires_grad_(not frozen)
-    loaded = BlockwiseLinearOperator.from_state_dict(load(tmp_path / "K.safetensors"), other, data())
+    loaded = BlockwiseLinearOperator.from_state_dict(
+        load(tmp_path / "K.safetensors"), other, data()
+    )
     assert list(loaded.risk.params) == keys
     assert all(loaded.risk.params[key] is dict(other.named_parameters())[key] for key in keys)
     # Of a layer a full block has what the whole matrix has.
@@ -93,7 +111,10 @@ def loaded_classic(kind: Any) -> Callable[..., Any]:
 CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "KFACLinearOperator": (classic(KFACLinearOperator), loaded_classic(KFACLinearOperator)),
     "EKFACLinearOperator": (classic(EKFACLinearOperator), loaded_classic(EKFACLinearOperator)),
-    "GGNDiagonalLinearOperator": (classic(GGNDiagonalLinearOperator), GGNDiagonalLinearOperator.from_state_dict),
+    "GGNDiagonalLinearOperator": (
+        classic(GGNDiagonalLinearOperator),
+        GGNDiagonalLinearOperator.from_state_dict,
+    ),
     "curvature, EKFAC": (
         lambda model, params: curvature(EmpiricalRisk(model, LOSS, data(), params), EKFAC),
         BlockwiseLinearOperator.from_state_dict,
@@ -102,7 +123,9 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize(("make", "again"), CLASSES.values(), ids=CLASSES)
-def test_every_class_takes_them_from_the_state(make: Callable[..., Any], again: Callable[..., Any]) -> None:
+def test_every_class_takes_them_from_the_state(
+    make: Callable[..., Any], again: Callable[..., Any]
+) -> None:
     model = net()
     K = make(model, list(model[4].parameters()))
     loaded = again(K.state_dict(), net())
@@ -133,7 +156,10 @@ def test_other_parameters_are_named() -> None:
     model = net()
     last = EmpiricalRisk(model, LOSS, data(), list(model[4].parameters()))
     words = r"only the state has \[\], only this operator \['0\.bias', '0\.weight', '2\.bias', '2\.weight'\]"
-    state, whole = curvature(last, KFAC).state_dict(), curvature(EmpiricalRisk(model, LOSS, data()), KFAC)
+    state, whole = (
+        curvature(last, KFAC).state_dict(),
+        curvature(EmpiricalRisk(model, LOSS, data()), KFAC),
+    )
     before = whole.to_dense()
     with pytest.raises(ValueError, match=words):
         whole.load_state_dict(state)
@@ -150,11 +176,18 @@ def test_other_parameters_are_named() -> None:
 
 def test_other_networks_and_other_values_are_noticed_as_before() -> None:
     model = net()
-    state = curvature(EmpiricalRisk(model, LOSS, data(), list(model[4].parameters())), DiagonalBlock).state_dict()
-    with pytest.warns(CurvatureWarning, match="parameters differ from those that this state was computed at"):
+    state = curvature(
+        EmpiricalRisk(model, LOSS, data(), list(model[4].parameters())), DiagonalBlock
+    ).state_dict()
+    with pytest.warns(
+        CurvatureWarning, match="parameters differ from those that this state was computed at"
+    ):
         BlockwiseLinearOperator.from_state_dict(state, net(1))
     wider = nn.Sequential(*net()[:4], nn.Linear(4, 3)).double()
-    with pytest.raises(ValueError, match=r"State mismatch in layers, '4'.*\[2, 4\].*\[3, 4\]|State mismatch in layers"):
+    with pytest.raises(
+        ValueError,
+        match=r"State mismatch in layers, '4'.*\[2, 4\].*\[3, 4\]|State mismatch in layers",
+    ):
         BlockwiseLinearOperator.from_state_dict(state, wider)
     with pytest.raises(ValueError, match=r"only the state has \['4\.bias', '4\.weight'\]"):
         BlockwiseLinearOperator.from_state_dict(state, net()[:4])
@@ -163,7 +196,10 @@ def test_other_networks_and_other_values_are_noticed_as_before() -> None:
 def test_values_given_for_the_parameters() -> None:
     """Values that a risk was given are not the model's, which the state notices."""
     model = net()
-    values: Mapping[str, Tensor] = {"4.weight": torch.ones(2, 4).double(), "4.bias": torch.ones(2).double()}
+    values: Mapping[str, Tensor] = {
+        "4.weight": torch.ones(2, 4).double(),
+        "4.bias": torch.ones(2).double(),
+    }
     state = curvature(EmpiricalRisk(model, LOSS, data(), dict(values)), DiagonalBlock).state_dict()
     with pytest.warns(CurvatureWarning, match="parameters differ"):
         BlockwiseLinearOperator.from_state_dict(state, model)

@@ -1,7 +1,8 @@
-"""Operations whose tangents are lost, partly or wholly, and functions that have no second derivative.
+"""Operations whose tangents are lost, partly or wholly, and functions that have no second
+derivative.
 
-Products must be those of a Jacobian from plain backward passes, one for each output, or be refused by name. In all of
-these cases `⟨M J̃ v, J̃ v⟩` and `⟨v, Jᵀ M J̃ v⟩` agree.
+Products must be those of a Jacobian from plain backward passes, one for each output, or be refused
+by name. In all of these cases `⟨M J̃ v, J̃ v⟩` and `⟨v, Jᵀ M J̃ v⟩` agree.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class Net(nn.Module):
 
     def __init__(self, strange: Callable[[Tensor], Any], last: bool = True) -> None:
         super().__init__()
-        self.first, self.head, self.strange, self.last = nn.Linear(4, 3), nn.Linear(3, 3), strange, last
+        self.first, self.head, self.strange, self.last = (
+            nn.Linear(4, 3),
+            nn.Linear(3, 3),
+            strange,
+            last,
+        )
         self.double()
         for seed, p in enumerate(self.parameters()):
             p.data = 0.7 * normal(*p.shape, seed=seed + 3)
@@ -52,7 +58,9 @@ def scattered(h: Tensor) -> Tensor:
 
 
 def selected(h: Tensor) -> Tensor:
-    return h.new_ones(3, len(h)).index_reduce(0, torch.tensor([0, 2, 2]), h.T.contiguous(), "prod").T
+    return (
+        h.new_ones(3, len(h)).index_reduce(0, torch.tensor([0, 2, 2]), h.T.contiguous(), "prod").T
+    )
 
 
 def stopped_norm(h: Tensor) -> Tensor:
@@ -119,7 +127,9 @@ LOST: dict[str, Callable[[], nn.Module]] = {
     "once differentiable, last": lambda: Net(Once.apply),
     "once differentiable, in the middle": lambda: Net(Once.apply, last=False),
     "a wrong jvp": lambda: Net(ByHand.apply),
-    "a wrong jvp of one output": lambda: Net(lambda h: torch.cat([h[:, :2], ByHand.apply(h[:, 2:])], 1)),
+    "a wrong jvp of one output": lambda: Net(
+        lambda h: torch.cat([h[:, :2], ByHand.apply(h[:, 2:])], 1)
+    ),
     "wrong for several columns": lambda: Net(of_several),
 }
 
@@ -127,7 +137,8 @@ LOST: dict[str, Callable[[], nn.Module]] = {
 def jacobian(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Tensor:
     numbers = torch.cat([model(x).flatten() for x, _ in data])
     rows = [
-        torch.autograd.grad(f, list(model.parameters()), retain_graph=True, materialize_grads=True) for f in numbers
+        torch.autograd.grad(f, list(model.parameters()), retain_graph=True, materialize_grads=True)
+        for f in numbers
     ]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
@@ -145,7 +156,10 @@ PRODUCTS: dict[str, Callable[[EmpiricalRisk, Tensor, Tensor], tuple[Any, Any]]] 
     ),
     "GGN, several": lambda risk, J, V: (GGN(risk) @ V, 2 / len(J) * J.T @ (J @ V)),
     "GGN, dense": lambda risk, J, V: (GGN(risk).to_dense(), 2 / len(J) * J.T @ J),
-    "GGN, quadratic form": lambda risk, J, V: (GGN(risk).quadratic_form(V.T), 2 / len(J) * (J @ V).T @ (J @ V)),
+    "GGN, quadratic form": lambda risk, J, V: (
+        GGN(risk).quadratic_form(V.T),
+        2 / len(J) * (J @ V).T @ (J @ V),
+    ),
     "GGN, pieces of columns": lambda risk, J, V: (
         GGN(risk, chunk_size=2) @ V,
         2 / len(J) * J.T @ (J @ V),
@@ -156,7 +170,10 @@ PRODUCTS: dict[str, Callable[[EmpiricalRisk, Tensor, Tensor], tuple[Any, Any]]] 
     ),
     "Jacobian, one column": lambda risk, J, V: (Jacobian(risk) @ V[:, 0], J @ V[:, 0]),
     "Jacobian, several": lambda risk, J, V: (Jacobian(risk) @ V, J @ V),
-    "Jacobian, transposed": lambda risk, J, V: (Jacobian(risk).T @ normal(len(J)), J.T @ normal(len(J))),
+    "Jacobian, transposed": lambda risk, J, V: (
+        Jacobian(risk).T @ normal(len(J)),
+        J.T @ normal(len(J)),
+    ),
     "Jacobian, dense": lambda risk, J, V: (Jacobian(risk).to_dense(), J),
 }
 
@@ -201,7 +218,9 @@ class BySize(nn.Module):
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("strange", [scattered, ByHand.apply, lambda h: (100 * h).logcumsumexp(1)])
-def test_batches_of_another_size_lose_tangents(strange: Callable[[Tensor], Tensor], product: str) -> None:
+def test_batches_of_another_size_lose_tangents(
+    strange: Callable[[Tensor], Tensor], product: str
+) -> None:
     model, data = BySize(strange), data_of((3, 3, 4))
     J = jacobian(model, data)
     risk = EmpiricalRisk(model, nn.MSELoss(), data)
@@ -210,7 +229,9 @@ def test_batches_of_another_size_lose_tangents(strange: Callable[[Tensor], Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["scatter_reduce, last", "a wrong jvp", "a wrong jvp of one output", "index_reduce"])
+@pytest.mark.parametrize(
+    "name", ["scatter_reduce, last", "a wrong jvp", "a wrong jvp of one output", "index_reduce"]
+)
 def test_in_single_and_half_precision(name: str, dtype: torch.dtype) -> None:
     model = LOST[name]().to(dtype)
     data = [(x.to(dtype), y.to(dtype)) for x, y in data_of()]
@@ -224,7 +245,9 @@ def test_in_single_and_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("factor", [None, 1.0, 1e4])
-def test_one_small_parameter_that_loses_its_tangent(factor: float | None, dtype: torch.dtype) -> None:
+def test_one_small_parameter_that_loses_its_tangent(
+    factor: float | None, dtype: torch.dtype
+) -> None:
     """Among many others that don't: each counts as much as all others, whatever its gradient."""
     small, tolerance = {torch.float64: (1e-7, 1e-8), torch.float32: (1e-5, 1e-3)}[dtype]
     size = small if factor is None else factor
@@ -232,7 +255,9 @@ def test_one_small_parameter_that_loses_its_tangent(factor: float | None, dtype:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.Tanh())])
+            self.body = nn.Sequential(
+                *[layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.Tanh())]
+            )
             self.shift = nn.Parameter(torch.full((1,), 0.3))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -247,7 +272,9 @@ def test_one_small_parameter_that_loses_its_tangent(factor: float | None, dtype:
     unit = torch.zeros(risk.space.dim, dtype=dtype)
     unit[offset] = 1.0
     found = (GGN(risk) @ unit)[offset]
-    expected = 2 * (size * torch.cos(model.shift.detach().double())) ** 2  # the mean of thirty equal squares
+    expected = (
+        2 * (size * torch.cos(model.shift.detach().double())) ** 2
+    )  # the mean of thirty equal squares
     close(found, expected[0], tolerance)
 
 
@@ -272,7 +299,7 @@ def test_a_wrong_second_derivative_where_zero_is_singular() -> None:
     close(Jacobian(risk) @ v, J @ v, 1e-7)
 
 
-# --------------------------------------------------------------------------------------------- no second derivative
+# ----------------------------------------------------------------------------- no second derivative
 @pytest.mark.parametrize("form", ["vector", "dense"])
 @pytest.mark.parametrize("where", ["last", "middle", "below a frozen head", "loss"])
 def test_a_hessian_through_once_differentiable_is_refused(where: str, form: str) -> None:
@@ -294,7 +321,7 @@ def test_a_loss_that_is_once_differentiable_has_no_ggn() -> None:
         _ = G @ normal(G.shape[1])
 
 
-# --------------------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------- what is not finite
 class Distance(nn.Module):
     """`exp(-|x - c|)` at a distance of zero."""
 
@@ -319,7 +346,9 @@ def test_products_that_are_not_finite_are_refused_by_name(name: str, kind: Any) 
     data = [(torch.ones(2, 3).double(), torch.zeros(2, 1).double())]
     A = kind(EmpiricalRisk(Distance(DISTANCES[name]), nn.MSELoss(), data))
     for product in (lambda: A @ torch.ones(A.shape[1]).double(), A.to_dense):
-        with pytest.raises((NumericsError, UnsupportedError), match=f"{kind.__name__}|not the derivative"):
+        with pytest.raises(
+            (NumericsError, UnsupportedError), match=f"{kind.__name__}|not the derivative"
+        ):
             product()
 
 
@@ -331,5 +360,7 @@ def test_vectors_that_are_not_finite_are_the_callers() -> None:
     assert bool((G @ v).isnan().any())
     model.first.bias.data[0] = torch.inf
     model.head.weight.data[0] = torch.nan
-    with pytest.raises(NumericsError, match=r"GGN has NaN.*\['first.bias', 'head.weight'\] are not"):
+    with pytest.raises(
+        NumericsError, match=r"GGN has NaN.*\['first.bias', 'head.weight'\] are not"
+    ):
         _ = G @ torch.ones(27).double()

@@ -1,7 +1,8 @@
-"""`verify()` notices approximations that are wrong, built in or a user's own, and blocks that changed since.
+"""`verify()` notices approximations that are wrong, built in or a user's own, and blocks that
+changed since.
 
-A wrong approximation is a right one with another last step. What it must have is known on paper, or from autograd by
-hand; that the package's own approximations are right is tested elsewhere.
+A wrong approximation is a right one with another last step. What it must have is known on paper, or
+from autograd by hand; that the package's own approximations are right is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -40,18 +41,27 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.blocks.verify import BLOCK_CHECK, STORED_CHECK
-from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Kronecker,
+    LinearOperator,
+    Structure,
+)
 
 Block = Any
 
 
-# -------------------------------------------------------------------------------------------------- right ones pass
+# ---------------------------------------------------------------------------------- right ones pass
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.one_in(5)
 def test_every_right_approximation_passes(net: str, approximation: str) -> None:
     result = problem(net).made(approximation).verify(stored=False)
-    errors = [error for _, check, error in result.rows if check == BLOCK_CHECK and not math.isnan(error)]
+    errors = [
+        error for _, check, error in result.rows if check == BLOCK_CHECK and not math.isnan(error)
+    ]
     assert errors
     assert max(errors) < 1e-12
 
@@ -62,11 +72,15 @@ def test_every_right_approximation_passes(net: str, approximation: str) -> None:
 def test_with_all_vectors_and_separate_biases(net: str, separate: bool, vectors: str) -> None:
     options = {"vectors": VECTORS[vectors], "separate_weight_and_bias": separate}
     for approximation in (KFAC, EKFAC) if VECTORS[vectors].backward else (KFAC,):
-        mapping = dict.fromkeys(problem(net).net.fallback, ScaledIdentity) if approximation is KFAC else {}
+        mapping = (
+            dict.fromkeys(problem(net).net.fallback, ScaledIdentity)
+            if approximation is KFAC
+            else {}
+        )
         problem(net).curvature(mapping, default=approximation, **options).verify()
 
 
-# --------------------------------------------------------------------------------------------------- wrong ones don't
+# --------------------------------------------------------------------------------- wrong ones don't
 def ending(kind: type[Accumulator], change: Callable[[Block], Block]) -> type[Accumulator]:
     """An approximation whose finished blocks are changed."""
 
@@ -76,12 +90,18 @@ def ending(kind: type[Accumulator], change: Callable[[Block], Block]) -> type[Ac
             second = type(result)
             result.__class__ = ending(second, change)  # type: ignore[assignment]
             return result
-        return {n: change(b) for n, b in result.items()} if isinstance(result, Mapping) else change(result)
+        return (
+            {n: change(b) for n, b in result.items()}
+            if isinstance(result, Mapping)
+            else change(result)
+        )
 
     return type(f"Wrong{kind.__name__}", (kind,), {"finish": finish})
 
 
-def factors(of_G: Callable[[Tensor], Tensor], of_A: Callable[[Tensor], Tensor]) -> Callable[[Block], Block]:
+def factors(
+    of_G: Callable[[Tensor], Tensor], of_A: Callable[[Tensor], Tensor]
+) -> Callable[[Block], Block]:
     """Changes the factors of Kronecker products."""
 
     def change(block: Block) -> Block:
@@ -105,7 +125,11 @@ def without_last(M: Tensor) -> Tensor:
 
 
 def of_values(block: Block) -> Block:
-    return Eigendecomposed(block.basis, 2 * block.values) if isinstance(block, Eigendecomposed) else block
+    return (
+        Eigendecomposed(block.basis, 2 * block.values)
+        if isinstance(block, Eigendecomposed)
+        else block
+    )
 
 
 def of_basis(block: Block) -> Block:
@@ -141,7 +165,8 @@ WHERE = {"linear", "grouped cnn", "strided cnn", "attention", "called twice", "t
 def test_a_wrong_approximation_is_named(net: str, wrong: str) -> None:
     K = problem(net).curvature(WRONG[wrong])
     with pytest.raises(
-        VerificationError, match=rf"check \(b\) blocks: of the block '.*' that {WRONG[wrong].__name__} makes"
+        VerificationError,
+        match=rf"check \(b\) blocks: of the block '.*' that {WRONG[wrong].__name__} makes",
     ):
         K.verify()
 
@@ -151,7 +176,9 @@ def test_a_wrong_approximation_is_named(net: str, wrong: str) -> None:
 def test_of_one_layer_too(only: str, wrong: str) -> None:
     """An embedding that is the head's weight, and a layer beside it."""
     K = problem("tied").curvature({only: WRONG[wrong]}, default=KFAC)
-    with pytest.raises(VerificationError, match=rf"layer '{only}', check \(b\) blocks.*override `exact_parts`"):
+    with pytest.raises(
+        VerificationError, match=rf"layer '{only}', check \(b\) blocks.*override `exact_parts`"
+    ):
         K.verify()
 
 
@@ -167,8 +194,12 @@ def test_with_inputs_alone(wrong: str, reduce: bool) -> None:
 
 def test_swapped_factors() -> None:
     """Of a square matrix, where shapes don't tell."""
-    swapped = ending(KFAC, lambda block: Kronecker(block.A, block.G) if isinstance(block, Kronecker) else block)
-    risk = EmpiricalRisk(nn.Linear(3, 3, bias=False).double(), nn.MSELoss(), [(normal(4, 3), normal(4, 3, seed=1))])
+    swapped = ending(
+        KFAC, lambda block: Kronecker(block.A, block.G) if isinstance(block, Kronecker) else block
+    )
+    risk = EmpiricalRisk(
+        nn.Linear(3, 3, bias=False).double(), nn.MSELoss(), [(normal(4, 3), normal(4, 3, seed=1))]
+    )
     with pytest.raises(VerificationError, match=r"check \(b\) blocks"):
         curvature(risk, swapped).verify()
 
@@ -237,7 +268,10 @@ class Doubled(Accumulator):
             self.add("A", *batch.input_gram())
 
     def finish(self) -> LinearOperator:
-        return Kronecker(Dense(self.factor * self.value("G"), Structure.PSD), Dense(self.value("A"), Structure.PSD))
+        return Kronecker(
+            Dense(self.factor * self.value("G"), Structure.PSD),
+            Dense(self.value("A"), Structure.PSD),
+        )
 
 
 class Correct(Doubled):
@@ -256,7 +290,10 @@ class Meant(Doubled):
 def test_a_users_own_accumulator(kind: type[Accumulator], net: str) -> None:
     if net == "attention" and kind in (Unweighted, Doubled):
         return  # by default one gradient at one position is compared
-    with pytest.raises(VerificationError, match=rf"check \(b\) blocks: of the block '.*' that {kind.__name__} makes"):
+    with pytest.raises(
+        VerificationError,
+        match=rf"check \(b\) blocks: of the block '.*' that {kind.__name__} makes",
+    ):
         problem(net).curvature(kind).verify()
 
 
@@ -268,13 +305,15 @@ def test_what_is_not_compared_says_so() -> None:
     assert result.table().splitlines()[2] == "0        (b) blocks        not compared"
 
 
-# --------------------------------------------------------------------------------------------- what they compare with
+# --------------------------------------------------------------------------- what they compare with
 def test_gradients_are_those_of_autograd_by_hand() -> None:
     """Of vectors that a single linear layer shows: its bias's gradient is what was sent."""
     shown: list[Tensor] = []
 
     class Looks(DiagonalBlock):
-        def exact_parts(self, block: Any, J: Tensor, batches: Any) -> Sequence[tuple[Tensor, Tensor]]:
+        def exact_parts(
+            self, block: Any, J: Tensor, batches: Any
+        ) -> Sequence[tuple[Tensor, Tensor]]:
             shown.append(J)
             return super().exact_parts(block, J, batches)
 
@@ -300,7 +339,10 @@ def test_in_mixed_precision(approximation: Any) -> None:
     model = Written(forward, body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     data = [(torch.randn(7, 6), torch.arange(7) % 3)]
     curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).verify()
-    wrong = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), ending(approximation, lambda block: 2 * block))
+    wrong = curvature(
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), data),
+        ending(approximation, lambda block: 2 * block),
+    )
     with pytest.raises(VerificationError, match=r"check \(b\) blocks"):
         wrong.verify()
 
@@ -320,17 +362,23 @@ def test_in_other_precisions(approximation: Any, dtype: torch.dtype) -> None:
     data = [(normal(7, 6).to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0]))]
     K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation)
     assert BLOCK_CHECK in str(K.verify())
-    wrong = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), ending(approximation, lambda block: 2 * block))
+    wrong = curvature(
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), data),
+        ending(approximation, lambda block: 2 * block),
+    )
     with pytest.raises(VerificationError, match=r"check \(b\) blocks"):
         wrong.verify()
 
 
-# -------------------------------------------------------------------------------------------------------- stored ones
+# -------------------------------------------------------------------------------------- stored ones
 def made(approximation: Any = KFAC, data: Any = None, **options: Any) -> Any:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=seeded(p.numel()))
-    data = [(normal(5, 4), torch.tensor([0, 1, 2, 1, 0])), (normal(2, 4, seed=1), torch.tensor([2, 1]))]
+    data = [
+        (normal(5, 4), torch.tensor([0, 1, 2, 1, 0])),
+        (normal(2, 4, seed=1), torch.tensor([2, 1])),
+    ]
     return curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation, **options)
 
 
@@ -345,7 +393,9 @@ def replaced(K: Any) -> None:
 def loaded(K: Any) -> None:
     """The state of other data."""
     other = EmpiricalRisk(
-        K.risk.model, nn.CrossEntropyLoss(), [(2 * normal(7, 4), torch.tensor([0, 1, 2, 1, 0, 2, 1]))]
+        K.risk.model,
+        nn.CrossEntropyLoss(),
+        [(2 * normal(7, 4), torch.tensor([0, 1, 2, 1, 0, 2, 1]))],
     )
     K.load_state_dict(curvature(other, KFAC).state_dict())
 
@@ -356,7 +406,8 @@ def test_blocks_that_changed_are_named(change: Callable[[Any], None]) -> None:
     K.verify()
     change(K)
     with pytest.raises(
-        VerificationError, match=r"check \(d\) stored blocks: the operator's block '.*' differs from.*stored=False"
+        VerificationError,
+        match=r"check \(d\) stored blocks: the operator's block '.*' differs from.*stored=False",
     ):
         K.verify()
     K.verify(stored=False)
@@ -379,7 +430,9 @@ def test_stored_blocks_and_their_multiples_pass(scale: float) -> None:
 
 
 def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
-    """At other parameters, of streams and states, and of random vectors over data in a random order."""
+    """At other parameters, of streams and states, and of random vectors over data in a random
+    order.
+    """
     K = made()
     with torch.no_grad():
         K.risk.model[0].weight.add_(1)
@@ -387,7 +440,9 @@ def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
     for batch in stream.risk.data:
         stream.update(batch)
     risk = made().risk
-    kept = type(K).from_state_dict(made().state_dict(), risk.model, risk.data, list(risk.params.values()))
+    kept = type(K).from_state_dict(
+        made().state_dict(), risk.model, risk.data, list(risk.params.values())
+    )
     loader = DataLoader(TensorDataset(normal(9, 4), torch.arange(9) % 3), 3, shuffle=True)
     shuffled = curvature(risk.with_data(loader), vectors=MonteCarlo())
     lazy = made(compute=False)
@@ -396,13 +451,17 @@ def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
         assert all(math.isnan(error) for _, check, error in result.rows if check == STORED_CHECK)
         assert f"{STORED_CHECK}: {len(operator.kept_blocks)} not compared" in str(result)
     for vectors in (Exact(), Empirical()):
-        assert f"{STORED_CHECK}: " not in str(curvature(risk.with_data(loader), vectors=vectors).verify())
+        assert f"{STORED_CHECK}: " not in str(
+            curvature(risk.with_data(loader), vectors=vectors).verify()
+        )
 
 
 def test_blocks_of_other_processes_are_left_out() -> None:
     K = made({"0": WRONG["KFAC, G twice"]}, default=DiagonalBlock)
     K.owners = {"0": 1, "2": 0}
-    assert [layer for layer, check, _ in K.verify(stored=False).rows if check == BLOCK_CHECK] == ["2"]
+    assert [layer for layer, check, _ in K.verify(stored=False).rows if check == BLOCK_CHECK] == [
+        "2"
+    ]
 
 
 def test_warnings_are_not_repeated() -> None:

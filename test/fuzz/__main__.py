@@ -16,12 +16,18 @@ from .run import Outcome, Problem, describe, draw_whole, run_seed
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m test.fuzz", description="Random networks against plain autodiff.")
+    parser = argparse.ArgumentParser(
+        prog="python -m test.fuzz", description="Random networks against plain autodiff."
+    )
     parser.add_argument("start", type=int, nargs="?", default=0, help="the first seed")
     parser.add_argument("count", type=int, nargs="?", default=100, help="how many seeds")
-    parser.add_argument("--small", action="store_true", help="every limit of working memory at 64 bytes")
+    parser.add_argument(
+        "--small", action="store_true", help="every limit of working memory at 64 bytes"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--hostile", action="store_true", help="networks that do what recording must notice")
+    parser.add_argument(
+        "--hostile", action="store_true", help="networks that do what recording must notice"
+    )
     return parser.parse_args()
 
 
@@ -31,7 +37,9 @@ def _safe(small: bool, seed: int) -> Outcome:
     try:
         return run_seed(seed, small)
     except Exception as error:
-        return Outcome(problems=[Problem(["the fuzzer", {}], type(error).__name__, str(error)[:500])])
+        return Outcome(
+            problems=[Problem(["the fuzzer", {}], type(error).__name__, str(error)[:500])]
+        )
 
 
 def _outcomes(seeds: range, small: bool, jobs: int) -> Iterator[Outcome]:
@@ -69,12 +77,19 @@ def main() -> int:
         refused.update(outcome.refused)
         for problem in outcome.problems:
             failed += 1
-            about = {} if problem.check[0] == "the fuzzer" else {**draw_whole(seed), "checks": [problem.check]}
+            about = (
+                {}
+                if problem.check[0] == "the fuzzer"
+                else {**draw_whole(seed), "checks": [problem.check]}
+            )
             print(report(seed, problem, about, arguments.small), flush=True)
     total = made + failed + sum(refused.values())
     share = 100 * sum(refused.values()) / max(1, total)
     seconds = time.monotonic() - started
-    print(f"{len(seeds)} seeds, {made} checks hold, {failed} failed, {share:.1f} % refused, {seconds:.0f} s")
+    print(
+        f"{len(seeds)} seeds, {made} checks hold, {failed} failed, {share:.1f} % refused, "
+        f"{seconds:.0f} s"
+    )
     for message, times in refused.most_common():
         print(f"  refused {times} x {message}")
     return int(failed > 0)

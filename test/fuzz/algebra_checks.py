@@ -1,4 +1,6 @@
-"""Checks of the closed forms of block-diagonal operators against dense algebra, of states, and of running estimates."""
+"""Checks of the closed forms of block-diagonal operators against dense algebra, of states, and of
+running estimates.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def _numbers(s: Subject, o: Options) -> None:
     J = s.normal(3, s.case.size, what="J")
     s.equal("quadratic_form", K.quadratic_form(J), J.double() @ dense @ J.double().T)
     least = float(values.min())
-    holds("positive semi-definite", least >= -s.tolerance * (scale + 1e-6), f"eigenvalue {least:.3g}")
+    holds(
+        "positive semi-definite", least >= -s.tolerance * (scale + 1e-6), f"eigenvalue {least:.3g}"
+    )
 
 
 @check("inverse", lambda r: {**draw_operator(r), "rule": r.random() < 0.3}, 3)
@@ -86,10 +90,14 @@ def _inverse(s: Subject, o: Options) -> None:
     s.equal("trace of the inverse", inverse.trace, expected.trace(), 10)
     s.equal("logdet of the shifted", K.shift(damping).logdet, -expected.logdet(), 10)
     root = K.power(0.5, damping)
-    s.equal("power(1/2, damping), squared", root @ (root @ v), (dense + damping * eye) @ v.double(), 10)
+    s.equal(
+        "power(1/2, damping), squared", root @ (root @ v), (dense + damping * eye) @ v.double(), 10
+    )
     if o["rule"] and all(float(block.trace) > 1e-6 for block in K.blocks.values()):
         relative = K.inverse(RelativeDamping(0.3))
-        by_block = {name: 0.3 * float(block.trace) / block.shape[0] for name, block in K.blocks.items()}
+        by_block = {
+            name: 0.3 * float(block.trace) / block.shape[0] for name, block in K.blocks.items()
+        }
         s.equal("RelativeDamping", relative @ v, K.inverse(by_block) @ v, 10)
 
 
@@ -102,7 +110,9 @@ def _states(s: Subject, o: Options) -> None:
     state = torch.load(file, weights_only=True)
     loss = {} if not s.case.several else {"loss": s.case.loss}
     reading = {key: value for key, value in s.case.options.items() if key == "batch_size_fn"}
-    again = BlockwiseLinearOperator.from_state_dict(state, s.case.model, None, s.case.params, **loss, **reading)
+    again = BlockwiseLinearOperator.from_state_dict(
+        state, s.case.model, None, s.case.params, **loss, **reading
+    )
     s.equal("from_state_dict", again.to_dense(), K.to_dense(), 1e-3)
     fresh = copy.copy(operator(s, {**o, "times": 1.0}))
     fresh.load_state_dict(state)
@@ -112,8 +122,12 @@ def _states(s: Subject, o: Options) -> None:
     s.equal("inverse from a state", again.inverse(damping) @ v, K.inverse(damping) @ v, 1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------ running sums
-@check("estimator", lambda r: {**draw_operator(r), "listen": r.random() < 0.4, "decay": r.choice([1.0, 1.0, 0.5])}, 2.5)
+# ------------------------------------------------------------------------------------- running sums
+@check(
+    "estimator",
+    lambda r: {**draw_operator(r), "listen": r.random() < 0.4, "decay": r.choice([1.0, 1.0, 0.5])},
+    2.5,
+)
 def _estimator(s: Subject, o: Options) -> None:
     """Updates add up to the curvature of all data; with decay they are a weighted mean."""
     require(s.known and s.case.about["num_data"] is None and o["vectors"] not in RANDOM)
@@ -139,15 +153,21 @@ def _estimator(s: Subject, o: Options) -> None:
         s.equal("moving average of exact blocks", got.to_dense(), expected)
     estimator.refresh(0.5)
     v = s.normal(s.case.size, what="estimator")
-    dense = estimator.operator.to_dense().double() + 0.5 * torch.eye(s.case.size, dtype=torch.float64)
-    s.equal("estimator's inverse", estimator.inverse() @ v, torch.linalg.solve(dense, v.double()), 10)
+    dense = estimator.operator.to_dense().double() + 0.5 * torch.eye(
+        s.case.size, dtype=torch.float64
+    )
+    s.equal(
+        "estimator's inverse", estimator.inverse() @ v, torch.linalg.solve(dense, v.double()), 10
+    )
     again = CurvatureEstimator(s.risk(()), kind, decay=decay, **options)
     again.load_state_dict(estimator.state_dict())
     s.equal("estimator's state", again.operator.to_dense(), estimator.operator.to_dense(), 1e-2)
     s.equal("estimator's state, inverse", again.inverse() @ v, estimator.inverse() @ v, 1)
 
 
-def _run(s: Subject, kind: Any, options: dict[str, Any], decay: float, data: Any, listen: bool) -> CurvatureEstimator:
+def _run(
+    s: Subject, kind: Any, options: dict[str, Any], decay: float, data: Any, listen: bool
+) -> CurvatureEstimator:
     estimator = CurvatureEstimator(s.risk(()), kind, decay=decay, **options)
     for batch in s.case.shown(data):
         if listen:
@@ -165,8 +185,13 @@ def _merge(s: Subject, o: Options) -> None:
     options = {"vectors": vectors_of(o), "separate_weight_and_bias": o["separate"]}
     kind = KINDS[o["kind"]]
     one, two, whole = (
-        _run(s, kind, options, 1.0, data, False) for data in (s.case.data[:1], s.case.data[1:], s.case.data)
+        _run(s, kind, options, 1.0, data, False)
+        for data in (s.case.data[:1], s.case.data[1:], s.case.data)
     )
     one.merge(two)
     s.equal("merged estimators", one.operator.to_dense(), whole.operator.to_dense(), 1)
-    holds("examples of merged estimators", one.examples == whole.examples, f"{one.examples}, {whole.examples}")
+    holds(
+        "examples of merged estimators",
+        one.examples == whole.examples,
+        f"{one.examples}, {whole.examples}",
+    )

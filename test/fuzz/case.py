@@ -1,7 +1,9 @@
-"""One random case: a network, data, losses, parameters, and the checks to be made. All of it follows from a seed.
+"""One random case: a network, data, losses, parameters, and the checks to be made. All of it
+follows from a seed.
 
-`draw(seed)` makes a description of plain lists and numbers, and `make(description)` the objects; descriptions can be
-stored, printed and shortened. Random numbers come from `random.Random` and from `torch.Generator` on the CPU.
+`draw(seed)` makes a description of plain lists and numbers, and `make(description)` the objects;
+descriptions can be stored, printed and shortened. Random numbers come from `random.Random` and from
+`torch.Generator` on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ MOST_PARAMETERS = 70
 
 
 LINKS: dict[str, Any] = {
-    "gaussian": lambda f: torch.cat([f.chunk(2, -1)[0], nn.functional.softplus(f.chunk(2, -1)[1]) + 0.2], -1),
+    "gaussian": lambda f: torch.cat(
+        [f.chunk(2, -1)[0], nn.functional.softplus(f.chunk(2, -1)[1]) + 0.2], -1
+    ),
     "positive": lambda f: nn.functional.softplus(f) + 0.2,
     "log-softmax": lambda f: f.log_softmax(min(1, f.ndim - 1)),
     "probability": torch.sigmoid,
@@ -36,7 +40,9 @@ LINKS: dict[str, Any] = {
 class Head(nn.Module):
     """Features to the outputs that a loss reads, in one of the usual shapes."""
 
-    def __init__(self, shape: Shape, form: str, classes: int, linear: bool, link: str, axis_last: bool) -> None:
+    def __init__(
+        self, shape: Shape, form: str, classes: int, linear: bool, link: str, axis_last: bool
+    ) -> None:
         super().__init__()
         self.form, self.link, self.axis_last = form, link, axis_last
         features = math.prod(shape) if form in ("vector", "numbers") else shape[-1]
@@ -66,7 +72,11 @@ class Network(nn.Module):
         outputs = [head(h) for head in self.heads]
         if self.form == "single":
             return outputs[0]
-        return tuple(outputs) if self.form == "tuple" else {f"out{k}": f for k, f in enumerate(outputs)}
+        return (
+            tuple(outputs)
+            if self.form == "tuple"
+            else {f"out{k}": f for k, f in enumerate(outputs)}
+        )
 
 
 class Loader:
@@ -82,7 +92,9 @@ class Loader:
 
 @dataclass(eq=False)
 class Case:
-    """A description made real: with a loss for each output, and the parameters as they are handed over and by key."""
+    """A description made real: with a loss for each output, and the parameters as they are handed
+    over and by key.
+    """
 
     about: Description
     model: nn.Module
@@ -107,7 +119,11 @@ class Case:
         if not self.several:
             return self.losses[0]
         pairs = tuple(zip(self.losses, self.weights, strict=True))
-        return pairs if self.about["form"] == "tuple" else {f"out{k}": pair for k, pair in enumerate(pairs)}
+        return (
+            pairs
+            if self.about["form"] == "tuple"
+            else {f"out{k}": pair for k, pair in enumerate(pairs)}
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -142,11 +158,24 @@ class Case:
 
     def normal(self, *shape: int, what: str = "") -> Tensor:
         """Standard normal numbers in the case's precision."""
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator(what)).to(self.dtype)
+        return torch.randn(*shape, dtype=torch.float64, generator=self.generator(what)).to(
+            self.dtype
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------- drawing
-INPUTS: list[Shape] = [(3,), (4,), (3, 2), (2, 3), (4, 2), (2, 4), (2, 3, 3), (1, 4, 3), (2, 2, 2, 2), (1, 2, 3, 2)]
+# ------------------------------------------------------------------------------------------ drawing
+INPUTS: list[Shape] = [
+    (3,),
+    (4,),
+    (3, 2),
+    (2, 3),
+    (4, 2),
+    (2, 4),
+    (2, 3, 3),
+    (1, 4, 3),
+    (2, 2, 2, 2),
+    (1, 2, 3, 2),
+]
 
 
 def draw(seed: int) -> Description:
@@ -181,7 +210,9 @@ def differentiable(case: Case) -> bool:
 
 def _draw_once(r: Random, seed: int) -> Description:
     tokens = r.random() < 0.15
-    shape: Shape = (r.randint(2, 3),) if tokens else r.choices(INPUTS, [3, 3, 3, 2, 2, 2, 3, 2, 1, 1])[0]
+    shape: Shape = (
+        (r.randint(2, 3),) if tokens else r.choices(INPUTS, [3, 3, 3, 2, 2, 2, 3, 2, 1, 1])[0]
+    )
     about: Description = {
         "seed": seed,
         "dtype": "float32" if r.random() < 0.15 else "float64",
@@ -206,7 +237,10 @@ def _draw_once(r: Random, seed: int) -> Description:
     if tokens and not about["layers"]:
         raise Invalid("tokens without an embedding")
     about |= _draw_outputs(r, shape)
-    names = r.choices(["all", "reversed", "some", "named", "weights", "biases", "default"], [5, 1, 2, 1.5, 0.5, 0.5, 1])
+    names = r.choices(
+        ["all", "reversed", "some", "named", "weights", "biases", "default"],
+        [5, 1, 2, 1.5, 0.5, 0.5, 1],
+    )
     about["params"] = names[0]
     about["frozen"] = r.choices(["none", "all", "some"], [6, 1, 2])[0]
     about["num_data"] = r.choice([None] * 9 + [7])
@@ -223,7 +257,11 @@ def _draw_outputs(r: Random, shape: Shape) -> Description:
     for loss in losses:
         loss["factor"] = r.choice([0.5, 1.0, 2.0]) if several else 1.0
         loss["reduction"] = reduction if several else loss["reduction"]
-        forms = ["vector"] * 3 if len(shape) == 1 else ["vector", "vector", "positions", "positions", "rows"]
+        forms = (
+            ["vector"] * 3
+            if len(shape) == 1
+            else ["vector", "vector", "positions", "positions", "rows"]
+        )
         if loss["kind"] in ("ce", "mse", "bce", "poisson") and shape[0] > 1:
             forms = [*forms, "raw"]
         if loss["kind"] in ("mse", "bce", "poisson") and not several:
@@ -236,7 +274,7 @@ def _draw_outputs(r: Random, shape: Shape) -> Description:
     return {"losses": losses, "heads": heads, "form": form}
 
 
-# -------------------------------------------------------------------------------------------------------------- making
+# ------------------------------------------------------------------------------------------- making
 def make(about: Description) -> Case:
     """The objects of a description.
 
@@ -251,7 +289,9 @@ def make(about: Description) -> Case:
         for head, loss in zip(about["heads"], about["losses"], strict=True):
             if len(shape) == 1 and head["form"] in ("positions", "rows"):
                 raise Invalid("there is one position only")
-            heads.append(Head(shape, **head, link=links(loss), axis_last=loss["kind"] not in ("ce", "nll")))
+            heads.append(
+                Head(shape, **head, link=links(loss), axis_last=loss["kind"] not in ("ce", "nll"))
+            )
         model = Network(body, heads, about["form"]).double().eval()
     case = Case(about, model, [], [], None, {}, dtype)
     _initialize(case)
@@ -263,12 +303,17 @@ def make(about: Description) -> Case:
         raise Invalid(f"the network: {error}") from error
     if about["longer"] and any(head["form"] == "raw" for head in about["heads"]):
         raise Invalid("lengths that differ make no classes")
-    if about["longer"] and any(o["kind"] == "other" and o["reduction"] == "mean" for o in about["losses"]):
+    if about["longer"] and any(
+        o["kind"] == "other" and o["reduction"] == "mean" for o in about["losses"]
+    ):
         raise Invalid("means of unknown losses weigh batches by their examples")
     case.losses = [make_loss(o, shapes[0][k], dtype) for k, o in enumerate(about["losses"])]
     generator = case.generator("targets")
     for x, of_batch in zip(inputs, shapes, strict=True):
-        ys = [make_target(o, shape, dtype, generator) for o, shape in zip(about["losses"], of_batch, strict=True)]
+        ys = [
+            make_target(o, shape, dtype, generator)
+            for o, shape in zip(about["losses"], of_batch, strict=True)
+        ]
         y: Any = ys[0] if about["form"] == "single" else tuple(ys)
         y = {f"out{k}": t for k, t in enumerate(ys)} if about["form"] == "dict" else y
         case.data.append((x if about["tokens"] else x.to(dtype), y))
@@ -282,12 +327,21 @@ def _initialize(case: Case) -> None:
     with torch.no_grad():
         for p in case.model.parameters():
             size = p[0].numel() if p.ndim > 1 else 2
-            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=generator) / max(1, size) ** 0.5)
+            p.copy_(
+                torch.randn(p.shape, dtype=torch.float64, generator=generator) / max(1, size) ** 0.5
+            )
         for module in case.model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-                module.running_mean.copy_(torch.randn(module.running_mean.shape, generator=generator))
+            if (
+                isinstance(module, nn.modules.batchnorm._NormBase)
+                and module.running_mean is not None
+            ):
+                module.running_mean.copy_(
+                    torch.randn(module.running_mean.shape, generator=generator)
+                )
                 assert module.running_var is not None
-                module.running_var.copy_(0.5 + torch.rand(module.running_var.shape, generator=generator))
+                module.running_var.copy_(
+                    0.5 + torch.rand(module.running_var.shape, generator=generator)
+                )
 
 
 def _input(case: Case, n: int, index: int) -> Tensor:
@@ -319,7 +373,9 @@ def _choose_parameters(case: Case) -> None:
     if not named:
         raise Invalid("no parameters")
     case.keyed = {f"p{k}" if how == "named" else name: p for k, (name, p) in enumerate(named)}
-    case.params = None if how == "default" else case.keyed if how == "named" else [p for _, p in named]
+    case.params = (
+        None if how == "default" else case.keyed if how == "named" else [p for _, p in named]
+    )
 
 
 def term_axes(case: Case, shapes: list[tuple[int, ...]]) -> list[int]:

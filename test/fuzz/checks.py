@@ -1,4 +1,6 @@
-"""Comparing numbers, and the registry of the checks that are made on a case with what a check has at hand."""
+"""Comparing numbers, and the registry of the checks that are made on a case with what a check has
+at hand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from .pieces import Options
 from .truth import Truth
 
 #: What is backpropagated where the matrix is known exactly.
-VECTORS: dict[str, Any] = {"exact": Exact(), "empirical": Empirical(), "terms": Empirical(per_term=True)}
+VECTORS: dict[str, Any] = {
+    "exact": Exact(),
+    "empirical": Empirical(),
+    "terms": Empirical(per_term=True),
+}
 
 
 class Failure(AssertionError):
@@ -46,17 +52,27 @@ def holds(law: str, condition: bool, numbers: str) -> None:
 
 
 def equal(law: str, got: Any, expected: Any, tolerance: float, scale: float | None = None) -> None:
-    """Fail unless shapes agree and the difference is below the tolerance, relative to `scale` or the norm expected."""
+    """Fail unless shapes agree and the difference is below the tolerance, relative to `scale` or
+    the norm expected.
+    """
     got, expected = (torch.as_tensor(t).detach().to(torch.float64) for t in (got, expected))
-    holds(law, got.shape == expected.shape, f"shape {list(got.shape)}, expected {list(expected.shape)}")
+    holds(
+        law,
+        got.shape == expected.shape,
+        f"shape {list(got.shape)}, expected {list(expected.shape)}",
+    )
     if not got.numel():
         return
     holds(law, bool(expected.isfinite().all()), "the expected numbers are not finite")
-    holds(law, bool(got.isfinite().all()), f"not finite: {_short(got)}, expected {_short(expected)}")
+    holds(
+        law, bool(got.isfinite().all()), f"not finite: {_short(got)}, expected {_short(expected)}"
+    )
     error = float((got - expected).norm())
     size = max(float(expected.norm()) if scale is None else scale, 1e-4)
     holds(
-        law, error <= tolerance * size, f"relative error {error / size:.1e}: {_short(got)}, expected {_short(expected)}"
+        law,
+        error <= tolerance * size,
+        f"relative error {error / size:.1e}: {_short(got)}, expected {_short(expected)}",
     )
 
 
@@ -68,7 +84,9 @@ def _short(t: Tensor) -> str:
 
 @dataclass(eq=False)
 class Subject:
-    """A case that is looked at, and the truth about it; with `self_check` the package looks, as it does for users."""
+    """A case that is looked at, and the truth about it; with `self_check` the package looks, as it
+    does for users.
+    """
 
     case: Case
     self_check: bool = True
@@ -105,14 +123,18 @@ class Subject:
     def normal(self, *shape: int, what: str = "") -> Tensor:
         return self.case.normal(*shape, what=what)
 
-    def equal(self, law: str, got: Any, expected: Any, factor: float = 1.0, scale: float | None = None) -> None:
+    def equal(
+        self, law: str, got: Any, expected: Any, factor: float = 1.0, scale: float | None = None
+    ) -> None:
         """Compare in the tolerance of the case's precision."""
         equal(law, got, expected, factor * self.tolerance, scale)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a case, which raises `Failure`; its random options; how often it is drawn, None for always."""
+    """A check of a case, which raises `Failure`; its random options; how often it is drawn, None
+    for always.
+    """
 
     run: Callable[[Subject, Options], None]
     draw: Callable[[Random], Options]

@@ -36,25 +36,36 @@ SIZES = ([3, 1, 2], [1], [2, 2])
 
 
 class Whole:
-    """Matrices of a network by autodiff of whole batches, in which examples may influence one another."""
+    """Matrices of a network by autodiff of whole batches, in which examples may influence one
+    another.
+    """
 
-    def __init__(self, model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]]
+    ) -> None:
         self.model = model
         self.params = list(self.model.parameters())
         self.sizes = [p.numel() for p in self.params]
         with sdpa_kernel(SDPBackend.MATH):
             n = sum(y.numel() for _, y in data)
             outputs = [self.model(x.clone()) for x, _ in data]
-            self.loss = sum(loss(f, y) * y.numel() / n for f, (_, y) in zip(outputs, data, strict=True))  # type: ignore[assignment]
+            self.loss = sum(
+                loss(f, y) * y.numel() / n for f, (_, y) in zip(outputs, data, strict=True)
+            )  # type: ignore[assignment]
             gradient = self._flat(self.loss, create_graph=True)
             self.hessian = torch.stack([self._flat(g) for g in gradient]).detach()
             self.gradient = gradient.detach()
-            self.J = torch.cat([torch.stack([self._flat(number) for number in f.flatten()]) for f in outputs])
+            self.J = torch.cat(
+                [torch.stack([self._flat(number) for number in f.flatten()]) for f in outputs]
+            )
             H = []
             for f, (_, y) in zip(outputs, data, strict=True):
                 g = f.detach().requires_grad_()
                 by_f = torch.autograd.grad(loss(g, y) * y.numel() / n, g, create_graph=True)[0]
-                rows = [torch.autograd.grad(t, g, retain_graph=True)[0].flatten() for t in by_f.flatten()]
+                rows = [
+                    torch.autograd.grad(t, g, retain_graph=True)[0].flatten()
+                    for t in by_f.flatten()
+                ]
                 H.append(torch.stack(rows))
         self.ggn = self.J.T @ torch.block_diag(*H) @ self.J
 
@@ -80,7 +91,10 @@ def _estimated(risk: EmpiricalRisk) -> Tensor:
 #: Name to what is computed, and what it should be.
 LAWS: dict[str, tuple[Callable[[EmpiricalRisk], Any], Callable[[Whole], Any]]] = {
     "loss": (lambda risk: risk.loss(), lambda t: t.loss),
-    "gradient": (lambda risk: torch.cat([g.flatten() for g in risk.gradient().values()]), lambda t: t.gradient),
+    "gradient": (
+        lambda risk: torch.cat([g.flatten() for g in risk.gradient().values()]),
+        lambda t: t.gradient,
+    ),
     "Jacobian": (lambda risk: Jacobian(risk).to_dense(), lambda t: t.J),
     "GGN": (lambda risk: GGN(risk).to_dense(), lambda t: t.ggn),
     "GGN product": (lambda risk: GGN(risk) @ torch.eye(risk.space.dim).double(), lambda t: t.ggn),
@@ -89,7 +103,10 @@ LAWS: dict[str, tuple[Callable[[EmpiricalRisk], Any], Callable[[Whole], Any]]] =
         lambda risk: curvature(risk, FullBlock, separate_weight_and_bias=True).to_dense(),
         lambda t: t.by_parameter(t.ggn),
     ),
-    "diagonal": (lambda risk: curvature(risk, DiagonalBlock).diagonal(), lambda t: t.ggn.diagonal()),
+    "diagonal": (
+        lambda risk: curvature(risk, DiagonalBlock).diagonal(),
+        lambda t: t.ggn.diagonal(),
+    ),
     "EKFAC trace": (lambda risk: curvature(risk, EKFAC).trace, lambda t: t.ggn.trace()),
     "estimator": (_estimated, lambda t: t.by_parameter(t.ggn)),
 }
@@ -112,12 +129,17 @@ def build(name: str) -> nn.Module:
 
 
 def verdicts(name: str, sizes: list[int], self_check: bool = True) -> dict[str, tuple[str, str]]:
-    """For each law, whether it holds on one network, is refused or broken; and the numbers or the message."""
+    """For each law, whether it holds on one network, is refused or broken; and the numbers or the
+    message.
+    """
     loss, generator = nn.CrossEntropyLoss(), Generator().manual_seed(2)
     found: dict[str, tuple[str, str]] = {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        X = [torch.randn(n, *HOSTILE[name][1], generator=generator, dtype=torch.float64) for n in sizes]
+        X = [
+            torch.randn(n, *HOSTILE[name][1], generator=generator, dtype=torch.float64)
+            for n in sizes
+        ]
         try:
             shapes = [build(name)(x.clone()).shape for x in X]
         except ValueError as error:  # a norm of one number
@@ -150,7 +172,9 @@ def _verdict(law: str, risk: EmpiricalRisk, truth: Whole | None) -> tuple[str, s
     except Failure as failure:
         return WRONG, failure.numbers
     except Exception as error:
-        return (REFUSED if is_refusal(error) else ERROR), f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return (
+            REFUSED if is_refusal(error) else ERROR
+        ), f"{type(error).__name__}: {' '.join(str(error).split())}"
     return RIGHT, ""
 
 
@@ -165,9 +189,18 @@ def main() -> int:
     for name in HOSTILE:
         for sizes in SIZES:
             found = verdicts(name, sizes)
-            bad, refused = wrong(found), [law for law, (kind, _) in found.items() if kind == REFUSED]
+            bad, refused = (
+                wrong(found),
+                [law for law, (kind, _) in found.items() if kind == REFUSED],
+            )
             failed += bool(bad)
-            summary = f"WRONG: {', '.join(bad)}" if bad else f"refused: {', '.join(refused)}" if refused else RIGHT
+            summary = (
+                f"WRONG: {', '.join(bad)}"
+                if bad
+                else f"refused: {', '.join(refused)}"
+                if refused
+                else RIGHT
+            )
             print(f"{name}, batches of {sizes}: {summary}", flush=True)
             for law, why in bad.items():
                 print(f"    {law}: {why[:300]}")

@@ -1,7 +1,9 @@
-"""Networks that do what recording must notice: each is computed right or refused, and never silently wrong.
+"""Networks that do what recording must notice: each is computed right or refused, and never
+silently wrong.
 
-Each network is a module for inputs [N, 4] or [N, T, 4] with outputs [N, 3] or [N, 3, H, W]. `HOSTILE` lists them with
-their inputs; `NO_ANSWER` those for which every number is wrong, such as dropout in training mode.
+Each network is a module for inputs [N, 4] or [N, T, 4] with outputs [N, 3] or [N, 3, H, W].
+`HOSTILE` lists them with their inputs; `NO_ANSWER` those for which every number is wrong, such as
+dropout in training mode.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Base(nn.Module):
         return self.last(self.middle(torch.tanh(self.first(x))))
 
 
-def with_middle(function: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
+def with_middle(
+    function: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]
+) -> Callable[[], nn.Module]:
     """A network with a function in the middle, and parts that the function uses."""
 
     def make() -> nn.Module:
@@ -53,7 +57,9 @@ def instead(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]
     return lambda: made(forward, Base)
 
 
-def inner(forward: Callable[[Any, Tensor], Tensor], *names: str, **attributes: Any) -> Callable[[], nn.Module]:
+def inner(
+    forward: Callable[[Any, Tensor], Tensor], *names: str, **attributes: Any
+) -> Callable[[], nn.Module]:
     """A layer of its own with vectors as parameters."""
     return lambda: made(forward, **{name: vector(3) for name in names or "w"}, **attributes)
 
@@ -62,7 +68,7 @@ def norm() -> nn.Module:
     return nn.LayerNorm(3, eps=1e-3)
 
 
-# ----------------------------------------------------------------------------------- forward passes that differentiate
+# ---------------------------------------------------------------- forward passes that differentiate
 def _forces(m: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -79,7 +85,7 @@ def _penalty(m: Any, x: Tensor) -> Tensor:
     return f + g.square().sum(-1, keepdim=True)
 
 
-# ----------------------------------------------------------------------------------- other tensors than the parameters
+# ---------------------------------------------------------------- other tensors than the parameters
 def _fast_weights(m: Any, h: Tensor) -> Tensor:
     return functional_call(m.last, {name: 2 * p for name, p in m.last.named_parameters()}, (h,))
 
@@ -112,7 +118,7 @@ def pruned() -> nn.Module:
     return model
 
 
-# ----------------------------------------------------------------------------------- calls that are not what they seem
+# ---------------------------------------------------------------- calls that are not what they seem
 def _counts(m: Any, h: Tensor) -> Tensor:
     m.calls += 1
     return torch.sin(h * m.w) * (1 + m.calls % 2)
@@ -150,7 +156,7 @@ def _quiet_first(m: Any, h: Tensor) -> Tensor:
     return m.l(h)
 
 
-# ------------------------------------------------------------------------------------------------------ examples, axes
+# ----------------------------------------------------------------------------------- examples, axes
 def _time_major(m: Any, x: Tensor) -> Tensor:  # [N, T, 4]
     return m.last(torch.tanh(m.first(x.transpose(0, 1))).sum(0))
 
@@ -239,29 +245,41 @@ FLAT: dict[str, Callable[[], nn.Module]] = {
     "parametrization cached": cached,
     "pruned": pruned,
     "old weight norm": with_middle(lambda m, h: m.w(h), w=lambda: nn.utils.weight_norm(linear())),
-    "layer norm's weight read outside": with_middle(lambda m, h: m.n(h) + m.n.weight.square(), n=norm),
-    "layer norm's weight in the output of a parent": with_middle(lambda m, h: m.n(h) * m.n.weight, n=norm),
+    "layer norm's weight read outside": with_middle(
+        lambda m, h: m.n(h) + m.n.weight.square(), n=norm
+    ),
+    "layer norm's weight in the output of a parent": with_middle(
+        lambda m, h: m.n(h) * m.n.weight, n=norm
+    ),
     "linear weight read outside": with_middle(lambda m, h: m.last(h) @ m.last.weight),
     "linear weight by a function": with_middle(
         lambda m, h: functional.linear(h, m.l.weight), l=partial(linear, bias=False)
     ),
     "linear bias by its owner": with_middle(lambda m, h: h + m.last.bias),
-    "scale held by the parent": with_middle(lambda m, h: h + m.s * m.n(h), s=lambda: vector(3), n=norm),
+    "scale held by the parent": with_middle(
+        lambda m, h: h + m.s * m.n(h), s=lambda: vector(3), n=norm
+    ),
     "gru's weights read outside": with_middle(
         lambda m, h: m.c(h, h) + m.c.weight_ih.sum(0).tanh(), c=lambda: nn.GRUCell(3, 3)
     ),
-    "weights detached in one place": with_middle(lambda m, h: functional.linear(m.last(h), m.last.weight.detach())),
+    "weights detached in one place": with_middle(
+        lambda m, h: functional.linear(m.last(h), m.last.weight.detach())
+    ),
     "forward called without its hooks": with_middle(lambda m, h: m.l.forward(h), l=linear),
     "a layer called under no_grad first": with_middle(_quiet_first, l=linear),
     "call counter": with_middle(_counted, inner=inner(_counts, calls=0)),
     "attribute set around the call": with_middle(
         _told, inner=inner(lambda m, h: torch.sin(h * m.w) * m.factor, factor=1.0)
     ),
-    "length of the batch": with_middle(lambda m, h: m.inner(h), inner=inner(lambda m, h: h * m.w * len(h))),
+    "length of the batch": with_middle(
+        lambda m, h: m.inner(h), inner=inner(lambda m, h: h * m.w * len(h))
+    ),
     "batch statistics by hand": with_middle(lambda m, h: m.inner(h), inner=inner(_statistics)),
     "batch statistics between layers": with_middle(lambda m, h: h - h.mean(0)),
     "softmax over examples": with_middle(lambda m, h: h.softmax(0)),
-    "a buffer for each example": with_middle(_informed, inner=inner(lambda m, h: h * m.w * m.told, told=None)),
+    "a buffer for each example": with_middle(
+        _informed, inner=inner(lambda m, h: h * m.w * m.told, told=None)
+    ),
     "experts": lambda: made(_experts, Base, other=linear()),
     "examples sorted": with_middle(_sorted, inner=linear),
     "two rows of each example": with_middle(_doubled_rows, inner=linear),
@@ -284,7 +302,9 @@ FLAT: dict[str, Callable[[], nn.Module]] = {
 STEPS: dict[str, Callable[[], nn.Module]] = {
     "time-major": instead(_time_major),
     "time-major rows": instead(_time_major_rows),
-    "positions without examples": lambda: made(_placed, first=nn.Linear(4, 3), places=nn.Embedding(2, 3)),
+    "positions without examples": lambda: made(
+        _placed, first=nn.Linear(4, 3), places=nn.Embedding(2, 3)
+    ),
     "relative bias": lambda: made(_biased, first=nn.Linear(4, 3), distance=nn.Embedding(3, 1)),
     "in_proj_weight shared": lambda: shared("in_proj_weight"),
     "in_proj_bias shared": lambda: shared("in_proj_bias"),

@@ -1,4 +1,6 @@
-"""Kronecker factors by definition: rows of inputs and gradients of one example at a time, outer products, sums."""
+"""Kronecker factors by definition: rows of inputs and gradients of one example at a time, outer
+products, sums.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from .truth import TRANSPOSED, Block, Truth
 
 
 def matrix_of(truth: Truth, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrix, row and column of every number of the block's parameters; a bias is the last column."""
+    """Matrix, row and column of every number of the block's parameters; a bias is the last
+    column.
+    """
     module = truth.model.get_submodule(block.affine[0])
     weight = module._parameters["weight"]
     assert weight is not None
@@ -46,8 +50,8 @@ def _places(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def rows_of(truth: Truth, path: str) -> list[tuple[Tensor, ...]]:
-    """What a layer's calls multiply in every example, for each of its matrices: inputs [m, S, i], and derivatives of
-    all outputs of the network by the products [m, S, F, o]."""
+    """What a layer's calls multiply in every example, for each of its matrices: inputs [m, S, i],
+    and derivatives of all outputs of the network by the products [m, S, F, o]."""
     module = truth.model.get_submodule(path)
     found = []
     for x, _ in truth.case.data:
@@ -72,7 +76,9 @@ def rows_of(truth: Truth, path: str) -> list[tuple[Tensor, ...]]:
 
 
 def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs [m, S, i] and derivatives [m, S, F, o] of one call; the derivatives `D` are by its output."""
+    """Inputs [m, S, i] and derivatives [m, S, F, o] of one call; the derivatives `D` are by its
+    output.
+    """
     x = args[0].detach()
     F = len(D)
     if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):

@@ -1,6 +1,8 @@
-"""Limits of working memory, which decide where the package cuts its work into pieces; here they become tiny.
+"""Limits of working memory, which decide where the package cuts its work into pieces; here they
+become tiny.
 
-Most errors of cutting appear at the borders of pieces, and usual networks are larger than those of the tests.
+Most errors of cutting appear at the borders of pieces, and usual networks are larger than those of
+the tests.
 """
 
 from __future__ import annotations

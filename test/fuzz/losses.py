@@ -1,6 +1,8 @@
-"""Random losses with targets, and what their definitions say: what "mean" divides by, and Fisher matrices.
+"""Random losses with targets, and what their definitions say: what "mean" divides by, and Fisher
+matrices.
 
-A loss is described by its kind and plain options; targets are drawn when the shape of the output is known.
+A loss is described by its kind and plain options; targets are drawn when the shape of the output is
+known.
 """
 
 from __future__ import annotations
@@ -31,9 +33,17 @@ def draw_loss(r: Random, kinds: dict[str, float] | None = None) -> Options:
         loss["smoothing"] = r.choice([0.0, 0.0, 0.2])
         loss["ignore"] = r.choice([None, None, -100, 1]) if loss["targets"] == "classes" else None
     elif kind == "nll":
-        loss |= {"targets": "classes", "weight": r.random() < 0.3, "ignore": r.choice([None, None, 1])}
+        loss |= {
+            "targets": "classes",
+            "weight": r.random() < 0.3,
+            "ignore": r.choice([None, None, 1]),
+        }
     elif kind == "bce":
-        loss |= {"weight": r.random() < 0.3, "pos_weight": r.random() < 0.3, "soft": r.random() < 0.4}
+        loss |= {
+            "weight": r.random() < 0.3,
+            "pos_weight": r.random() < 0.3,
+            "soft": r.random() < 0.4,
+        }
     elif kind == "bce of p":
         loss |= {"weight": r.random() < 0.3}
     elif kind in ("poisson", "gaussian"):
@@ -53,7 +63,9 @@ class Quartic(nn.Module):
         return error.sum() if self.reduction == "sum" else error.mean()
 
 
-def make_loss(o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction: str | None = None) -> nn.Module:
+def make_loss(
+    o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction: str | None = None
+) -> nn.Module:
     """The loss, for outputs of a shape."""
     kind, reduction = o["kind"], reduction or o["reduction"]
     last = shape[-1] if len(shape) > 1 else 1  # a lone axis is that of the examples
@@ -68,7 +80,9 @@ def make_loss(o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction:
     makers: dict[str, Callable[[], nn.Module]] = {
         "nll": lambda: nn.NLLLoss(weight, **more),
         "ce": lambda: nn.CrossEntropyLoss(weight, label_smoothing=o["smoothing"], **more),
-        "bce": lambda: nn.BCEWithLogitsLoss(weight, pos_weight=range_if("pos_weight", 3.0, 0.5, last), **more),
+        "bce": lambda: nn.BCEWithLogitsLoss(
+            weight, pos_weight=range_if("pos_weight", 3.0, 0.5, last), **more
+        ),
         "bce of p": lambda: nn.BCELoss(weight, **more),
         "poisson": lambda: nn.PoissonNLLLoss(full=o["full"], **more),
         "rates": lambda: nn.PoissonNLLLoss(log_input=False, **more),
@@ -87,7 +101,9 @@ def value(o: Options, loss: nn.Module, f: Tensor, y: Tensor) -> Tensor:
     return loss(f, y)
 
 
-def make_target(o: Options, shape: tuple[int, ...], dtype: torch.dtype, generator: Generator) -> Tensor:
+def make_target(
+    o: Options, shape: tuple[int, ...], dtype: torch.dtype, generator: Generator
+) -> Tensor:
     """Random targets for outputs of a shape."""
     kind = o["kind"]
     if o.get("targets") == "classes" and kind in _CLASSES:
@@ -113,9 +129,12 @@ def term_axis(o: Options, shape: tuple[int, ...]) -> int:
 
 def links(o: Options) -> str:
     """What makes outputs fit a loss: positive, or probabilities."""
-    return {"gaussian": "gaussian", "rates": "positive", "bce of p": "probability", "nll": "log-softmax"}.get(
-        o["kind"], "none"
-    )
+    return {
+        "gaussian": "gaussian",
+        "rates": "positive",
+        "bce of p": "probability",
+        "nll": "log-softmax",
+    }.get(o["kind"], "none")
 
 
 def mean_divisor(o: Options, loss: nn.Module, shape: tuple[int, ...], y: Tensor) -> float:
@@ -129,7 +148,9 @@ def mean_divisor(o: Options, loss: nn.Module, shape: tuple[int, ...], y: Tensor)
 
 
 def fisher(o: Options, loss: Any, f: Tensor, y: Tensor) -> Tensor | None:
-    """The matrix in the output that replaces the Hessian, of losses where only the Fisher matrix makes sense."""
+    """The matrix in the output that replaces the Hessian, of losses where only the Fisher matrix
+    makes sense.
+    """
     if o["kind"] == "gaussian":
         variance = f.chunk(2, -1)[1].clamp(min=loss.eps)
         return torch.cat([1 / variance, 0.5 / variance.square()], -1).flatten().diag()

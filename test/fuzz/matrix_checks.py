@@ -1,4 +1,6 @@
-"""Checks of loss, gradient and the matrix-free operators, and of blocks against these and their definitions."""
+"""Checks of loss, gradient and the matrix-free operators, and of blocks against these and their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def _loss_and_gradient(s: Subject, o: Options) -> None:
     s.equal("loss", loss, s.truth.loss)
     s.equal("loss by itself", s.risk().loss(), s.truth.loss)
     scale = max(float(s.truth.gradient.norm()), 10 * s.truth.rounding / s.tolerance)
-    s.equal("gradient", torch.cat([g.flatten() for g in gradient.values()]), s.truth.gradient, scale=scale)
+    s.equal(
+        "gradient",
+        torch.cat([g.flatten() for g in gradient.values()]),
+        s.truth.gradient,
+        scale=scale,
+    )
     holds("keys of the gradient", list(gradient) == list(s.case.keyed), f"{list(gradient)}")
 
 
@@ -51,7 +58,9 @@ def _ggn(s: Subject, o: Options) -> None:
     require(s.known or o["vectors"] == "exact")
     G, V = GGN(s.risk(), VECTORS[o["vectors"]]), s.normal(s.case.size, 2)
     expected = s.truth.matrix(o["vectors"])
-    s.equal(f"GGN({o['vectors']}) @ V", G @ V, expected @ V.double(), scale=s.truth.size(o["vectors"]))
+    s.equal(
+        f"GGN({o['vectors']}) @ V", G @ V, expected @ V.double(), scale=s.truth.size(o["vectors"])
+    )
 
 
 @check("GGN, dense", draw_vectors, 2)
@@ -96,7 +105,7 @@ def _factor(s: Subject, o: Options) -> None:
     s.equal("B @ u", B @ u, dense @ u.double())
 
 
-# -------------------------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------- blocks
 def draw_blocks(r: Random) -> Options:
     """Vectors, joint or separate, expand or reduce."""
     return {**draw_vectors(r), "separate": r.random() < 0.35, "reduce": r.random() < 0.35}
@@ -110,13 +119,20 @@ def approximation(kind: Any, o: Options) -> Any:
     return kind.using(kfac_approx="reduce") if o["reduce"] else kind
 
 
-@check("exact blocks", lambda r: {**draw_blocks(r), "kind": r.choice(["full", "diagonal"])}, often=None)
+@check(
+    "exact blocks", lambda r: {**draw_blocks(r), "kind": r.choice(["full", "diagonal"])}, often=None
+)
 def _exact_blocks(s: Subject, o: Options) -> None:
     expected = s.truth.only_blocks(s.truth.matrix(o["vectors"]), o["separate"])
     kind = FullBlock if o["kind"] == "full" else DiagonalBlock
     expected = expected if o["kind"] == "full" else expected.diagonal().diag()
     dense = s.curvature(kind, **options_of(o)).to_dense()
-    s.equal(f"{kind.__name__} is the exact block ({o['vectors']})", dense, expected, scale=s.truth.size(o["vectors"]))
+    s.equal(
+        f"{kind.__name__} is the exact block ({o['vectors']})",
+        dense,
+        expected,
+        scale=s.truth.size(o["vectors"]),
+    )
 
 
 @check("EKFAC's trace", draw_blocks, often=None)
@@ -132,7 +148,11 @@ def block_of(s: Subject, dense: Tensor, at: Tensor) -> Tensor:
 
 def plan_of(K: Any) -> dict[tuple[str, ...], str]:
     """The approximation of each block, by the keys of its parameters."""
-    return {tuple(sorted(g.keys)): repr(entry.approximation) for entry in K.plan for g in entry.layer.groups}
+    return {
+        tuple(sorted(g.keys)): repr(entry.approximation)
+        for entry in K.plan
+        for g in entry.layer.groups
+    }
 
 
 @check("KFAC by definition", draw_blocks, 4)
@@ -143,7 +163,9 @@ def _kfac(s: Subject, o: Options) -> None:
         if not block.affine:
             continue
         got = block_of(s, dense, block.at)
-        if planned[tuple(sorted(block.keys))] == "DiagonalBlock":  # seen by a module around the layer
+        if (
+            planned[tuple(sorted(block.keys))] == "DiagonalBlock"
+        ):  # seen by a module around the layer
             exact = block_of(s, s.truth.matrix(o["vectors"]), block.at)
             s.equal(f"diagonal of {block.keys}", got, exact.diagonal().diag())
             continue
@@ -170,14 +192,27 @@ def _ekfac(s: Subject, o: Options) -> None:
             s.equal(f"diagonal of {block.keys}", got, E.diagonal().diag())
             continue
         columns = basis.to_dense()
-        zeros = {other: torch.zeros_like(part) for other, part in K.split(s.normal(s.case.size)).items()}
-        Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[block.at]
+        zeros = {
+            other: torch.zeros_like(part) for other, part in K.split(s.normal(s.case.size)).items()
+        }
+        Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[
+            block.at
+        ]
         s.equal(f"basis of {block.keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
         s.equal(f"EKFAC block of {block.keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
-        if not block.affine or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None:
+        if (
+            not block.affine
+            or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None
+        ):
             continue
         rotated = Q.T @ factored @ Q
-        s.equal(f"eigenvectors of {block.keys}", rotated, rotated.diagonal().diag(), 10, float(factored.norm()))
+        s.equal(
+            f"eigenvectors of {block.keys}",
+            rotated,
+            rotated.diagonal().diag(),
+            10,
+            float(factored.norm()),
+        )
 
 
 RANDOM = {
@@ -187,17 +222,25 @@ RANDOM = {
 }
 
 
-@check("random vectors", lambda r: {"vectors": r.choice([*RANDOM]), "reduce": r.random() < 0.3}, 1.5)
+@check(
+    "random vectors", lambda r: {"vectors": r.choice([*RANDOM]), "reduce": r.random() < 0.3}, 1.5
+)
 def _random_vectors(s: Subject, o: Options) -> None:
     """Draws follow the examples: neither the batches nor the operator matter."""
     vectors = RANDOM[o["vectors"]]
     full = s.curvature(FullBlock, vectors=vectors)
-    s.equal("the same draws for EKFAC", s.curvature(approximation(EKFAC, o), vectors=vectors).trace, full.trace)
+    s.equal(
+        "the same draws for EKFAC",
+        s.curvature(approximation(EKFAC, o), vectors=vectors).trace,
+        full.trace,
+    )
     diagonal = s.curvature(DiagonalBlock, vectors=vectors)
     s.equal("the same draws for DiagonalBlock", diagonal.diagonal(), full.diagonal())
     if all(len(e.terms[0]) == 1 for e in s.truth.examples) and not s.case.several:
         dense = GGN(s.risk(), vectors).to_dense()
-        s.equal("the same draws for GGN", s.truth.only_blocks(dense.double(), False), full.to_dense())
+        s.equal(
+            "the same draws for GGN", s.truth.only_blocks(dense.double(), False), full.to_dense()
+        )
 
 
 def single(data: list[Any]) -> list[Any]:
@@ -221,7 +264,9 @@ def _batches(s: Subject, o: Options) -> None:
     vectors = RANDOM["mc"] if o["mc"] else Exact()
     one = s.curvature(kind, vectors=vectors)
     other = curvature(s.risk(single(s.case.data)), kind, vectors=vectors)
-    require(plan_of(one) == plan_of(other))  # all rows of one example are its own, also those of a table
+    require(
+        plan_of(one) == plan_of(other)
+    )  # all rows of one example are its own, also those of a table
     if kind is EKFAC:
         s.equal("one example at a time, trace of EKFAC", other.trace, one.trace)
     else:

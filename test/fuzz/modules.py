@@ -1,4 +1,6 @@
-"""Small modules that random networks are made of, beside those of PyTorch. All of them take one tensor `[N, ...]`."""
+"""Small modules that random networks are made of, beside those of PyTorch. All of them take one
+tensor `[N, ...]`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ except ImportError:
         def __init__(self, nf: int, nx: int) -> None:
             super().__init__()
             self.nf, self.nx = nf, nx
-            self.weight, self.bias = nn.Parameter(torch.zeros(nx, nf)), nn.Parameter(torch.zeros(nf))
+            self.weight, self.bias = (
+                nn.Parameter(torch.zeros(nx, nf)),
+                nn.Parameter(torch.zeros(nf)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.weight + self.bias
@@ -27,8 +32,12 @@ except ImportError:
     Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
 
 
-def made(forward: Callable[[Any, Any], Tensor], base: type[nn.Module] = nn.Module, **parts: Any) -> nn.Module:
-    """A module of a class of its own: `forward(self, x)`, and what it uses, in the order of its parameters."""
+def made(
+    forward: Callable[[Any, Any], Tensor], base: type[nn.Module] = nn.Module, **parts: Any
+) -> nn.Module:
+    """A module of a class of its own: `forward(self, x)`, and what it uses, in the order of its
+    parameters.
+    """
     module = type("Made", (base,), {"forward": forward})()
     for name, part in parts.items():
         setattr(module, name, part)
@@ -98,7 +107,9 @@ def tied(d: int, how: str, bias: bool) -> nn.Module:
 
 
 def bare(d: int) -> nn.Module:
-    """Parameters that a container holds itself, beside a layer: a vector that is used twice, and a number."""
+    """Parameters that a container holds itself, beside a layer: a vector that is used twice, and a
+    number.
+    """
     parts = {"scale": vector(d), "shift": vector(), "inner": nn.Linear(d, d)}
     return made(lambda m, x: m.inner(torch.tanh(x * m.scale + m.shift) + m.scale), **parts)
 
@@ -114,7 +125,9 @@ def two_inputs(d: int, out: int, bias: bool) -> nn.Module:
 
 
 def positions(length: int, d: int, plain: bool) -> nn.Module:
-    """Adds the embedding of each position, one row for all examples; it has an axis of examples, or not."""
+    """Adds the embedding of each position, one row for all examples; it has an axis of examples, or
+    not.
+    """
 
     def forward(m: Any, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])
@@ -180,7 +193,9 @@ def again(inner: nn.Module) -> nn.Module:
     """A module that runs again in the backward pass."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        return checkpoint(m.inner, x, use_reentrant=False) if torch.is_grad_enabled() else m.inner(x)
+        return (
+            checkpoint(m.inner, x, use_reentrant=False) if torch.is_grad_enabled() else m.inner(x)
+        )
 
     return made(forward, inner=inner)
 
@@ -202,11 +217,15 @@ def stopped(d: int) -> nn.Module:
 
 def bag(vocabulary: int, d: int, mode: str, padding: int | None) -> nn.Module:
     """An embedding bag of each example's tokens."""
-    return made(lambda m, x: m.bag(x), bag=nn.EmbeddingBag(vocabulary, d, mode=mode, padding_idx=padding))
+    return made(
+        lambda m, x: m.bag(x), bag=nn.EmbeddingBag(vocabulary, d, mode=mode, padding_idx=padding)
+    )
 
 
 def tied_head(embedding: nn.Embedding, body: nn.Module) -> nn.Module:
     """Token embedding, something in between, and a head with the embedding's weight."""
     head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
     head.weight = embedding.weight
-    return made(lambda m, x: m.head(m.body(m.embedding(x))), embedding=embedding, body=body, head=head)
+    return made(
+        lambda m, x: m.head(m.body(m.embedding(x))), embedding=embedding, body=body, head=head
+    )

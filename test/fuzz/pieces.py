@@ -1,7 +1,7 @@
 """The pieces of random networks: what each takes, how its options are drawn, and how it is built.
 
-A piece is known by its name and plain options, and its sizes follow from the shape of an example that arrives. So a
-network is a list of names and options that can be printed, stored and shortened.
+A piece is known by its name and plain options, and its sizes follow from the shape of an example
+that arrives. So a network is a list of names and options that can be printed, stored and shortened.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ Layer = Sequence[Any]
 
 
 class Invalid(Exception):
-    """A description from which no case can be made, such as a kernel that is larger than the image."""
+    """A description from which no case can be made, such as a kernel that is larger than the
+    image.
+    """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One kind of piece: how many axes an example may have, random options, the module, and a relative frequency."""
+    """One kind of piece: how many axes an example may have, random options, the module, and a
+    relative frequency.
+    """
 
     dims: tuple[int, ...]
     draw: Callable[[Random, Shape], Options]
@@ -38,8 +42,12 @@ class Piece:
     often: float = 1.0
 
 
-def sequence(shape: Shape, layers: Sequence[Layer], tokens: bool = False) -> tuple[nn.Module, Shape]:
-    """The modules of several pieces one after the other, and the shape of an example that comes out."""
+def sequence(
+    shape: Shape, layers: Sequence[Layer], tokens: bool = False
+) -> tuple[nn.Module, Shape]:
+    """The modules of several pieces one after the other, and the shape of an example that comes
+    out.
+    """
     built = []
     for name, options in layers:
         piece = (TOKENS if tokens else PIECES)[name]
@@ -67,7 +75,7 @@ def _inner(shape: Shape, layers: Sequence[Layer], same: bool = False) -> nn.Modu
     return module
 
 
-# ------------------------------------------------------------------------------------------------- layers, one by one
+# ------------------------------------------------------------------------------- layers, one by one
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
     "relu in place": lambda: nn.ReLU(inplace=True),
@@ -99,7 +107,9 @@ def _draw_conv(r: Random, shape: Shape) -> Options:
         "dilation": r.choice([1, 1, 1, 2]),
         "groups": r.choice([1, 1, 2]),
         "bias": r.random() < 0.7,
-        "mode": r.choice(["zeros"] * 4 + ["reflect", "replicate", "circular"]) if len(shape) < 4 else "zeros",
+        "mode": r.choice(["zeros"] * 4 + ["reflect", "replicate", "circular"])
+        if len(shape) < 4
+        else "zeros",
     }
 
 
@@ -108,7 +118,9 @@ def _transposed(shape: Shape, o: Options) -> nn.Module:
     kind = getattr(nn, f"ConvTranspose{len(shape) - 1}d")
     kernel = tuple(o["kernel"][: len(shape) - 1])
     more = {key: o[key] for key in ("stride", "padding", "dilation", "bias")}
-    return kind(shape[0], o["out"] * groups, kernel, output_padding=o["extra"], groups=groups, **more)
+    return kind(
+        shape[0], o["out"] * groups, kernel, output_padding=o["extra"], groups=groups, **more
+    )
 
 
 def _draw_transposed(r: Random, shape: Shape) -> Options:
@@ -128,7 +140,9 @@ def _draw_transposed(r: Random, shape: Shape) -> Options:
 def _norm(shape: Shape, o: Options) -> nn.Module:
     axes, channels, options = len(shape) - 1, shape[0], {"eps": 1e-3, "affine": o["affine"]}
     if o["kind"] == "layer":
-        return nn.LayerNorm(shape[-o["axes"] :], eps=1e-3, elementwise_affine=o["affine"], bias=o["bias"])
+        return nn.LayerNorm(
+            shape[-o["axes"] :], eps=1e-3, elementwise_affine=o["affine"], bias=o["bias"]
+        )
     if o["kind"] == "rms":
         return nn.RMSNorm(shape[-1:], eps=1e-3, elementwise_affine=o["affine"])
     if o["kind"] == "group":
@@ -157,7 +171,9 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "swap": lambda x: x.transpose(1, 2),
     "mean": lambda x: x.mean(1),
     "flip": lambda x: x.flip(-1).contiguous(),
-    "pairs": lambda x: torch.nn.functional.max_pool1d(x.flatten(1)[:, None], 2, ceil_mode=True)[:, 0],
+    "pairs": lambda x: torch.nn.functional.max_pool1d(x.flatten(1)[:, None], 2, ceil_mode=True)[
+        :, 0
+    ],
     "square": lambda x: x + 0.3 * x.square(),
 }
 
@@ -167,7 +183,9 @@ def _function(name: str) -> nn.Module:
 
 
 def _attention(shape: Shape, o: Options) -> nn.Module:
-    return modules.attention(shape[-1], **{**o, "num_heads": o["num_heads"] if shape[-1] % o["num_heads"] == 0 else 1})
+    return modules.attention(
+        shape[-1], **{**o, "num_heads": o["num_heads"] if shape[-1] % o["num_heads"] == 0 else 1}
+    )
 
 
 def _draw_attention(r: Random, shape: Shape) -> Options:
@@ -191,17 +209,24 @@ def _draw_recurrent(r: Random, shape: Shape) -> Options:
     }
 
 
-# -------------------------------------------------------------------------------------------------- pieces with pieces
+# ------------------------------------------------------------------------------- pieces with pieces
 def _draw_same(r: Random, shape: Shape) -> list[Layer]:
     """Pieces that leave the shape as it is."""
-    last: Layer = ["linear", {"out": shape[-1], "bias": r.random() < 0.7, "how": r.choice(["layer", "Conv1D"])}]
+    last: Layer = [
+        "linear",
+        {"out": shape[-1], "bias": r.random() < 0.7, "how": r.choice(["layer", "Conv1D"])},
+    ]
     first = draw_piece(r, shape, ["activation", "norm", "prelu", "wave", "function"])
-    return r.choice([[last], [first, last], [last, ["activation", {"name": r.choice([*ACTIVATIONS])}]]])
+    return r.choice(
+        [[last], [first, last], [last, ["activation", {"name": r.choice([*ACTIVATIONS])}]]]
+    )
 
 
 def _draw_branches(r: Random, shape: Shape) -> Options:
     out = r.randint(1, 3)
-    one, two = ([["linear", {"out": out, "bias": r.random() < 0.7, "how": "layer"}]] for _ in range(2))
+    one, two = (
+        [["linear", {"out": out, "bias": r.random() < 0.7, "how": "layer"}]] for _ in range(2)
+    )
     if r.random() < 0.5:
         one = [*one, ["activation", {"name": r.choice([*ACTIVATIONS])}]]
     return {"join": r.choice(["cat", "mul", "sub", "gate"]), "one": one, "two": two}
@@ -229,12 +254,19 @@ def plain(dims: tuple[int, ...], build: Callable[[Shape], nn.Module], often: flo
 
 PIECES: dict[str, Piece] = {
     "linear": Piece(ANY, _draw_linear, _linear, 4),
-    "activation": Piece(ANY, lambda r, s: {"name": r.choice([*ACTIVATIONS])}, lambda s, o: ACTIVATIONS[o["name"]](), 4),
+    "activation": Piece(
+        ANY,
+        lambda r, s: {"name": r.choice([*ACTIVATIONS])},
+        lambda s, o: ACTIVATIONS[o["name"]](),
+        4,
+    ),
     "conv": Piece(SEVERAL, _draw_conv, _conv, 4),
     "transposed conv": Piece(SEVERAL, _draw_transposed, _transposed, 1.5),
     "norm": Piece(ANY, _draw_norm, _norm, 2.5),
     "prelu": Piece(
-        ANY, lambda r, s: {"channels": r.random() < 0.5}, lambda s, o: nn.PReLU(s[0] if o["channels"] else 1)
+        ANY,
+        lambda r, s: {"channels": r.random() < 0.5},
+        lambda s, o: nn.PReLU(s[0] if o["channels"] else 1),
     ),
     "bilinear": Piece(
         ANY,
@@ -245,7 +277,10 @@ PIECES: dict[str, Piece] = {
     "bare": plain(ANY, lambda s: modules.bare(s[-1]), 0.7),
     "wave": plain(ANY, lambda s: modules.wave(s[-1]), 0.7),
     "parametrized": Piece(
-        ANY, lambda r, s: {"out": r.randint(1, 3), "how": r.choice(["weight", "spectral"])}, _parametrized, 0.5
+        ANY,
+        lambda r, s: {"out": r.randint(1, 3), "how": r.choice(["weight", "spectral"])},
+        _parametrized,
+        0.5,
     ),
     "residual": Piece(
         ANY,
@@ -254,7 +289,10 @@ PIECES: dict[str, Piece] = {
         1.5,
     ),
     "branches": Piece(
-        ANY, _draw_branches, lambda s, o: modules.branches(_inner(s, o["one"]), _inner(s, o["two"]), o["join"]), 1.5
+        ANY,
+        _draw_branches,
+        lambda s, o: modules.branches(_inner(s, o["one"]), _inner(s, o["two"]), o["join"]),
+        1.5,
     ),
     "repeated": Piece(
         ANY,
@@ -263,7 +301,10 @@ PIECES: dict[str, Piece] = {
         1.5,
     ),
     "again": Piece(
-        ANY, lambda r, s: {"inner": _draw_same(r, s)}, lambda s, o: modules.again(_inner(s, o["inner"])), 0.5
+        ANY,
+        lambda r, s: {"inner": _draw_same(r, s)},
+        lambda s, o: modules.again(_inner(s, o["inner"])),
+        0.5,
     ),
     "tied": Piece(
         ANY,
@@ -274,13 +315,21 @@ PIECES: dict[str, Piece] = {
     "halves": plain(ANY, lambda s: modules.halves(s[-1]), 0.7),
     "stopped": plain(ANY, lambda s: modules.stopped(s[-1]), 0.5),
     "dropout": plain(ANY, lambda s: nn.Dropout(0.5), 0.3),
-    "function": Piece(ANY, lambda r, s: {"name": r.choice(["flip", "square"])}, lambda s, o: _function(o["name"]), 0.5),
+    "function": Piece(
+        ANY,
+        lambda r, s: {"name": r.choice(["flip", "square"])},
+        lambda s, o: _function(o["name"]),
+        0.5,
+    ),
     "swap": plain((2, 3), lambda s: _function("swap"), 0.7),
     "mean": plain(SEVERAL, lambda s: _function("mean"), 0.7),
     "pairs": plain(ANY, lambda s: _function("pairs"), 0.5),
     "flatten": plain(SEVERAL, lambda s: nn.Flatten(), 0.7),
     "positions": Piece(
-        (2,), lambda r, s: {"plain": r.random() < 0.15}, lambda s, o: modules.positions(*s, o["plain"]), 0.7
+        (2,),
+        lambda r, s: {"plain": r.random() < 0.15},
+        lambda s, o: modules.positions(*s, o["plain"]),
+        0.7,
     ),
     "attention by hand": plain((2,), lambda s: modules.attention_by_hand(s[-1]), 1),
     "attention": Piece((2,), _draw_attention, _attention, 1.5),
@@ -309,18 +358,26 @@ TOKENS: dict[str, Piece] = {
     ),
     "bag": Piece(
         (1,),
-        lambda r, s: {"d": r.randint(2, 3), "mode": r.choice(["sum", "mean", "max"]), "padding": r.choice([None, 1])},
+        lambda r, s: {
+            "d": r.randint(2, 3),
+            "mode": r.choice(["sum", "mean", "max"]),
+            "padding": r.choice([None, 1]),
+        },
         lambda s, o: modules.bag(4, **o),
     ),
     "tied head": Piece(
         (1,),
         lambda r, s: {"d": 2, "body": _draw_same(r, (s[0], 2))},
-        lambda s, o: modules.tied_head(nn.Embedding(4, o["d"]), _inner((s[0], o["d"]), o["body"], True)),
+        lambda s, o: modules.tied_head(
+            nn.Embedding(4, o["d"]), _inner((s[0], o["d"]), o["body"], True)
+        ),
     ),
 }
 
 
-def draw_piece(r: Random, shape: Shape, names: Sequence[str] | None = None, tokens: bool = False) -> Layer:
+def draw_piece(
+    r: Random, shape: Shape, names: Sequence[str] | None = None, tokens: bool = False
+) -> Layer:
     """Name and options of a random piece that takes examples of a shape."""
     pieces = TOKENS if tokens else PIECES
     fitting = [name for name in (names or pieces) if len(shape) in pieces[name].dims]

@@ -22,7 +22,9 @@ from .limits import small_buffers
 
 @dataclass
 class Problem:
-    """A check that failed: its name and options; what did not hold, or the type of an error; numbers or its message."""
+    """A check that failed: its name and options; what did not hold, or the type of an error;
+    numbers or its message.
+    """
 
     check: list[Any]
     law: str
@@ -31,7 +33,9 @@ class Problem:
 
 @dataclass
 class Outcome:
-    """What became of a case: how many checks ran to their end, messages of refusals, and failures."""
+    """What became of a case: how many checks ran to their end, messages of refusals, and
+    failures.
+    """
 
     made: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -74,12 +78,16 @@ def run_case(about: Description, small: bool = False, self_check: bool = True) -
                 if is_refusal(error):
                     outcome.refused[f"{name}: {type(error).__name__}: {str(error)[:150]}"] += 1
                 else:
-                    outcome.problems.append(Problem([name, options], type(error).__name__, str(error)[:500]))
+                    outcome.problems.append(
+                        Problem([name, options], type(error).__name__, str(error)[:500])
+                    )
     return outcome
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is the package's own word: raised there, not by PyTorch, SciPy or these checks."""
+    """Whether an error is the package's own word: raised there, not by PyTorch, SciPy or these
+    checks.
+    """
     if isinstance(error, (UnsupportedError, NumericsError, NoClosedForm)):
         return True
     traceback = error.__traceback__
@@ -101,8 +109,8 @@ def run_seed(seed: int, small: bool = False) -> Outcome:
 def describe(about: Description) -> str:
     """A case as a few readable lines."""
     lines = [
-        f"  data      {'tokens' if about['tokens'] else about['dtype']} [N, {', '.join(map(str, about['input']))}], "
-        f"batches of {about['sizes']}",
+        f"  data      {'tokens' if about['tokens'] else about['dtype']} [N, "
+        f"{', '.join(map(str, about['input']))}], batches of {about['sizes']}",
         *(f"  layer     {_call(name, options)}" for name, options in about["layers"]),
         *(f"  head      {_call(**_named(head, 'form'))}" for head in about["heads"]),
         *(f"  loss      {_call(**_named(o, 'kind'))}" for o in about["losses"]),

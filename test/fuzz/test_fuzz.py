@@ -31,7 +31,10 @@ SEEDS = 8
 def test_first_seeds(small: bool) -> None:
     outcomes = [run_seed(seed, small) for seed in range(1000 * small, 1000 * small + SEEDS)]
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
-    made, refused = (sum(numbers) for numbers in zip(*((o.made, o.refused.total()) for o in outcomes), strict=True))
+    made, refused = (
+        sum(numbers)
+        for numbers in zip(*((o.made, o.refused.total()) for o in outcomes), strict=True)
+    )
     assert made > 5 * SEEDS
     assert refused < 0.1 * made
 
@@ -45,8 +48,10 @@ def test_a_seed_is_a_case() -> None:
     assert "loss" in describe(first)
 
 
-# ----------------------------------------------------------------------------------------------------- it can fail
-def _wrap(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+# -------------------------------------------------------------------------------------- it can fail
+def _wrap(
+    owner: Any, name: str, change: Callable[..., Any]
+) -> Callable[[pytest.MonkeyPatch], None]:
     """Replace a method by `change(the method, *its arguments)`."""
     plain = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *a, **k: change(plain, *a, **k))
@@ -64,7 +69,9 @@ def _wrong_batches(plain: Any, risk: Any, desc: str) -> Any:
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a factor in a rule": _wrap(LinearRule, "grads", lambda plain, rule, m, g: 2 * plain(rule, m, g)),
+    "a factor in a rule": _wrap(
+        LinearRule, "grads", lambda plain, rule, m, g: 2 * plain(rule, m, g)
+    ),
     "an example that a rule forgets": _wrap(LinearRule, "grads", _without_last),
     "a batch that is not read": _wrap(EmpiricalRisk, "batches", _wrong_batches),
     "a wrong scale": _wrap(EmpiricalRisk, "scale", lambda plain, *a: 1.0001 * plain(*a)),
@@ -72,24 +79,37 @@ BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a sum over positions that is a mean": _wrap(
         LayerBatch, "bias_grads", lambda plain, batch: plain(batch) / max(1, batch.grads.shape[2])
     ),
-    "a wrong damping": _wrap(Kronecker, "_inverse", lambda plain, K, damping, retry: plain(K, 2 * damping, retry)),
+    "a wrong damping": _wrap(
+        Kronecker, "_inverse", lambda plain, K, damping, retry: plain(K, 2 * damping, retry)
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_something_broken_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A law that does not hold, not merely an error; wrong rules by the package itself, without a wrong number."""
+    """A law that does not hold, not merely an error; wrong rules by the package itself, without a
+    wrong number.
+    """
     BROKEN[kind](monkeypatch)
-    checks = [["inverse", {"kind": "KFAC", "vectors": "exact", "separate": False, "times": 1.0, "rule": False}]]
+    checks = [
+        [
+            "inverse",
+            {"kind": "KFAC", "vectors": "exact", "separate": False, "times": 1.0, "rule": False},
+        ]
+    ]
     given = {"checks": checks} if "damping" in kind else {}
     outcomes = (run_case({**draw_whole(seed), **given}, self_check=False) for seed in range(60))
-    assert any(not problem.law.isidentifier() for outcome in outcomes for problem in outcome.problems)
+    assert any(
+        not problem.law.isidentifier() for outcome in outcomes for problem in outcome.problems
+    )
     if "rule" in kind or "positions" in kind:
         # Else the module around a layer would be run for each example, which has other blocks.
         monkeypatch.setattr(function_reads, "find_functions", lambda *given: FoundReads())
         found = [run_case(draw_whole(seed)) for seed in range(8)]
         assert [problem for outcome in found for problem in outcome.problems] == []
-        assert any("by the layer's rule" in message for outcome in found for message in outcome.refused)
+        assert any(
+            "by the layer's rule" in message for outcome in found for message in outcome.refused
+        )
 
 
 def test_every_limit_is_in_the_table() -> None:
@@ -100,8 +120,12 @@ def test_every_limit_is_in_the_table() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
-                if isinstance(target, ast.Name) and re.fullmatch(r"_?([A-Z]+_)?(BYTES|BLOCK|ROWS)", target.id):
-                    found.add((".".join(path.relative_to(package).with_suffix("").parts), target.id))
+                if isinstance(target, ast.Name) and re.fullmatch(
+                    r"_?([A-Z]+_)?(BYTES|BLOCK|ROWS)", target.id
+                ):
+                    found.add(
+                        (".".join(path.relative_to(package).with_suffix("").parts), target.id)
+                    )
     assert len(found) > 10
     defaults = {("blocks.sweeps", "KEPT_BYTES"), ("blocks.kfac", "MAX_BYTES")}
     assert found - defaults <= {(path, name) for path, name, _ in LIMITS}

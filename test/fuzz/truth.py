@@ -2,7 +2,8 @@
 
 Nothing of the package is used here.
 
-Letters: N examples, F numbers in one example's outputs, R loss terms of C numbers, P parameters, S positions.
+Letters: N examples, F numbers in one example's outputs, R loss terms of C numbers, P parameters, S
+positions.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, Conv1D)
 
 
 def _norm(m: Any, x: Tensor) -> Tensor:
-    """Batch norm with stored statistics, and instance norm, written out: PyTorch's misread gradients of one example."""
+    """Batch norm with stored statistics, and instance norm, written out: PyTorch's misread
+    gradients of one example.
+    """
     shape, axes = [1, -1, *[1] * (x.ndim - 2)], tuple(range(2, x.ndim))
     mean = x.mean(axes, keepdim=True) if m.running_mean is None else m.running_mean.view(shape)
-    var = x.var(axes, correction=0, keepdim=True) if m.running_var is None else m.running_var.view(shape)
+    var = (
+        x.var(axes, correction=0, keepdim=True)
+        if m.running_var is None
+        else m.running_var.view(shape)
+    )
     out = (x - mean) / (var + m.eps).sqrt()
     return out if m.weight is None else out * m.weight.view(shape) + m.bias.view(shape)
 
@@ -57,7 +64,15 @@ def _plain(model: nn.Module) -> nn.Module:
     """The model with modules written out where PyTorch's own have wrong or missing derivatives."""
     for m in model.modules():
         norm, bag = isinstance(m, nn.modules.batchnorm._NormBase), isinstance(m, nn.EmbeddingBag)
-        forward = _norm if norm else _bag if bag else _weight_norm if type(m).__name__ == "_WeightNorm" else None
+        forward = (
+            _norm
+            if norm
+            else _bag
+            if bag
+            else _weight_norm
+            if type(m).__name__ == "_WeightNorm"
+            else None
+        )
         if forward:
             m.forward = partial(forward, m)  # type: ignore[method-assign]
     return model
@@ -82,7 +97,9 @@ class Block:
 
     keys: list[str]
     at: Tensor  # places in the whole vector
-    affine: tuple[str, ...]  # modules that multiply with them in one way, if their Kronecker factors are defined here
+    affine: tuple[
+        str, ...
+    ]  # modules that multiply with them in one way, if their Kronecker factors are defined here
 
 
 def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
@@ -90,7 +107,11 @@ def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
     zero = torch.zeros_like(x).flatten()
     rows = []
     for number in zero if g is None else g.flatten():
-        by_x = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True) if number.requires_grad else (None,)
+        by_x = (
+            torch.autograd.grad(number, x, retain_graph=True, allow_unused=True)
+            if number.requires_grad
+            else (None,)
+        )
         rows.append(zero if by_x[0] is None else by_x[0].flatten())
     return torch.stack(rows)
 
@@ -123,12 +144,17 @@ class Truth:
         self.sizes = [p.numel() for p in self.params.values()]
         about = case.about["losses"]
         shapes = [[f.shape for f in case.outputs(self.model(self._wide(x)))] for x, _ in case.data]
-        self.losses = [make_loss(o, shape, torch.float64, "sum") for o, shape in zip(about, shapes[0], strict=True)]
-        self.examples = [e for x, y in case.data for e in self._examples(self._wide(x), self._targets(y))]
+        self.losses = [
+            make_loss(o, shape, torch.float64, "sum")
+            for o, shape in zip(about, shapes[0], strict=True)
+        ]
+        self.examples = [
+            e for x, y in case.data for e in self._examples(self._wide(x), self._targets(y))
+        ]
         #: Of each loss, `c`.
         self.c = [self._scale(k, [s[k] for s in shapes]) for k in range(len(about))]
 
-    # ------------------------------------------------------------------------------------------------ one example
+    # ---------------------------------------------------------------------------------- one example
     def _wide(self, x: Tensor) -> Tensor:
         return x.double() if x.is_floating_point() else x
 
@@ -155,17 +181,27 @@ class Truth:
     def _examples(self, x: Tensor, targets: list[Tensor]) -> Iterator[Example]:
         N = len(x)
         for n in range(N):
-            yield self._example(self.case.outputs(self.model(x[n : n + 1])), [of_example(t, n, N) for t in targets])
+            yield self._example(
+                self.case.outputs(self.model(x[n : n + 1])), [of_example(t, n, N) for t in targets]
+            )
 
     def _example(self, outputs: list[Tensor], targets: list[Tensor]) -> Example:
-        rows = [self.flat(self._derivatives(number)) for output in outputs for number in output.flatten()]
+        rows = [
+            self.flat(self._derivatives(number))
+            for output in outputs
+            for number in output.flatten()
+        ]
         total, found = len(rows), Example(outputs, torch.stack(rows), [], [], [], [], [])
         axes = term_axes(self.case, [tuple(o.shape) for o in outputs])
         places = torch.arange(total).split([o.numel() for o in outputs])
-        for k, (output, y, axis, place) in enumerate(zip(outputs, targets, axes, places, strict=True)):
+        for k, (output, y, axis, place) in enumerate(
+            zip(outputs, targets, axes, places, strict=True)
+        ):
             found.places.append(place)
             shape = output.shape if output.ndim > 1 else (len(output), 1)
-            found.terms.append(place.view(shape).movedim(max(axis, 1), -1).reshape(-1, shape[max(axis, 1)]))
+            found.terms.append(
+                place.view(shape).movedim(max(axis, 1), -1).reshape(-1, shape[max(axis, 1)])
+            )
             loss, g, H = self._in_output(k, output.detach(), y)
             gradient, hessian = torch.zeros(total).double(), torch.zeros(total, total).double()
             gradient[place], hessian[place[:, None], place] = g, H
@@ -187,14 +223,19 @@ class Truth:
     def _derivatives(self, number: Tensor) -> Sequence[Tensor | None]:
         if not number.requires_grad:
             return [None] * len(self.sizes)
-        return torch.autograd.grad(number, [*self.params.values()], retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(
+            number, [*self.params.values()], retain_graph=True, allow_unused=True
+        )
 
     def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients as one vector; None is zero."""
-        parts = [torch.zeros(n).double() if g is None else g.flatten() for g, n in zip(grads, self.sizes, strict=True)]
+        parts = [
+            torch.zeros(n).double() if g is None else g.flatten()
+            for g, n in zip(grads, self.sizes, strict=True)
+        ]
         return torch.cat(parts).detach()
 
-    # ------------------------------------------------------------------------------------------- matrices [P, P]
+    # ------------------------------------------------------------------------------ matrices [P, P]
     @cached_property
     def factors(self) -> list[float]:
         """What the summed value of each loss is multiplied by."""
@@ -219,11 +260,15 @@ class Truth:
     def matrix(self, vectors: str = "exact") -> Tensor:
         """`c Σ Jᵀ M J`: the GGN, or an empirical Fisher matrix over examples or terms."""
         if vectors not in self._matrices:
-            self._matrices[vectors] = sum(e.J.T @ self.inner(e, vectors) @ e.J for e in self.examples)  # type: ignore[assignment]
+            self._matrices[vectors] = sum(
+                e.J.T @ self.inner(e, vectors) @ e.J for e in self.examples
+            )  # type: ignore[assignment]
         return self._matrices[vectors]
 
     def size(self, vectors: str) -> float:
-        """What errors of a matrix are relative to: its norm, unless nearly all of `Jᵀ J` cancels."""
+        """What errors of a matrix are relative to: its norm, unless nearly all of `Jᵀ J`
+        cancels.
+        """
         whole = sum(float(e.J.square().sum()) for e in self.examples) * max(self.factors)
         return max(float(self.matrix(vectors).norm()), 1e-3 * whole, 1e-4)
 
@@ -232,14 +277,18 @@ class Truth:
         return {}
 
     def decayed(self, vectors: str, decay: float) -> Tensor:
-        """`Σ_k ρ^{t-k} S_k / Σ_k ρ^{t-k} d_k`: sums over batches, and what their means divide by; of one loss."""
+        """`Σ_k ρ^{t-k} S_k / Σ_k ρ^{t-k} d_k`: sums over batches, and what their means divide by;
+        of one loss.
+        """
         sums: Any = 0.0
         divisor, examples = 0.0, iter(self.examples)
         for x, y in self.case.data:
             target = self._targets(y)[0]
             batch = [next(examples) for _ in x]
             found = sum(e.J.T @ self.inner(e, vectors) @ e.J for e in batch) / self.c[0]
-            number = mean_divisor(self.case.about["losses"][0], self.losses[0], self._shape(batch, len(x)), target)
+            number = mean_divisor(
+                self.case.about["losses"][0], self.losses[0], self._shape(batch, len(x)), target
+            )
             sums, divisor = decay * sums + found, decay * divisor + number
         return sums / divisor
 
@@ -255,24 +304,37 @@ class Truth:
     @cached_property
     def loss(self) -> Tensor:
         """The weighted sum of the losses."""
-        return sum(a * loss for e in self.examples for a, loss in zip(self.factors, e.loss, strict=True))  # type: ignore[return-value]
+        return sum(
+            a * loss for e in self.examples for a, loss in zip(self.factors, e.loss, strict=True)
+        )  # type: ignore[return-value]
 
     @cached_property
     def gradient(self) -> Tensor:
         """Its gradient."""
-        return sum(a * (e.J.T @ g) for e in self.examples for a, g in zip(self.factors, e.g, strict=True))  # type: ignore[return-value]
+        return sum(
+            a * (e.J.T @ g) for e in self.examples for a, g in zip(self.factors, e.g, strict=True)
+        )  # type: ignore[return-value]
 
     @cached_property
     def rounding(self) -> float:
-        """How far PyTorch's own gradient is off in the precision of the case: terms that cancel leave something."""
+        """How far PyTorch's own gradient is off in the precision of the case: terms that cancel
+        leave something.
+        """
         case = self.case
         if case.dtype == torch.float64:
             return 0.0
         model = copy.deepcopy(case.model).requires_grad_()
-        losses, total = copy.deepcopy(nn.ModuleList(self.losses)).to(case.dtype), torch.zeros((), dtype=case.dtype)
+        losses, total = (
+            copy.deepcopy(nn.ModuleList(self.losses)).to(case.dtype),
+            torch.zeros((), dtype=case.dtype),
+        )
         for x, y in case.data:
-            outputs = zip(case.about["losses"], losses, case.outputs(model(x)), case.outputs(y), strict=True)
-            total = total + sum(a * value(o, loss, f, t) for a, (o, loss, f, t) in zip(self.factors, outputs))
+            outputs = zip(
+                case.about["losses"], losses, case.outputs(model(x)), case.outputs(y), strict=True
+            )
+            total = total + sum(
+                a * value(o, loss, f, t) for a, (o, loss, f, t) in zip(self.factors, outputs)
+            )
         params = [model.get_parameter(name) for name in self.names.values()]
         found = self.flat(torch.autograd.grad(total, params, allow_unused=True))
         return float((found - self.gradient).norm())
@@ -294,13 +356,19 @@ class Truth:
         flat = torch.cat([g.flatten() for g in grads])
         if not flat.requires_grad:
             return torch.zeros_like(V)
-        return torch.stack([self.flat(torch.autograd.grad(flat @ v, params, **options)) for v in V.T], 1)
+        return torch.stack(
+            [self.flat(torch.autograd.grad(flat @ v, params, **options)) for v in V.T], 1
+        )
 
-    # ---------------------------------------------------------------------------------------------------- blocks
+    # --------------------------------------------------------------------------------------- blocks
     def places(self, keys: Sequence[str]) -> Tensor:
         """Where parameters stand in the whole vector."""
-        starts = dict(zip(self.params, torch.tensor([0, *self.sizes]).cumsum(0).tolist(), strict=False))
-        return torch.cat([torch.arange(starts[k], starts[k] + self.params[k].numel()) for k in keys])
+        starts = dict(
+            zip(self.params, torch.tensor([0, *self.sizes]).cumsum(0).tolist(), strict=False)
+        )
+        return torch.cat(
+            [torch.arange(starts[k], starts[k] + self.params[k].numel()) for k in keys]
+        )
 
     def blocks(self, separate: bool) -> list[Block]:
         """Parameters by module; modules that share one are together."""
@@ -321,7 +389,8 @@ class Truth:
     def _joint(self) -> list[Block]:
         groups: list[tuple[set[str], set[str]]] = []  # modules and keys
         for key, paths in self.holders.items():
-            # The original parameters of a parametrised module are those of the module; attention has a layer inside.
+            # The original parameters of a parametrised module are those of the module; attention
+            # has a layer inside.
             inside = ".in_proj" if "in_proj" in self.names[key] else ""
             at, keys = {path.split(".parametrizations")[0] + inside for path in paths}, {key}
             for group in [g for g in groups if g[0] & at]:
@@ -329,7 +398,10 @@ class Truth:
                 groups.remove(group)
             groups.append((at, keys))
         order = [[key for key in self.params if key in keys] for _, keys in groups]
-        return [self._block(keys) for keys in sorted(order, key=lambda keys: [*self.params].index(keys[0]))]
+        return [
+            self._block(keys)
+            for keys in sorted(order, key=lambda keys: [*self.params].index(keys[0]))
+        ]
 
     def _block(self, keys: list[str]) -> Block:
         holders = sorted({path for key in keys for path in self.holders[key]})
@@ -342,7 +414,11 @@ class Truth:
         return Block(keys, self.places(keys), tuple(holders) if shared and same and plain else ())
 
     def _users(self, p: Tensor) -> list[str]:
-        return sorted(path for path, m in self.model.named_modules() if any(p is q for q in m._parameters.values()))
+        return sorted(
+            path
+            for path, m in self.model.named_modules()
+            if any(p is q for q in m._parameters.values())
+        )
 
     def only_blocks(self, matrix: Tensor, separate: bool) -> Tensor:
         """A matrix with zeros outside the blocks."""
@@ -351,12 +427,16 @@ class Truth:
             same[block.at[:, None], block.at] = 1
         return matrix * same
 
-    # ----------------------------------------------------------------------------------------------- recording
+    # ------------------------------------------------------------------------------------ recording
     @contextmanager
     def hooked(self, path: str, see: Callable[[tuple[Any, ...], Tensor], None]) -> Iterator[None]:
-        """Context in which `see(inputs, output)` sees the calls of a module; what follows can't write to the output."""
+        """Context in which `see(inputs, output)` sees the calls of a module; what follows can't
+        write to the output.
+        """
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+        ) -> Tensor:
             out = out.clone()
             see((*args, *kwargs.values()), out)
             return out.clone()

@@ -1,4 +1,6 @@
-"""The backend of laplace-torch beside its own, and against autodiff; run where laplace-torch is installed."""
+"""The backend of laplace-torch beside its own, and against autodiff; run where laplace-torch is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ try:
 except ImportError:
     laplace = None
 
-needed = pytest.mark.skipif(laplace is None, reason="laplace-torch is absent: pip install laplace-torch")
+needed = pytest.mark.skipif(
+    laplace is None, reason="laplace-torch is absent: pip install laplace-torch"
+)
 N, C = 12, 3
 CLASSES, NUMBERS = torch.randint(C, (N,), generator=seeded(2)), normal(N, C, seed=2)
 
@@ -46,9 +50,16 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 def cnn(more: nn.Module | None = None) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 2, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+    layers = (
+        nn.Conv2d(1, 4, 2, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+    )
     last = nn.Conv2d(2, 1, 1) if more is None else more, nn.Flatten(), nn.LazyLinear(C)
-    model, X = nn.Sequential(*layers, nn.Conv2d(4, 2, 2, groups=2), *last).double().eval(), normal(N, 1, 4, 4, seed=1)
+    model, X = (
+        nn.Sequential(*layers, nn.Conv2d(4, 2, 2, groups=2), *last).double().eval(),
+        normal(N, 1, 4, 4, seed=1),
+    )
     model(X[:1])
     return model, X
 
@@ -58,20 +69,30 @@ def attention() -> tuple[nn.Module, Tensor]:
     return Attention().double(), torch.randint(5, (N, 3), generator=seeded(1))
 
 
-def fitted(make: Any, structure: str, backend: Any, likelihood: str = "classification", **options: Any) -> Any:
+def fitted(
+    make: Any, structure: str, backend: Any, likelihood: str = "classification", **options: Any
+) -> Any:
     model, X = make()
-    data = DataLoader(TensorDataset(X, CLASSES if likelihood == "classification" else NUMBERS), batch_size=5)
-    la = laplace.Laplace(model, likelihood, "all", structure, prior_precision=2.0, backend=backend, **options)
+    data = DataLoader(
+        TensorDataset(X, CLASSES if likelihood == "classification" else NUMBERS), batch_size=5
+    )
+    la = laplace.Laplace(
+        model, likelihood, "all", structure, prior_precision=2.0, backend=backend, **options
+    )
     la.fit(data)
     return la
 
 
 def rows(make: Any) -> tuple[Tensor, Tensor]:
-    """Jacobians [N, C, P] by plain automatic differentiation of one example at a time, and outputs."""
+    """Jacobians [N, C, P] by plain automatic differentiation of one example at a time, and
+    outputs.
+    """
     model, X = make()
     params = {name: p.detach() for name, p in model.named_parameters()}
     found = [jacrev(lambda p, x=x: functional_call(model, p, (x[None],))[0])(params) for x in X]
-    return torch.stack([torch.cat([J[key].flatten(1) for key in params], 1) for J in found]), model(X).detach()
+    return torch.stack([torch.cat([J[key].flatten(1) for key in params], 1) for J in found]), model(
+        X
+    ).detach()
 
 
 @needed
@@ -79,7 +100,9 @@ def rows(make: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_a_perceptron_is_as_with_its_own_backend(structure: str, likelihood: str) -> None:
-    ours, theirs = (fitted(mlp, structure, b, likelihood) for b in (CurvlinopsPlusGGN, CurvlinopsGGN))
+    ours, theirs = (
+        fitted(mlp, structure, b, likelihood) for b in (CurvlinopsPlusGGN, CurvlinopsGGN)
+    )
     X = normal(4, 2, seed=3)
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), rtol=1e-6)
     one, other = ours(X), theirs(X)
@@ -128,7 +151,12 @@ def test_empirical_fisher_subnetworks_and_last_layers() -> None:
     for structure in ("diag", "full"):
         picked = torch.tensor([1, 5, 20])
         la = laplace.Laplace(
-            model, "classification", "subnetwork", structure, subnetwork_indices=picked, backend=CurvlinopsPlusGGN
+            model,
+            "classification",
+            "subnetwork",
+            structure,
+            subnetwork_indices=picked,
+            backend=CurvlinopsPlusGGN,
         )
         la.fit(data)
         whole = fitted(mlp, structure, CurvlinopsPlusGGN).H
@@ -136,7 +164,9 @@ def test_empirical_fisher_subnetworks_and_last_layers() -> None:
     for structure in ("diag", "kron", "full"):
         pair = []
         for backend in (CurvlinopsPlusGGN, CurvlinopsGGN):
-            la = laplace.Laplace(mlp()[0], "classification", "last_layer", structure, backend=backend)
+            la = laplace.Laplace(
+                mlp()[0], "classification", "last_layer", structure, backend=backend
+            )
             la.fit(data)
             pair.append(la.log_marginal_likelihood())
         close(*pair, rtol=1e-6)
@@ -145,7 +175,9 @@ def test_empirical_fisher_subnetworks_and_last_layers() -> None:
 @needed
 @pytest.mark.filterwarnings("ignore")
 def test_draws_of_the_model_differ_between_batches() -> None:
-    la = fitted(mlp, "diag", CurvlinopsPlusGGN, backend_kwargs={"stochastic": True, "num_samples": 400})
+    la = fitted(
+        mlp, "diag", CurvlinopsPlusGGN, backend_kwargs={"stochastic": True, "num_samples": 400}
+    )
     close(la.H, fitted(mlp, "diag", CurvlinopsPlusGGN).H, rtol=0.2)
     assert la.backend._drawn == 3
 

@@ -1,4 +1,5 @@
-"""What is changed after an operator or estimator was made: it computes with that, or refuses it by name.
+"""What is changed after an operator or estimator was made: it computes with that, or refuses it by
+name.
 
 Only what is documented as computed before (a finished block, an inverse) stays as it was.
 """
@@ -40,7 +41,12 @@ class Scale(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.scale, self.norm, self.act = nn.Linear(4, 6), Scale(), nn.LayerNorm(6), nn.LeakyReLU(0.1)
+        self.a, self.scale, self.norm, self.act = (
+            nn.Linear(4, 6),
+            Scale(),
+            nn.LayerNorm(6),
+            nn.LeakyReLU(0.1),
+        )
         self.conv, self.last = nn.Conv1d(1, 2, 3), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,12 +77,16 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
     "eps": lambda case: setattr(case.model.norm, "eps", 0.5),
     "stride": lambda case: setattr(case.model.conv, "stride", (2,)),
     "module": lambda case: setattr(case.model, "act", nn.Tanh()),
-    "hook": lambda case: case.model.scale.register_forward_hook(lambda module, args, out: 1.3 * out),
+    "hook": lambda case: case.model.scale.register_forward_hook(
+        lambda module, args, out: 1.3 * out
+    ),
     "buffer": lambda case: case.model.scale.buffer.mul_(1.5),
     "parameter's data": lambda case: case.model.a.weight.data.mul_(1.5),
     "state": lambda case: case.model.load_state_dict(_scaled(case.model.state_dict())),
     "smoothing": lambda case: setattr(case.loss, "label_smoothing", 0.3),
-    "class weights": lambda case: setattr(case.loss, "weight", torch.tensor([1.0, 2, 5], dtype=torch.float64)),
+    "class weights": lambda case: setattr(
+        case.loss, "weight", torch.tensor([1.0, 2, 5], dtype=torch.float64)
+    ),
     "ignored": lambda case: setattr(case.loss, "ignore_index", 1),
     "reduction": lambda case: setattr(case.loss, "reduction", "sum"),
     "data": lambda case: case.data[1][0].mul_(1.5),
@@ -84,7 +94,9 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
 }
 REFUSED: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     "another parameter": (
-        lambda case: setattr(case.model.a, "weight", nn.Parameter(1.5 * case.model.a.weight.detach())),
+        lambda case: setattr(
+            case.model.a, "weight", nn.Parameter(1.5 * case.model.a.weight.detach())
+        ),
         ValueError,
         r"other tensors in place of its parameters or modules \['a.weight'\]",
     ),
@@ -109,7 +121,9 @@ def _blocks(kind: Any) -> Callable[[Case], tuple[Again, Again]]:
     def made(case: Case) -> tuple[Again, Again]:
         risk = case.risk()
         curvature(risk, kind)
-        return lambda: curvature(risk, kind).to_dense(), lambda: curvature(case.risk(), kind).to_dense()
+        return lambda: curvature(risk, kind).to_dense(), lambda: curvature(
+            case.risk(), kind
+        ).to_dense()
 
     return made
 
@@ -126,7 +140,9 @@ def _gradient(case: Case) -> tuple[Again, Again]:
 
 def _update(case: Case) -> tuple[Again, Again]:
     def new() -> CurvatureEstimator:
-        return CurvatureEstimator(case.risk(()), KFAC, decay=1e-300)  # earlier batches count for nothing
+        return CurvatureEstimator(
+            case.risk(()), KFAC, decay=1e-300
+        )  # earlier batches count for nothing
 
     def add(estimator: CurvatureEstimator, batch: Any) -> Tensor:
         estimator.update(batch)

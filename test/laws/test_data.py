@@ -1,4 +1,6 @@
-"""Loaders, iterators, determinism, wrappers of models: what data and models come in, and how often they are read."""
+"""Loaders, iterators, determinism, wrappers of models: what data and models come in, and how often
+they are read.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,17 @@ from curvlinops_plus import (
     curvature,
 )
 
-OPERATORS = [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, EFLinearOperator]
+OPERATORS = [
+    KFACLinearOperator,
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    EFLinearOperator,
+]
 every_operator = pytest.mark.parametrize("kind", OPERATORS)
 
 
-# ------------------------------------------------------------------------------------------------------------ iterators
+# ---------------------------------------------------------------------------------------- iterators
 
 
 def test_an_iterator_is_fine_for_one_sweep() -> None:
@@ -53,8 +61,13 @@ def test_every_sweep_sees_the_same_number_of_examples() -> None:
             self.passes += 1
             return iter(p.data[: 4 - self.passes])
 
-    K = EKFACLinearOperator(p.model, p.loss, p.params, Shrinking(), check_deterministic=False, max_kept_bytes=0)
-    with unchanged(p.model), pytest.raises(ValueError, match="gave 6 examples in one sweep and 4 in the next"):
+    K = EKFACLinearOperator(
+        p.model, p.loss, p.params, Shrinking(), check_deterministic=False, max_kept_bytes=0
+    )
+    with (
+        unchanged(p.model),
+        pytest.raises(ValueError, match="gave 6 examples in one sweep and 4 in the next"),
+    ):
         _ = K.trace
     with unchanged(p.model), pytest.raises(RuntimeError, match=r"disagree.*6 examples.*4"):
         KFACLinearOperator(p.model, p.loss, p.params, Shrinking())
@@ -69,7 +82,7 @@ def test_empty_batches_are_left_out_and_empty_data_is_refused() -> None:
             _ = curvature(p.risk(data=data), KFAC).trace
 
 
-# -------------------------------------------------------------------------------------------------------- data loaders
+# ------------------------------------------------------------------------------------- data loaders
 
 
 @every_operator
@@ -80,12 +93,15 @@ def test_data_that_changes_is_noticed(kind: Any) -> None:
         def __iter__(self) -> Any:
             return ((X + 0.1 * torch.rand_like(X), y) for X, y in p.data)
 
-    with unchanged(p.model), pytest.raises(RuntimeError, match=r"[Tt]wo passes over the data disagree"):
+    with (
+        unchanged(p.model),
+        pytest.raises(RuntimeError, match=r"[Tt]wo passes over the data disagree"),
+    ):
         kind(p.model, p.loss, p.params, Noisy())
     kind(p.model, p.loss, p.params, Noisy(), check_deterministic=False)
 
 
-# ------------------------------------------------------------------------------------------------------------ wrappers
+# ----------------------------------------------------------------------------------------- wrappers
 
 
 class Wrapped(nn.Module):
@@ -100,7 +116,10 @@ class Wrapped(nn.Module):
 
 
 WRAPPERS: dict[str, tuple[str, Any]] = {
-    **{name: (name, lambda net: Wrapped(net, reentrant=False)) for name in ("mlp", "in-place relu", "attention")},
+    **{
+        name: (name, lambda net: Wrapped(net, reentrant=False))
+        for name in ("mlp", "in-place relu", "attention")
+    },
     "data parallel": ("mlp", nn.DataParallel),
 }
 

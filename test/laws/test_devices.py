@@ -1,13 +1,14 @@
 """Nothing is mixed up between devices, and no layer by itself waits for one.
 
-**Another device**, which no machine has to have: tensors there are those of PyTorch's meta device, which have shapes
-and no numbers. A dispatch mode keeps numbers for them in main memory, computes with these, and refuses operations on
-tensors of both devices as a GPU does. So what is computed is also compared with what the CPU computes.
+**Another device**, which no machine has to have: tensors there are those of PyTorch's meta device,
+which have shapes and no numbers. A dispatch mode keeps numbers for them in main memory, computes
+with these, and refuses operations on tensors of both devices as a GPU does. So what is computed is
+also compared with what the CPU computes.
 
-**Waiting**: on a GPU the host runs ahead and queues work; a number that it reads (`bool(t)`, `t.item()`, `t.tolist()`,
-indexing with a mask, a copy between devices) makes it wait until all of that is done. Such readings are the same
-operations on every device, so they are counted on the CPU, too, by the batch in which they happen: a sweep has as many
-in a deep network as in a shallow one.
+**Waiting**: on a GPU the host runs ahead and queues work; a number that it reads (`bool(t)`,
+`t.item()`, `t.tolist()`, indexing with a mask, a copy between devices) makes it wait until all of
+that is done. Such readings are the same operations on every device, so they are counted on the CPU,
+too, by the batch in which they happen: a sweep has as many in a deep network as in a shallow one.
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ from curvlinops_plus.layer.patches import _taps as taps_of_convolutions
 pytestmark = pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
 
 
-# ------------------------------------------------------------------------------------------------- networks and tasks
+# ------------------------------------------------------------------------------- networks and tasks
 def convolutions(depth: int) -> nn.Module:
-    hidden = [layer for _ in range(depth) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh())]
+    hidden = [
+        layer
+        for _ in range(depth)
+        for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh())
+    ]
     last = [nn.Conv2d(3, 3, 2, stride=2, groups=3), nn.Flatten(), nn.Linear(12, 3)]
-    return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv2d(1, 3, 3, padding=1), *hidden, *last).eval()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv2d(1, 3, 3, padding=1), *hidden, *last
+    ).eval()
 
 
 class Mixed(nn.Module):
@@ -60,7 +67,9 @@ class Mixed(nn.Module):
         super().__init__()
         self.token = nn.Embedding(7, 4)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.mlps = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(depth)])
+        self.mlps = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(depth)]
+        )
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +100,9 @@ def _blocks(approximation: Any, vectors: Any = "mc") -> Callable[[EmpiricalRisk]
 def _listen(approximation: Any, vectors: Any) -> Callable[[EmpiricalRisk], Made]:
     def estimated(risk: EmpiricalRisk) -> Any:
         loss = risk.losses[0].loss
-        estimator = CurvatureEstimator(EmpiricalRisk(risk.model, loss, ()), approximation, vectors=vectors, decay=0.9)
+        estimator = CurvatureEstimator(
+            EmpiricalRisk(risk.model, loss, ()), approximation, vectors=vectors, decay=0.9
+        )
         for X, y in risk.data:
             with estimator.listen((X, y)):
                 value = loss(risk.model(X), y)
@@ -122,7 +133,9 @@ TASKS: dict[str, Callable[[EmpiricalRisk], Made]] = {
     "TNT": _blocks(TNT, MonteCarlo()),
     "diagonal": _blocks(DiagonalBlock, MonteCarlo()),
     "full": _blocks(FullBlock, MonteCarlo()),
-    "damped inverse": _products(lambda risk: curvature(risk, KFAC, vectors=MonteCarlo()).inverse(damping=0.1)),
+    "damped inverse": _products(
+        lambda risk: curvature(risk, KFAC, vectors=MonteCarlo()).inverse(damping=0.1)
+    ),
     "GGN": _products(GGN),
     "Fisher": _products(lambda risk: GGN(risk, MonteCarlo())),
     "Hessian": _products(Hessian),
@@ -135,14 +148,22 @@ TASKS: dict[str, Callable[[EmpiricalRisk], Made]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ another device
+# ----------------------------------------------------------------------------------- another device
 DEVICE = torch.device("meta")
 # Operations that copy, or whose indices may be in main memory.
 # In place, and of the form alone.
 _FORMS = {"squeeze_", "unsqueeze_", "t_", "transpose_"}
 _BETWEEN = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations whose results depend on numbers in number or size.
-_SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
+_SIZES = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
 
 
 class DevicesMixed(Exception):
@@ -154,7 +175,9 @@ class OtherDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memory: dict[int, tuple[Any, Tensor]] = {}  # of each storage, which stays alive: bytes
+        self._memory: dict[
+            int, tuple[Any, Tensor]
+        ] = {}  # of each storage, which stays alive: bytes
 
     def numbers(self, x: Any) -> Any:
         """A tensor's numbers in main memory, where views stay views; all else as it is."""
@@ -166,7 +189,10 @@ class OtherDevice(TorchDispatchMode):
         return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
     def _keep(self, t: Any, numbers: Any) -> None:
-        if isinstance(t, Tensor) and (key := (storage := t.untyped_storage())._cdata) not in self._memory:
+        if (
+            isinstance(t, Tensor)
+            and (key := (storage := t.untyped_storage())._cdata) not in self._memory
+        ):
             self._memory[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8)
             self.numbers(t).copy_(numbers)
 
@@ -177,7 +203,9 @@ class OtherDevice(TorchDispatchMode):
         if not there and to != DEVICE:
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        elsewhere = [t for t in tensors if not t.is_meta and t.ndim]  # GPUs take numbers of main memory
+        elsewhere = [
+            t for t in tensors if not t.is_meta and t.ndim
+        ]  # GPUs take numbers of main memory
         if there and elsewhere and name not in _BETWEEN:
             raise DevicesMixed(f"{func}: {[(t.device.type, *t.shape) for t in tensors]}")
         found = func(*tree_map(self.numbers, args), **tree_map(self.numbers, kwargs))
@@ -193,7 +221,9 @@ class OtherDevice(TorchDispatchMode):
         if [getattr(t, "shape", None) for t in tree_leaves(out)] != [
             getattr(t, "shape", None) for t in tree_leaves(found)
         ] or out is found:
-            out = tree_map(lambda t: torch.empty_like(t, device=DEVICE) if isinstance(t, Tensor) else t, found)
+            out = tree_map(
+                lambda t: torch.empty_like(t, device=DEVICE) if isinstance(t, Tensor) else t, found
+            )
         for t, r in zip(tree_leaves(out), tree_leaves(found), strict=True):
             self._keep(t, r)
         return out
@@ -211,7 +241,9 @@ def _of_plain_numbers(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> OtherDevice:
-    """The other device, which has autocast and all else that GPUs have and the meta device has not."""
+    """The other device, which has autocast and all else that GPUs have and the meta device has
+    not.
+    """
     enabled, autocast, dtype, item = (
         torch.is_autocast_enabled,
         torch.autocast,
@@ -222,11 +254,22 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherDevice:
     taps_of_convolutions.cache_clear()  # kept there by the device of another test
 
     def at(t: Tensor, index: Any) -> Tensor:  # a list of places becomes a tensor unseen
-        return item(t, torch.tensor(index, device=t.device) if t.is_meta and isinstance(index, list) else index)
+        return item(
+            t,
+            torch.tensor(index, device=t.device)
+            if t.is_meta and isinstance(index, list)
+            else index,
+        )
 
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *k: False if k == ("meta",) else enabled(*k))
-    monkeypatch.setattr(torch, "autocast", lambda k, *a, **o: nullcontext() if k == "meta" else autocast(k, *a, **o))
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda k: torch.float16 if k == "meta" else dtype(k))
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda *k: False if k == ("meta",) else enabled(*k)
+    )
+    monkeypatch.setattr(
+        torch, "autocast", lambda k, *a, **o: nullcontext() if k == "meta" else autocast(k, *a, **o)
+    )
+    monkeypatch.setattr(
+        torch, "get_autocast_dtype", lambda k: torch.float16 if k == "meta" else dtype(k)
+    )
     monkeypatch.setattr(torch, "from_dlpack", lambda t: t.detach().clone())
     monkeypatch.setattr(torch, "tensor", _of_plain_numbers(torch.tensor))
     monkeypatch.setattr(torch, "as_tensor", _of_plain_numbers(torch.as_tensor))
@@ -237,7 +280,9 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherDevice:
 def made(model: str, batches: int = 2) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     network = MODELS[model](1).double().eval()
-    return network, [(torch.randn(4, 4, 4, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(batches)]
+    return network, [
+        (torch.randn(4, 4, 4, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(batches)
+    ]
 
 
 def moved(network: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -280,11 +325,12 @@ def test_mixing_is_noticed(mix: Callable[[Tensor], Tensor], other: OtherDevice) 
             mix(a)
 
 
-# ------------------------------------------------------------------------------------------------------------- waiting
+# ------------------------------------------------------------------------------------------ waiting
 # Operations whose result the host needs, or whose size it has to know.
 _READS = {"_local_scalar_dense", "is_nonzero", "equal", "allclose", *_SIZES}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-#: The batch in which readings are counted: three examples of the 1st, 2nd, 4th, ... are compared with autograd.
+#: The batch in which readings are counted: three examples of the 1st, 2nd, 4th, ... are compared
+#: with autograd.
 COUNTED = 2
 
 
@@ -298,7 +344,9 @@ class Readings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.split("::")[1], kwargs or {}
-        masks = name in _INDEXING and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
+        masks = name in _INDEXING and any(
+            isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]
+        )
         if name in _READS or masks or _between_devices(name, args, kwargs):
             self.found[self.batch] += 1
         return func(*args, **kwargs)
@@ -309,7 +357,12 @@ def _between_devices(name: str, args: Any, kwargs: Any) -> bool:
         return args[0].device.type != args[1].device.type and not (len(args) > 2 and args[2])
     to = kwargs.get("device")
     waits = not kwargs.get("non_blocking", False)
-    return name == "_to_copy" and to is not None and waits and torch.device(to).type != args[0].device.type
+    return (
+        name == "_to_copy"
+        and to is not None
+        and waits
+        and torch.device(to).type != args[0].device.type
+    )
 
 
 class Batches:
@@ -325,17 +378,28 @@ class Batches:
         self.readings.batch = None
 
 
-def readings(sweep: Callable[[EmpiricalRisk], object], model: str, depth: int, device: torch.device) -> int:
+def readings(
+    sweep: Callable[[EmpiricalRisk], object], model: str, depth: int, device: torch.device
+) -> int:
     torch.manual_seed(0)
-    data = [(torch.randn(4, 4, 4, device=device), torch.randint(3, (4,), device=device)) for _ in range(3)]
+    data = [
+        (torch.randn(4, 4, 4, device=device), torch.randint(3, (4,), device=device))
+        for _ in range(3)
+    ]
     with Readings() as found:
-        sweep(EmpiricalRisk(MODELS[model](depth).to(device), nn.CrossEntropyLoss(), Batches(data, found)))
+        sweep(
+            EmpiricalRisk(
+                MODELS[model](depth).to(device), nn.CrossEntropyLoss(), Batches(data, found)
+            )
+        )
     return found.found[COUNTED]
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("gradient", "dense", "trace")])
+@pytest.mark.parametrize(
+    "name", [name for name in TASKS if name not in ("gradient", "dense", "trace")]
+)
 def test_layers_do_not_wait_for_the_device(name: str, model: str, device: torch.device) -> None:
     shallow, deep = (readings(TASKS[name], model, depth, device) for depth in (1, 3))
     assert shallow == deep <= 8
@@ -358,5 +422,8 @@ def test_readings_are_counted(read: Callable[[Tensor], object], device: torch.de
             super().update(batch)
             read(batch.per_example_grads)
 
-    shallow, deep = (readings(lambda risk: curvature(risk, Reading), "convolutions", depth, device) for depth in (1, 3))
+    shallow, deep = (
+        readings(lambda risk: curvature(risk, Reading), "convolutions", depth, device)
+        for depth in (1, 3)
+    )
     assert shallow < deep

@@ -1,4 +1,6 @@
-"""An example of weight 2 counts as two, one of weight 0 as none: in the loss, its derivatives and every statistic."""
+"""An example of weight 2 counts as two, one of weight 0 as none: in the loss, its derivatives and
+every statistic.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,18 @@ def repeated(p: Problem, weights: list[list[int]]) -> list[Any]:
     """The data with each example as often as its weight says."""
     data = []
     for item, w in zip(p.data, weights, strict=True):
-        X, y = ({k: t for k, t in item.items() if k != "labels"}, item["labels"]) if isinstance(item, Mapping) else item
-        batch = take_examples(Batch(X, y, len(w)), [n for n, times in enumerate(w) for _ in range(times)])
+        X, y = (
+            ({k: t for k, t in item.items() if k != "labels"}, item["labels"])
+            if isinstance(item, Mapping)
+            else item
+        )
+        batch = take_examples(
+            Batch(X, y, len(w)), [n for n, times in enumerate(w) for _ in range(times)]
+        )
         assert batch is not None
-        data.append({**batch.X, "labels": batch.y} if isinstance(item, Mapping) else (batch.X, batch.y))
+        data.append(
+            {**batch.X, "labels": batch.y} if isinstance(item, Mapping) else (batch.X, batch.y)
+        )
     return data
 
 
@@ -70,7 +80,10 @@ def quiet_curvature(risk: EmpiricalRisk, *args: Any, **options: Any) -> Any:
         return curvature(risk, *args, **options)
 
 
-NETS = [*FEW, *(f"mlp, {loss}" for loss in LOSSES if "-" not in loss or "all" in loss or loss == "mse-sum")]
+NETS = [
+    *FEW,
+    *(f"mlp, {loss}" for loss in LOSSES if "-" not in loss or "all" in loss or loss == "mse-sum"),
+]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -81,7 +94,12 @@ def test_loss_gradient_and_exact_operators(name) -> None:
         close(mine.loss(), theirs.loss())
         close(*(risk.space.flatten(risk.gradient()) for risk in (mine, theirs)))
         v = normal(mine.space.dim, 2)
-        for kind, *vectors in ((GGN,), (GGN, Empirical()), (GGN, Empirical(per_term=True)), (Hessian,)):
+        for kind, *vectors in (
+            (GGN,),
+            (GGN, Empirical()),
+            (GGN, Empirical(per_term=True)),
+            (Hessian,),
+        ):
             close(kind(mine, *vectors) @ v, kind(theirs, *vectors) @ v)
         close(GGN(mine).quadratic_form(v.T), GGN(theirs).quadratic_form(v.T))
         F = GGNFactor(mine)
@@ -89,7 +107,11 @@ def test_loss_gradient_and_exact_operators(name) -> None:
 
 
 STATISTICS = [
-    *((net, approximation) for net in ("strided cnn", "language model") for approximation in APPROXIMATIONS),
+    *(
+        (net, approximation)
+        for net in ("strided cnn", "language model")
+        for approximation in APPROXIMATIONS
+    ),
     *((net, approximation) for net in FEW for approximation in ("KFAC", "KFAC reduce")),
 ]
 
@@ -98,15 +120,22 @@ STATISTICS = [
 def test_statistics_of_layers(name, approximation) -> None:
     p = problem(name)
     for vectors in (Exact(), Empirical()) if name == "strided cnn" else (Empirical(),):
-        mine, theirs = (quiet_curvature(risk, APPROXIMATIONS[approximation], vectors=vectors) for risk in risks(p))
+        mine, theirs = (
+            quiet_curvature(risk, APPROXIMATIONS[approximation], vectors=vectors)
+            for risk in risks(p)
+        )
         for block, operator in mine.blocks.items():
-            if "EKFAC reduce" in approximation:  # of which the basis of few means is arbitrary where these have none
+            if (
+                "EKFAC reduce" in approximation
+            ):  # of which the basis of few means is arbitrary where these have none
                 close(operator.trace, theirs.blocks[block].trace, what=block)
             else:
                 close(operator.to_dense(), theirs.blocks[block].to_dense(), what=block)
 
 
-@pytest.mark.parametrize("vectors", [Exact(), Empirical(), MonteCarlo(2, seed=1), Exact(signs=True)])
+@pytest.mark.parametrize(
+    "vectors", [Exact(), Empirical(), MonteCarlo(2, seed=1), Exact(signs=True)]
+)
 def test_linear_in_the_weights(vectors) -> None:
     """Also random vectors: each example has its own, whatever the weights are."""
     p = problem("attention, ce-sum")
@@ -116,7 +145,10 @@ def test_linear_in_the_weights(vectors) -> None:
     def of(weights: list[list[float]]) -> EmpiricalRisk:
         return p.risk(weighted(p, weights), weight=get_weight)
 
-    for make in (lambda r: quiet_curvature(r, DiagonalBlock, vectors=vectors), lambda r: GGN(r, vectors)):
+    for make in (
+        lambda r: quiet_curvature(r, DiagonalBlock, vectors=vectors),
+        lambda r: GGN(r, vectors),
+    ):
         one, two, sum_ = (make(of(w)).to_dense() for w in (*parts, both))
         close(one + two, sum_)
 
@@ -148,7 +180,11 @@ class Two(nn.Module):
 
 def test_several_losses() -> None:
     model, loss = Two().double(), {"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}
-    X, y, w = normal(4, 3), {"a": normal(4, 2, seed=1), "b": torch.tensor([0, 1, 1, 0])}, torch.tensor([2, 0, 1, 3])
+    X, y, w = (
+        normal(4, 3),
+        {"a": normal(4, 2, seed=1), "b": torch.tensor([0, 1, 1, 0])},
+        torch.tensor([2, 0, 1, 3]),
+    )
     index = torch.repeat_interleave(torch.arange(4), w)
     mine = EmpiricalRisk(model, loss, [(X, y, w)], weight=get_weight)
     theirs = EmpiricalRisk(model, loss, [(X[index], {key: t[index] for key, t in y.items()})])
@@ -163,7 +199,10 @@ X, Y = normal(3, 2), normal(3, 1)
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
-        (torch.ones(3, 1), r"`weight` returned torch.float32 \[3, 1\] for batch 0; expected a tensor \[3\]"),
+        (
+            torch.ones(3, 1),
+            r"`weight` returned torch.float32 \[3, 1\] for batch 0; expected a tensor \[3\]",
+        ),
         (torch.ones(2), r"\[2\] for batch 0"),
         ([1.0, 1.0, 1.0], "`weight` returned list for batch 0"),
         (
@@ -175,16 +214,22 @@ X, Y = normal(3, 2), normal(3, 1)
     ],
 )
 def test_weights_that_are_none(weight, words) -> None:
-    risk = EmpiricalRisk(nn.Linear(2, 1).double(), nn.MSELoss(), [(X, Y, weight)], weight=lambda X, y, w: w)
+    risk = EmpiricalRisk(
+        nn.Linear(2, 1).double(), nn.MSELoss(), [(X, Y, weight)], weight=lambda X, y, w: w
+    )
     with pytest.raises(ValueError, match=words):
         risk.loss()
 
 
 def test_what_is_refused() -> None:
     model, data = nn.Linear(2, 1).double(), [(X, Y, torch.ones(3))]
-    with pytest.raises(ValueError, match=r"expected a pair .* weights of examples take EmpiricalRisk\(..., weight="):
+    with pytest.raises(
+        ValueError, match=r"expected a pair .* weights of examples take EmpiricalRisk\(..., weight="
+    ):
         EmpiricalRisk(model, nn.MSELoss(), data).loss()
-    with pytest.raises(UnsupportedError, match=r"num_data replaces a count .* is over the sum of their weights"):
+    with pytest.raises(
+        UnsupportedError, match=r"num_data replaces a count .* is over the sum of their weights"
+    ):
         EmpiricalRisk(model, nn.MSELoss(), data, weight=get_weight, num_data=7)
     with pytest.raises(UnsupportedError, match="weight=: HuberLoss has no likelihood"):
         EmpiricalRisk(model, nn.HuberLoss(), data, weight=get_weight)

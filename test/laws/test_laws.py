@@ -1,4 +1,6 @@
-"""Every approximation on every problem is what its definition says, in float64, against the slow exact twin."""
+"""Every approximation on every problem is what its definition says, in float64, against the slow
+exact twin.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from curvlinops_plus.risk import Vectors
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 #: Every net in every form, every loss in the plainest.
 FORMS = [
-    (n, *form) for n in PROBLEMS for form in itertools.product((False, True), repeat=2) if "," not in n or not any(form)
+    (n, *form)
+    for n in PROBLEMS
+    for form in itertools.product((False, True), repeat=2)
+    if "," not in n or not any(form)
 ]
 in_every_form = pytest.mark.parametrize(
     ("name", "separate", "reduce"),
@@ -49,7 +54,7 @@ def ekfac(reduce: bool) -> Any:
     return EKFAC.using(kfac_approx="reduce" if reduce else "expand")
 
 
-# ------------------------------------------------------------------------------------------------------ exact matrices
+# ----------------------------------------------------------------------------------- exact matrices
 
 
 @every_problem
@@ -84,7 +89,10 @@ def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> No
     p = problem(name)
     expected = p.exact.only_blocks(p.exact.ggn(), separate)
     risk = p.risk()
-    for approximation, matrix in ((FullBlock, expected), (DiagonalBlock, expected.diagonal().diag())):
+    for approximation, matrix in (
+        (FullBlock, expected),
+        (DiagonalBlock, expected.diagonal().diag()),
+    ):
         K = p.curvature(approximation, risk=risk, separate_weight_and_bias=separate)
         close(K.to_dense(), matrix, what=approximation.__name__)
 
@@ -101,7 +109,7 @@ def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
         close(K.to_dense(), expected, what=repr(vectors))
 
 
-# -------------------------------------------------------------------------------------------------------------- KFAC
+# --------------------------------------------------------------------------------------------- KFAC
 
 
 @pytest.mark.one_in(4, all_of=FEW)
@@ -117,7 +125,9 @@ def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None
 @separate_or_joint
 @expand_or_reduce
 @pytest.mark.parametrize("max_bytes", [0, 100, 150])
-def test_large_factors_are_diagonal(name: str, separate: bool, reduce: bool, max_bytes: int) -> None:
+def test_large_factors_are_diagonal(
+    name: str, separate: bool, reduce: bool, max_bytes: int
+) -> None:
     p = problem(name)
     options = {"separate_weight_and_bias": separate}
     K = p.curvature(KFAC.using(**kfac(reduce).options, max_bytes=max_bytes), **options)
@@ -127,7 +137,9 @@ def test_large_factors_are_diagonal(name: str, separate: bool, reduce: bool, max
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
     close(E.trace, exact.trace(), what="trace")
     if max_bytes == 0:
-        assert not torch.equal(expected, p.exact.kfac(p.exact.exact(), reduce, separate)), "the law can fail"
+        assert not torch.equal(expected, p.exact.kfac(p.exact.exact(), reduce, separate)), (
+            "the law can fail"
+        )
         close(E.to_dense(), exact.diagonal().diag(), what="EKFAC in the basis of the parameters")
 
 
@@ -138,7 +150,11 @@ def test_kfac_and_ekfac_of_the_empirical_fisher(name: str, separate: bool, reduc
     p = problem(name)
     for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):
         K = p.curvature(kfac(reduce), vectors=vectors, separate_weight_and_bias=separate)
-        close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term), reduce, separate), what=repr(vectors))
+        close(
+            K.to_dense(),
+            p.exact.kfac(p.exact.empirical(per_term), reduce, separate),
+            what=repr(vectors),
+        )
         E = p.curvature(ekfac(reduce), vectors=vectors, separate_weight_and_bias=separate)
         close(E.trace, p.exact.empirical_fisher(per_term).trace(), what=repr(vectors))
 
@@ -165,12 +181,18 @@ def test_ekfac_is_its_definition_keeps_the_trace_and_is_never_worse_than_kfac(
         Q = basis.to_dense()[p.exact.order(keys)]
         close(Q.T @ Q, torch.eye(len(Q)), what=f"orthogonal basis of {keys}")
         factored = of_kfac[at[:, None], at]
-        close(Q @ (Q.T @ factored @ Q).diagonal().diag() @ Q.T, factored, what=f"eigenvectors of {keys}")
+        close(
+            Q @ (Q.T @ factored @ Q).diagonal().diag() @ Q.T,
+            factored,
+            what=f"eigenvectors of {keys}",
+        )
         close(block, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T, what=f"block of {keys}")
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
     close(K.trace, exact.trace(), what="trace")
     error, error_of_kfac = (dense - exact).norm(), (of_kfac - exact).norm()
-    assert error <= error_of_kfac * (1 + 1e-9) + 1e-12, f"error {error:.3g} of EKFAC, {error_of_kfac:.3g} of KFAC"
+    assert error <= error_of_kfac * (1 + 1e-9) + 1e-12, (
+        f"error {error:.3g} of EKFAC, {error_of_kfac:.3g} of KFAC"
+    )
 
 
 class Given(Vectors):
@@ -194,7 +216,10 @@ class Given(Vectors):
 def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     generator = torch.Generator().manual_seed(0)
-    own = [torch.randn(3, *b.terms.shape, dtype=torch.float64, generator=generator) for b in p.exact.batches]
+    own = [
+        torch.randn(3, *b.terms.shape, dtype=torch.float64, generator=generator)
+        for b in p.exact.batches
+    ]
     vectors = p.exact.given(own)
     exact = p.exact.only_blocks(p.exact.from_gradients(vectors), separate)
     K, F, E = (
@@ -206,7 +231,7 @@ def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> N
     close(E.trace, exact.trace(), what="EKFAC")
 
 
-# --------------------------------------------------------------------------------------- what theory says is exact
+# ------------------------------------------------------------------------ what theory says is exact
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -225,7 +250,9 @@ def test_kfac_is_exact_for_one_datum_without_sharing(loss: str) -> None:
 
 @expand_or_reduce
 @separate_or_joint
-def test_kfac_is_exact_for_deep_linear_nets_with_squared_error(reduce: bool, separate: bool) -> None:
+def test_kfac_is_exact_for_deep_linear_nets_with_squared_error(
+    reduce: bool, separate: bool
+) -> None:
     """The output's derivative is then the same for every example (Bernacchia et al. 2018)."""
     p = problem("deep linear")
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
@@ -233,14 +260,16 @@ def test_kfac_is_exact_for_deep_linear_nets_with_squared_error(reduce: bool, sep
         close(p.curvature(approximation, separate_weight_and_bias=separate).to_dense(), exact)
 
 
-@pytest.mark.parametrize("name", ["sequence", "grid", "flattened", "flattened, mse", "flattened, bce"])
+@pytest.mark.parametrize(
+    "name", ["sequence", "grid", "flattened", "flattened, mse", "flattened, bce"]
+)
 def test_random_signs_are_exact_for_expand_where_positions_do_not_mix(name: str) -> None:
     p = problem(name)
     K = p.curvature(KFAC, vectors=Exact(signs=True, seed=5))
     close(K.to_dense(), p.exact.kfac(p.exact.exact()))
 
 
-# ----------------------------------------------------------------------------------------------------- data and scale
+# ----------------------------------------------------------------------------------- data and scale
 
 
 def merged(p: Problem, sizes: list[int]) -> list[Any]:
@@ -263,9 +292,14 @@ def test_batch_sizes_do_not_matter(name: str, approximation: str) -> None:
     p = problem(name)
     risks = [p.risk(merged(p, sizes)) for sizes in ([6], [2, 1, 3])]
     for vectors in ("exact", "signs", "mc", "empirical", "empirical per term"):
-        K, other = (p.curvature(APPROXIMATIONS[approximation], risk=r, vectors=VECTORS[vectors]) for r in risks)
+        K, other = (
+            p.curvature(APPROXIMATIONS[approximation], risk=r, vectors=VECTORS[vectors])
+            for r in risks
+        )
         what = f"{vectors}, batches of [6] and [2, 1, 3]"
-        if "EKFAC" in approximation:  # where a factor lacks rank, rounding decides about its eigenvectors
+        if (
+            "EKFAC" in approximation
+        ):  # where a factor lacks rank, rounding decides about its eigenvectors
             close(other.trace, K.trace, what=what)
         else:
             close(other.to_dense(), K.to_dense(), what=what)
@@ -275,21 +309,30 @@ def test_batch_sizes_do_not_matter(name: str, approximation: str) -> None:
 def test_mean_is_sum_over_what_pytorch_divides_by(loss: str) -> None:
     for net in ("mlp", "attention"):
         p = problem(f"{net}, {loss}")
-        other = Problem(p.net, p.exact.summed if p.loss.reduction == "mean" else p.exact.mean, p.data)
+        other = Problem(
+            p.net, p.exact.summed if p.loss.reduction == "mean" else p.exact.mean, p.data
+        )
         divisor = sum(b.divisor for b in p.exact.batches)
         mean, summed = (p, other) if p.loss.reduction == "mean" else (other, p)
         of_mean, of_sum = mean.risk(), summed.risk()
         for approximation in (KFAC, EKFAC, FullBlock):
-            K, S = mean.curvature(approximation, risk=of_mean), summed.curvature(approximation, risk=of_sum)
+            K, S = (
+                mean.curvature(approximation, risk=of_mean),
+                summed.curvature(approximation, risk=of_sum),
+            )
             close(K.to_dense() * divisor, S.to_dense())
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "attention, ce-ignore", "mlp, mse-sum", "attention, mse"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "attention", "attention, ce-ignore", "mlp, mse-sum", "attention, mse"]
+)
 def test_given_counts_replace_the_divisor_of_the_loss_and_nothing_else(name: str) -> None:
     p = problem(name)
     data, terms = {"num_data": 17}, {"num_per_example_loss_terms": 5}
     for given in (data, terms, data | terms):
-        twin = p.reference(num_data=given.get("num_data"), num_terms=given.get("num_per_example_loss_terms"))
+        twin = p.reference(
+            num_data=given.get("num_data"), num_terms=given.get("num_per_example_loss_terms")
+        )
         K, F = (p.curvature(kind, risk=given).to_dense() for kind in (KFAC, FullBlock))
         close(K, twin.kfac(twin.exact()), what=f"KFAC with {given}")
         close(F, twin.only_blocks(twin.ggn(), False), what=f"FullBlock with {given}")
@@ -312,7 +355,15 @@ def test_masked_positions_leave_both_factors(name: str, reduce: bool, separate: 
     close(K.to_dense(), twin.kfac(twin.exact(), reduce, separate))
 
 
-FACTORED = ["mlp", "strided cnn", "attention", "called twice", "frozen sequence", "grouped cnn", "padding index"]
+FACTORED = [
+    "mlp",
+    "strided cnn",
+    "attention",
+    "called twice",
+    "frozen sequence",
+    "grouped cnn",
+    "padding index",
+]
 
 
 @pytest.mark.parametrize("name", [*FACTORED, "self-attention", "cross-attention of three sizes"])
@@ -338,7 +389,9 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
         last.register_forward_hook(lambda module, args, out: graphs.append(out.grad_fn)),
     ]
     try:
-        K = p.curvature(kfac(reduce), vectors=VECTORS["forward only"], separate_weight_and_bias=separate)
+        K = p.curvature(
+            kfac(reduce), vectors=VECTORS["forward only"], separate_weight_and_bias=separate
+        )
     finally:
         [handle.remove() for handle in handles]
     assert set(graphs) == {None}, "an autograd graph was built"
@@ -353,7 +406,7 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
         close(K.to_dense()[at[:, None], at], expected, what=str(keys))
 
 
-# --------------------------------------------------------------------------------------------------- numbers and forms
+# -------------------------------------------------------------------------------- numbers and forms
 
 
 @few_problems
@@ -370,13 +423,26 @@ def test_numbers_that_follow_from_structure(name: str, approximation: str, separ
     close(K.trace, dense.trace(), what="trace")
     close(K.frobenius_norm, dense.norm(), what="Frobenius norm")
     close(K.diagonal(), dense.diagonal(), what="diagonal")
-    close(K.eigenvalues().sort().values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-7, what="eigenvalues")
+    close(
+        K.eigenvalues().sort().values,
+        torch.linalg.eigvalsh(dense).clamp(min=0),
+        rtol=1e-7,
+        what="eigenvalues",
+    )
     assert K.eigenvalues().min() >= -1e-9
     damped = dense + 0.1 * eye
     close(K.inverse(damping=0.1).to_dense(), torch.linalg.inv(damped), what="inverse")
-    close(K.inverse(damping=0.1).logdet, -torch.linalg.slogdet(damped).logabsdet, what="logdet of the inverse")
+    close(
+        K.inverse(damping=0.1).logdet,
+        -torch.linalg.slogdet(damped).logabsdet,
+        what="logdet of the inverse",
+    )
     identity = IdentityLinearOperator(K.in_shapes, K.device, K.dtype)
-    close((K + 0.1 * identity).logdet, torch.linalg.slogdet(damped).logabsdet, what="logdet of a damped sum")
+    close(
+        (K + 0.1 * identity).logdet,
+        torch.linalg.slogdet(damped).logabsdet,
+        what="logdet of a damped sum",
+    )
     half = K.power(-0.5, damping=0.1).to_dense()
     close(half @ damped @ half, eye, rtol=1e-8, what="power")
     J = numbers(3, 2, len(dense), seed=4)
@@ -392,7 +458,10 @@ def test_vectors_come_back_in_the_form_in_which_they_were_given(name: str) -> No
         v = numbers(n, *columns, seed=3)
         tree, start = {}, 0
         for key, q in p.keyed.items():
-            tree[key], start = v[start : start + q.numel()].view(*q.shape, *columns), start + q.numel()
+            tree[key], start = (
+                v[start : start + q.numel()].view(*q.shape, *columns),
+                start + q.numel(),
+            )
         expected = dense @ v
         close(K @ v, expected)
         got = K @ tree
@@ -415,13 +484,20 @@ def test_a_different_approximation_for_every_layer() -> None:
         at = p.exact.places(keys)
         expected = exact[at[:, None], at]
         close(
-            K.to_dense()[at[:, None], at], expected if block == "full" else expected.diagonal().diag(), what=str(keys)
+            K.to_dense()[at[:, None], at],
+            expected if block == "full" else expected.diagonal().diag(),
+            what=str(keys),
         )
     assert type(K.blocks["4"]).__name__ == "Eigendecomposed"
     only = curvature(
         p.risk(), {"?": DiagonalBlock, "1": FullBlock, nn.Linear: KFAC}
     )  # exact name, then glob, then type
-    assert [type(block).__name__ for block in only.blocks.values()] == ["Diagonal", "Dense", "Diagonal", "Diagonal"]
+    assert [type(block).__name__ for block in only.blocks.values()] == [
+        "Diagonal",
+        "Dense",
+        "Diagonal",
+        "Diagonal",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ the helpers can fail
+# ----------------------------------------------------------------------------- the helpers can fail

@@ -1,4 +1,6 @@
-"""A padded batch with a mask is the batch without its padding: masked positions leave the statistics of any layer."""
+"""A padded batch with a mask is the batch without its padding: masked positions leave the
+statistics of any layer.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Masked(nn.Module):
 class Then(nn.Module):
     """A layer with functions before and after it."""
 
-    def __init__(self, layer: nn.Module, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, layer: nn.Module, before: Callable[[Any], Any], after: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
         self.layer, self.before, self.after = layer, before, after
 
@@ -92,7 +96,9 @@ MODELS: dict[str, Callable[[], Tokens]] = {
     "embedding with padding": lambda: Tokens(nn.Identity(), nn.Embedding(6, D, padding_idx=2)),
     "layer norm": lambda: Tokens(nn.LayerNorm(D)),
     "prelu": lambda: Tokens(nn.PReLU()),
-    "pointwise convolution": lambda: Tokens(Then(nn.Conv1d(D, D, 1, groups=2), lambda h: h.mT, lambda h: h.mT)),
+    "pointwise convolution": lambda: Tokens(
+        Then(nn.Conv1d(D, D, 1, groups=2), lambda h: h.mT, lambda h: h.mT)
+    ),
     "bare parameters": lambda: Tokens(Scale()),
     "lstm": lambda: Tokens(Then(nn.LSTM(D, D, batch_first=True), lambda h: h, lambda out: out[0])),
     "attention": lambda: Tokens(Masked(nn.MultiheadAttention(D, 2, batch_first=True))),
@@ -133,7 +139,9 @@ def mask(X: Mapping[str, Tensor], y: Tensor) -> Tensor:
     return X["keep"]
 
 
-def risk(model: nn.Module, data: list[Any], masked: bool, loss: nn.Module | None = None) -> EmpiricalRisk:
+def risk(
+    model: nn.Module, data: list[Any], masked: bool, loss: nn.Module | None = None
+) -> EmpiricalRisk:
     loss = nn.CrossEntropyLoss(reduction="sum") if loss is None else loss
     return EmpiricalRisk(model, loss, data, batch_size_fn=count, mask=mask if masked else None)
 
@@ -163,20 +171,23 @@ def test_padding_with_a_mask_is_no_padding(name: str, separate: bool) -> None:
         with unchanged(model, together):
             got = quietly(masked, kind, separate_weight_and_bias=separate)
         expected = quietly(plain, kind, separate_weight_and_bias=separate)
-        if "EKFAC" in approximation:  # where a factor lacks rank, rounding decides about its eigenvectors
+        if (
+            "EKFAC" in approximation
+        ):  # where a factor lacks rank, rounding decides about its eigenvectors
             close(got.trace, expected.trace, what=approximation)
         else:
             close(got.to_dense(), expected.to_dense(), what=approximation)
 
 
-# ------------------------------------------------------------------------------------- positions with gradients
+# ------------------------------------------------------------------------- positions with gradients
 
 
 def gradients_without(model: nn.Module, path: str, data: list[Any], loss: nn.Module) -> Tensor:
-    """`Σ_n u uᵀ`, `u` the gradient of an example by a layer's parameters through the positions that count.
+    """`Σ_n u uᵀ`, `u` the gradient of an example by a layer's parameters through the positions that
+    count.
 
-    One example at a time, in plain autograd: the gradient of the loss by the layer's output, masked, sent on to the
-    layer's parameters with its input kept as it is.
+    One example at a time, in plain autograd: the gradient of the loss by the layer's output,
+    masked, sent on to the layer's parameters with its input kept as it is.
     """
     module = model.get_submodule(path)
     params = [p for p in module._parameters.values() if p is not None]
@@ -184,7 +195,9 @@ def gradients_without(model: nn.Module, path: str, data: list[Any], loss: nn.Mod
     for X, y in data:
         for n in range(len(y)):
             calls: list[tuple[Any, Any]] = []
-            handle = module.register_forward_hook(lambda module, args, out, calls=calls: calls.append((args, out)))
+            handle = module.register_forward_hook(
+                lambda module, args, out, calls=calls: calls.append((args, out))
+            )
             value = loss(model({key: t[n : n + 1] for key, t in X.items()}), y[n : n + 1])
             handle.remove()
             ((args, out),) = calls
@@ -204,7 +217,9 @@ def gradients_without(model: nn.Module, path: str, data: list[Any], loss: nn.Mod
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("tied", "encoder layer")])
 @pytest.mark.parametrize("approximation", [FullBlock, DiagonalBlock, EKFAC])
 def test_gradients_at_masked_positions_are_left_out(name: str, approximation: Any) -> None:
-    """Here padding is not ignored by the loss, so there is something to leave out, from norms and embeddings too."""
+    """Here padding is not ignored by the loss, so there is something to leave out, from norms and
+    embeddings too.
+    """
     model, together, _ = padded(name, ignore=False)
     loss = nn.CrossEntropyLoss(reduction="sum")
     K = quietly(risk(model, together, True), approximation, vectors=Empirical())
@@ -221,18 +236,28 @@ def test_gradients_at_masked_positions_are_left_out(name: str, approximation: An
             layout = K.operator.layouts[block]
             order = layout.join(by_shape(K, block)).flatten().argsort()
             got = K.blocks[block].to_dense()[order[:, None], order]
-            close(got, expected if approximation is FullBlock else expected.diagonal().diag(), what=block)
-        assert abs(float(unmasked.blocks[block].trace - trace)) > 1e-3 * float(trace), f"{block}: nothing was masked"
+            close(
+                got,
+                expected if approximation is FullBlock else expected.diagonal().diag(),
+                what=block,
+            )
+        assert abs(float(unmasked.blocks[block].trace - trace)) > 1e-3 * float(trace), (
+            f"{block}: nothing was masked"
+        )
         seen += 1
     assert seen >= 2
 
 
 def by_shape(K: Any, block: str) -> dict[str, Tensor]:
-    """Numbers of a block's parameters in the order of the module, one after the other, in their shapes."""
+    """Numbers of a block's parameters in the order of the module, one after the other, in their
+    shapes.
+    """
     start, tree = 0, {}
     for key, q in K.risk.params.items():
         if key.rpartition(".")[0] == block:
-            tree[key] = torch.arange(start, start + q.numel(), dtype=torch.float64).view(*q.shape, 1)
+            tree[key] = torch.arange(start, start + q.numel(), dtype=torch.float64).view(
+                *q.shape, 1
+            )
             start += q.numel()
     return tree
 
@@ -245,7 +270,9 @@ def test_an_example_of_padding_alone_adds_nothing(approximation: str) -> None:
     y = torch.where(X["keep"], y, -100)
     alone = [({key: value[:1] for key, value in X.items()}, y[:1])]
     kind = APPROXIMATIONS[approximation]
-    found, expected = (quietly(risk(model, data, True), kind).blocks["layer"] for data in ([(X, y)], alone))
+    found, expected = (
+        quietly(risk(model, data, True), kind).blocks["layer"] for data in ([(X, y)], alone)
+    )
     close(found.to_dense(), expected.to_dense())
 
 
@@ -253,12 +280,22 @@ def test_an_example_of_padding_alone_adds_nothing(approximation: str) -> None:
 def test_positions_may_stand_in_the_rows_of_a_layer(approximation: str) -> None:
     """A convolution of `[N · T, 1, D]` is that of `[N, 1, T, D]`."""
     model, together, _ = padded("linear")
-    flat, image = nn.Conv1d(1, 1, 3, padding=1).double(), nn.Conv2d(1, 1, (1, 3), padding=(0, 1)).double()
+    flat, image = (
+        nn.Conv1d(1, 1, 3, padding=1).double(),
+        nn.Conv2d(1, 1, (1, 3), padding=(0, 1)).double(),
+    )
     image.weight, image.bias = nn.Parameter(flat.weight.detach()[:, :, None]), flat.bias
     nets = [
-        Tokens(Then(flat, lambda h: h.flatten(0, 1)[:, None], lambda h: h[:, 0].unflatten(0, (-1, T)))),
+        Tokens(
+            Then(flat, lambda h: h.flatten(0, 1)[:, None], lambda h: h[:, 0].unflatten(0, (-1, T)))
+        ),
         Tokens(Then(image, lambda h: h[:, None], lambda h: h[:, 0])),
     ]
     for net in nets:
         net.first, net.last = model.first, model.last
-    close(*(quietly(risk(net, together, False), APPROXIMATIONS[approximation]).to_dense() for net in nets))
+    close(
+        *(
+            quietly(risk(net, together, False), APPROXIMATIONS[approximation]).to_dense()
+            for net in nets
+        )
+    )

@@ -1,8 +1,8 @@
 """Memory doesn't grow with the number of batches.
 
-Resident memory is measured, in a process of its own, over 8 and 72 batches. What is small and stays alive counts, too:
-it keeps the allocator from giving back what is large and was freed. Run as a script, this file prints the largest
-growth in bytes of everything in `CASES`, for both numbers.
+Resident memory is measured, in a process of its own, over 8 and 72 batches. What is small and stays
+alive counts, too: it keeps the allocator from giving back what is large and was freed. Run as a
+script, this file prints the largest growth in bytes of everything in `CASES`, for both numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int) ->
 def of_updates(approximation: object, width: int, number: int) -> object:
     loss = nn.CrossEntropyLoss()
     risk = EmpiricalRisk(network(width), loss, ())
-    running = CurvatureEstimator(risk, approximation, vectors=MonteCarlo(seed=0), decay=0.9, damping=0.1)
+    running = CurvatureEstimator(
+        risk, approximation, vectors=MonteCarlo(seed=0), decay=0.9, damping=0.1
+    )
     for step, batch in enumerate(Batches(number, width)):
         if step % 2:
             running.update(batch)
@@ -76,9 +78,13 @@ def of_updates(approximation: object, width: int, number: int) -> object:
     return running.operator
 
 
-def block(approximation: object, vectors: Vectors | None = None) -> Callable[[EmpiricalRisk], object]:
+def block(
+    approximation: object, vectors: Vectors | None = None
+) -> Callable[[EmpiricalRisk], object]:
     # Kept batches have a bound of their own.
-    return lambda risk: curvature(risk, approximation, vectors=vectors or MonteCarlo(seed=0), max_kept_bytes=0)
+    return lambda risk: curvature(
+        risk, approximation, vectors=vectors or MonteCarlo(seed=0), max_kept_bytes=0
+    )
 
 
 def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[EmpiricalRisk], object]:
@@ -88,7 +94,8 @@ def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[Empiric
 #: What is done, with a network as wide as its matrices allow.
 CASES: dict[str, Callable[[int], object]] = {
     **{
-        name: partial(of_data, block(APPROXIMATIONS[name]), WIDTH) for name in ("KFAC", "EKFAC", "DiagonalBlock", "TNT")
+        name: partial(of_data, block(APPROXIMATIONS[name]), WIDTH)
+        for name in ("KFAC", "EKFAC", "DiagonalBlock", "TNT")
     },
     "FullBlock": partial(of_data, block(APPROXIMATIONS["FullBlock"]), 16),
     "running EKFAC": partial(of_updates, EKFAC, WIDTH),
@@ -98,7 +105,9 @@ CASES: dict[str, Callable[[int], object]] = {
 
 
 def resident(name: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -111,10 +120,19 @@ def growth(task: Callable[[int], object], number: int) -> int:
 
 
 def taken() -> dict[str, tuple[int, int]]:
-    """What each task takes for few and for many batches, in bytes; measured in a process of its own."""
-    # What is freed goes back to the system at once, so that nothing is hidden by what was there before.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    printed = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True, env=environment)
+    """What each task takes for few and for many batches, in bytes; measured in a process of its
+    own.
+    """
+    # What is freed goes back to the system at once, so that nothing is hidden by what was there
+    # before.
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    printed = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, check=True, env=environment
+    )
     return json.loads(printed.stdout.splitlines()[-1])
 
 
@@ -123,7 +141,9 @@ def bound(few: int, many: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself"
+)
 def test_memory_does_not_grow_with_batches() -> None:
     found = taken()
     assert set(found) == set(CASES)
@@ -137,7 +157,9 @@ def main() -> None:
     for name, task in CASES.items():
         task(4)  # what is loaded at first use
         few, many = (growth(task, number) for number in (FEW, MANY))
-        if not bound(few, many):  # what the allocator takes by chance is there once; what grows, each time
+        if not bound(
+            few, many
+        ):  # what the allocator takes by chance is there once; what grows, each time
             many = min(many, growth(task, MANY))
         found[name] = [few, many]
     print(json.dumps(found))

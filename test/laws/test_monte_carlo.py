@@ -1,4 +1,6 @@
-"""Random vectors: unbiased, reproducible from their seed, and indifferent to how examples are batched."""
+"""Random vectors: unbiased, reproducible from their seed, and indifferent to how examples are
+batched.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ from curvlinops_plus import (
 def unbiased(draws: Tensor, expected: Tensor) -> None:
     """Fail unless nearly all means over independent draws are within 4 standard errors.
 
-    Draws of Fisher matrices have heavy tails and entries are correlated, so one entry in a hundred may be beyond.
+    Draws of Fisher matrices have heavy tails and entries are correlated, so one entry in a hundred
+    may be beyond.
     """
     spread = draws.std(0)
     assert spread.max() > 0, "nothing was drawn"
-    off = (draws.mean(0) - expected).abs() > 4 * spread / len(draws) ** 0.5 + 1e-9 * expected.abs().max()
+    off = (draws.mean(0) - expected).abs() > 4 * spread / len(
+        draws
+    ) ** 0.5 + 1e-9 * expected.abs().max()
     assert off.double().mean() < 0.01, f"{float(off.double().mean()):.1%} of the entries are off"
 
 
 def blocks(name: str, samples: int, seeds: range, kind: Any = MonteCarlo) -> Tensor:
     p = problem(name)
-    return torch.stack([p.curvature(FullBlock, vectors=kind(samples, seed=s)).to_dense() for s in seeds])
+    return torch.stack(
+        [p.curvature(FullBlock, vectors=kind(samples, seed=s)).to_dense() for s in seeds]
+    )
 
 
 @pytest.mark.one_in(3)
@@ -55,7 +62,9 @@ def test_draws_average_to_the_ggn_on_every_net(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "flattened"])
 def test_curvature_propagation_averages_to_the_ggn(name: str) -> None:
     p = problem(name)
-    unbiased(blocks(name, 10, range(80), CurvaturePropagation), p.exact.only_blocks(p.exact.ggn(), False))
+    unbiased(
+        blocks(name, 10, range(80), CurvaturePropagation), p.exact.only_blocks(p.exact.ggn(), False)
+    )
 
 
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
@@ -65,7 +74,9 @@ def test_the_seed_decides(kind: Any, name: str) -> None:
 
     def make(seed: int) -> Any:
         torch.manual_seed(torch.seed() % 1000)  # whatever the global generator does
-        return kind(p.model, p.loss, p.params, p.data, seed=seed, mc_samples=2, check_deterministic=False)
+        return kind(
+            p.model, p.loss, p.params, p.data, seed=seed, mc_samples=2, check_deterministic=False
+        )
 
     with torch.random.fork_rng(devices=[]):
         one, two, other = make(0), make(0), make(1)
@@ -82,7 +93,10 @@ def test_the_seed_decides(kind: Any, name: str) -> None:
 def test_the_monte_carlo_fisher_is_unbiased(name: str) -> None:
     p = problem(name)
     options: dict[str, Any] = {"mc_samples": 40, "check_deterministic": False}
-    draws = [FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=s, **options) for s in range(20)]
+    draws = [
+        FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=s, **options)
+        for s in range(20)
+    ]
     unbiased(torch.stack([F.to_dense() for F in draws]), p.exact.ggn())
 
 
@@ -100,12 +114,17 @@ def test_draws_do_not_depend_on_batch_sizes(name: str) -> None:
         for data in ([joined], singles):
             close(p.curvature(FullBlock, data, vectors=vectors).to_dense(), dense)
     options: dict[str, Any] = {"seed": 2, "mc_samples": 3, **p.net.options}
-    F, one = (FisherMCLinearOperator(p.model, p.loss, p.params, data, **options) for data in (p.data, singles))
+    F, one = (
+        FisherMCLinearOperator(p.model, p.loss, p.params, data, **options)
+        for data in (p.data, singles)
+    )
     close(one.to_dense(), F.to_dense())
 
 
 @pytest.mark.slow
 def test_random_signs_are_unbiased_where_positions_mix() -> None:
     p = problem("attention")
-    draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(150)])
+    draws = torch.stack(
+        [p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(150)]
+    )
     unbiased(draws, p.exact.only_blocks(p.exact.ggn(), False))

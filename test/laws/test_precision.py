@@ -13,14 +13,25 @@ from curvlinops_plus import (
 )
 
 HALF = [torch.bfloat16, torch.float16]
-SOME = ["mlp", "in-place relu", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
+SOME = [
+    "mlp",
+    "in-place relu",
+    "strided cnn",
+    "attention",
+    "called twice",
+    "tied",
+    "generic layers",
+    "language model",
+]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_laws_on_every_device_and_in_single_precision(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     if device.type == "cpu" and dtype == torch.float64:
         pytest.skip("in test_laws.py")
     p = problem(name)
@@ -37,7 +48,10 @@ def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dt
         close(K.to_dense(), expected, rtol, approximation)
     E = q.curvature(APPROXIMATIONS["EKFAC"], risk=risk)
     close(E.trace, exact.trace(), rtol, "trace of EKFAC")
-    for kind, expected in ((GGNLinearOperator, p.exact.ggn()), (HessianLinearOperator, p.exact.hessian())):
+    for kind, expected in (
+        (GGNLinearOperator, p.exact.ggn()),
+        (HessianLinearOperator, p.exact.hessian()),
+    ):
         A = kind(q.model, q.loss, q.params, q.data, **q.net.options)
         close(A.to_dense(), expected, rtol, kind.__name__)
 
@@ -52,7 +66,9 @@ def check_empirical(p: Problem, q: Problem, dtype: torch.dtype) -> None:
     }
     for approximation, matrix in expected.items():
         K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
-        assert {K.dtype, K.to_dense().dtype, (K @ torch.ones(K.shape[1], dtype=dtype)).dtype} == {torch.float32}
+        assert {K.dtype, K.to_dense().dtype, (K @ torch.ones(K.shape[1], dtype=dtype)).dtype} == {
+            torch.float32
+        }
         close(K.to_dense(), matrix, 3 * TOLERANCE[dtype], approximation)
     E = q.curvature(APPROXIMATIONS["EKFAC"], vectors=Empirical())
     close(E.trace, exact.trace(), TOLERANCE[dtype], "trace of EKFAC")
@@ -60,12 +76,16 @@ def check_empirical(p: Problem, q: Problem, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_models_accumulate_in_single_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_models_accumulate_in_single_precision(
+    name: str, dtype: torch.dtype
+) -> None:
     p = problem(name)
     check_empirical(p, p.to(torch.device("cpu"), dtype), dtype)
 
 
-@pytest.mark.parametrize("name", ["mlp", "in-place relu", "strided cnn", "attention", "generic layers"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "in-place relu", "strided cnn", "attention", "generic layers"]
+)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     p = problem(name)

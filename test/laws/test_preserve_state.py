@@ -62,7 +62,13 @@ def test_everything_of_the_user_s_stays(kind: Any) -> None:
         if isinstance(K, KFACLinearOperator):
             K.verify()
             inverse = K.inverse(damping=1.0)
-            _ = K.trace, K.det, inverse @ torch.ones(K.shape[1], dtype=torch.float64), K.state_dict(), repr(K)
+            _ = (
+                K.trace,
+                K.det,
+                inverse @ torch.ones(K.shape[1], dtype=torch.float64),
+                K.state_dict(),
+                repr(K),
+            )
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -96,7 +102,10 @@ def test_an_error_of_the_user_s_forward_goes_through(kind: Any, after: int) -> N
     p = fresh("in-place relu")
     raising = Raises(after)
     model = nn.Sequential(p.model[0], p.model[1], raising, p.model[2])
-    with unchanged(model, p.loss, p.data), pytest.raises(UserError, match=r"^the user's own words$"):
+    with (
+        unchanged(model, p.loss, p.data),
+        pytest.raises(UserError, match=r"^the user's own words$"),
+    ):
         multiply(kind, model, p, p.data)
     raising.after = 10**6
     with unchanged(model, p.loss, p.data):
@@ -149,12 +158,18 @@ def test_errors_of_a_backward_pass_and_of_accumulators_go_through(approximation:
 )
 def test_unchanged_can_fail(what: str, change: Any) -> None:
     p = fresh("mlp")
-    with torch.random.fork_rng(devices=[]), pytest.raises(AssertionError, match=what), unchanged(p.model):
+    with (
+        torch.random.fork_rng(devices=[]),
+        pytest.raises(AssertionError, match=what),
+        unchanged(p.model),
+    ):
         change(p.model)
 
 
 def test_what_a_forward_pass_sets_in_a_module_is_gone() -> None:
-    """As its activations, which would keep the graph; also where the module is run again for each example."""
+    """As its activations, which would keep the graph; also where the module is run again for each
+    example.
+    """
 
     class Noting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

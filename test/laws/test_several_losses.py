@@ -1,4 +1,6 @@
-"""Several losses on several outputs: every matrix against plain autodiff, and against one operator per loss."""
+"""Several losses on several outputs: every matrix against plain autodiff, and against one operator
+per loss.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss
 
 
 class Net(nn.Module):
-    """A trunk and three heads: classes, numbers, and switches. `keys`: which outputs; None for a tuple of all."""
+    """A trunk and three heads: classes, numbers, and switches. `keys`: which outputs; None for a
+    tuple of all.
+    """
 
     def __init__(self, keys: tuple[str, ...] | None = None) -> None:
         super().__init__()
@@ -67,8 +71,12 @@ def net(*keys: str, kind: type[Net] = Net) -> Net:
         return kind(keys or None).double()
 
 
-def batches(sizes: tuple[int, ...], keys: Any = "abc", terms: tuple[int, ...] = (), ignored: int = 0) -> list[Any]:
-    """Batches for `Net`; with `terms` each has that many positions, and `ignored` of a batch's classes are -100."""
+def batches(
+    sizes: tuple[int, ...], keys: Any = "abc", terms: tuple[int, ...] = (), ignored: int = 0
+) -> list[Any]:
+    """Batches for `Net`; with `terms` each has that many positions, and `ignored` of a batch's
+    classes are -100.
+    """
     generator = torch.Generator().manual_seed(3)
     like: Any = {"generator": generator, "dtype": torch.float64}
     found = []
@@ -92,9 +100,13 @@ def reduced(loss: Any, reduction: str) -> Any:
 
 
 class Twin:
-    """Matrices of `Σ_h w_h c_h Σ ℓ_h` by definition; PyTorch itself says what each loss's mean divides by."""
+    """Matrices of `Σ_h w_h c_h Σ ℓ_h` by definition; PyTorch itself says what each loss's mean
+    divides by.
+    """
 
-    def __init__(self, model: nn.Module, losses: Losses, data: list[Any], num_data: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, losses: Losses, data: list[Any], num_data: int | None = None
+    ) -> None:
         self.params = dict(model.named_parameters())
         self.values = torch.cat([p.detach().flatten() for p in self.params.values()])
         self.parts = []  # of each loss and batch: weight, gradients of examples, GGN
@@ -115,14 +127,18 @@ class Twin:
 
     def output(self, v: Tensor, x: Tensor, key: Any) -> Tensor:
         pieces = v.split([p.numel() for p in self.params.values()])
-        named = {name: t.view_as(p) for (name, p), t in zip(self.params.items(), pieces, strict=True)}
+        named = {
+            name: t.view_as(p) for (name, p), t in zip(self.params.items(), pieces, strict=True)
+        }
         return functional_call(self.model, named, (x,))[key]
 
     def value(self, v: Tensor) -> Tensor:
         total = torch.zeros((), dtype=v.dtype)
         for key, (loss, weight) in self.losses.items():
             for x, y in self.data:
-                total = total + weight * self.scales[key] * reduced(loss, "sum")(self.output(v, x, key), y[key])
+                total = total + weight * self.scales[key] * reduced(loss, "sum")(
+                    self.output(v, x, key), y[key]
+                )
         return total
 
     def ggn(self) -> Tensor:
@@ -132,7 +148,9 @@ class Twin:
         """Of the weighted loss, with products between losses or (one term per example) without."""
         top = max(self.scales.values())
         rows: list[Any] = [
-            torch.cat([weight * self.scales[key] / top * g for k, weight, g, _ in self.parts if k == key])
+            torch.cat(
+                [weight * self.scales[key] / top * g for k, weight, g, _ in self.parts if k == key]
+            )
             for key in self.losses
         ]
         return top * sum(g.T @ g for g in (rows if alone else [sum(rows)]))
@@ -140,7 +158,9 @@ class Twin:
     def blocks(self, matrix: Tensor) -> Tensor:
         """Entries of a block per layer."""
         names = [name.rpartition(".")[0] for name in self.params]
-        owner = torch.cat([torch.full((p.numel(),), names.index(n)) for n, p in zip(names, self.params.values())])
+        owner = torch.cat(
+            [torch.full((p.numel(),), names.index(n)) for n, p in zip(names, self.params.values())]
+        )
         return matrix * (owner[:, None] == owner)
 
 
@@ -160,10 +180,19 @@ CASES: dict[str, tuple[Losses, dict[str, Any]]] = {
     "two": ({"a": (CE(), 1.3), "b": (MSE(), 0.5)}, {}),
     "three": ({"a": (CE(), 1.0), "b": (MSE(), 0.25), "c": (BCE(), 3.0)}, {}),
     "ignored": ({"a": (CE(), 1.3), "b": (MSE(), 0.5)}, {"ignored": 1}),
-    "class weights": ({"a": (CE(weight=WEIGHTS, label_smoothing=0.1), 0.7), "c": (BCE(), 2.0)}, {"ignored": 1}),
+    "class weights": (
+        {"a": (CE(weight=WEIGHTS, label_smoothing=0.1), 0.7), "c": (BCE(), 2.0)},
+        {"ignored": 1},
+    ),
     "sums": ({"a": (CE(reduction="sum"), 1.3), "b": (MSE(reduction="sum"), 0.5)}, {"ignored": 1}),
-    "mixed": ({"a": (CE(), 1.3), "b": (MSE(reduction="sum"), 0.5), "c": (BCE(), 1.0)}, {"ignored": 1}),
-    "positions": ({"a": (CE(), 1.3), "b": (MSE(), 0.5), "c": (BCE(reduction="sum"), 0.1)}, {"terms": (2, 2, 2)}),
+    "mixed": (
+        {"a": (CE(), 1.3), "b": (MSE(reduction="sum"), 0.5), "c": (BCE(), 1.0)},
+        {"ignored": 1},
+    ),
+    "positions": (
+        {"a": (CE(), 1.3), "b": (MSE(), 0.5), "c": (BCE(reduction="sum"), 0.1)},
+        {"terms": (2, 2, 2)},
+    ),
     "lengths": ({"a": (CE(), 1.3), "b": (MSE(), 0.5)}, {"terms": (2, 3, 1), "ignored": 1}),
     "one": ({"b": (MSE(), 0.5)}, {}),
 }
@@ -180,7 +209,9 @@ def case(
 
 def trunk(model: Net, losses: Any, data: Any, **options: Any) -> EmpiricalRisk:
     """Of the trunk's parameters alone: it is the layer that every loss reaches."""
-    return EmpiricalRisk(model, losses, data, dict(model.trunk.named_parameters(prefix="trunk")), **options)
+    return EmpiricalRisk(
+        model, losses, data, dict(model.trunk.named_parameters(prefix="trunk")), **options
+    )
 
 
 def dense(risk: EmpiricalRisk, approximation: Any = FullBlock, vectors: Any = None) -> Tensor:
@@ -204,12 +235,16 @@ def test_matrices_are_those_of_the_weighted_sum(name: str, num_data: int | None)
     close(loss, risk.loss())
     corrected = curvature(risk, EKFAC)
     close(corrected.trace, ggn.trace())
-    errors = [float((K.to_dense() - twin.blocks(ggn)).norm()) for K in (corrected, curvature(risk, KFAC))]
+    errors = [
+        float((K.to_dense() - twin.blocks(ggn)).norm()) for K in (corrected, curvature(risk, KFAC))
+    ]
     assert errors[0] <= errors[1] * (1 + 1e-10)
     corrected.verify()
     if name not in ("positions", "lengths"):
         close(dense(risk, vectors=Empirical()), twin.blocks(twin.empirical()))
-        close(dense(risk, vectors=Empirical(per_term=True)), twin.blocks(twin.empirical(alone=True)))
+        close(
+            dense(risk, vectors=Empirical(per_term=True)), twin.blocks(twin.empirical(alone=True))
+        )
         E = EFLinearOperator(model, losses, list(model.parameters()), data, num_data=num_data)
         close(E.to_dense(), twin.empirical(alone=True))
 
@@ -228,12 +263,20 @@ def test_factors(name: str) -> None:
     close(K.input_covariances["trunk"], X.T @ X / len(X))
 
 
-def alone(model: Net, losses: Losses, data: list[Any], make: Callable[[EmpiricalRisk], Any], **options: Any) -> Tensor:
+def alone(
+    model: Net,
+    losses: Losses,
+    data: list[Any],
+    make: Callable[[EmpiricalRisk], Any],
+    **options: Any,
+) -> Tensor:
     """`Σ_h w_h` times what one loss gives by itself."""
     total: Any = 0
     for key, (loss, weight) in losses.items():
         mine = [(x, y[key]) for x, y in data]
-        total = total + weight * make(trunk(model, loss, mine, output=lambda out, key=key: out[key], **options))
+        total = total + weight * make(
+            trunk(model, loss, mine, output=lambda out, key=key: out[key], **options)
+        )
     return total
 
 
@@ -256,13 +299,30 @@ def test_any_losses_in_any_batches_are_the_sum_of_each(
 
     sizes, terms = zip(*shape)
     kinds = {"a": CE, "b": MSE, "c": BCE}
-    losses = {k: (kinds[k](reduction=r), w) for k, r, w in zip(keys, reductions, weights, strict=False)}
-    model, data, options = net(*keys), batches(sizes, keys, terms, ignored), {"mask": mask} if masked else {}
-    close(dense(trunk(model, losses, data, **options)), alone(model, losses, data, dense, **options))
-    close(GGN(trunk(model, losses, data)).to_dense(), alone(model, losses, data, lambda r: GGN(r).to_dense()))
+    losses = {
+        k: (kinds[k](reduction=r), w) for k, r, w in zip(keys, reductions, weights, strict=False)
+    }
+    model, data, options = (
+        net(*keys),
+        batches(sizes, keys, terms, ignored),
+        {"mask": mask} if masked else {},
+    )
+    close(
+        dense(trunk(model, losses, data, **options)), alone(model, losses, data, dense, **options)
+    )
+    close(
+        GGN(trunk(model, losses, data)).to_dense(),
+        alone(model, losses, data, lambda r: GGN(r).to_dense()),
+    )
 
 
-VECTORS = [Exact(), Exact(signs=True, seed=1), MonteCarlo(3, seed=2), CurvaturePropagation(2, seed=3), Empirical()]
+VECTORS = [
+    Exact(),
+    Exact(signs=True, seed=1),
+    MonteCarlo(3, seed=2),
+    CurvaturePropagation(2, seed=3),
+    Empirical(),
+]
 
 
 @pytest.mark.parametrize("vectors", [*VECTORS, Empirical(per_term=True), ForwardOnly()], ids=repr)
@@ -270,7 +330,9 @@ VECTORS = [Exact(), Exact(signs=True, seed=1), MonteCarlo(3, seed=2), CurvatureP
 def test_one_loss_in_a_dict_is_that_loss(vectors: Vectors, reduction: str) -> None:
     for key, loss in (("a", CE(reduction=reduction)), ("b", MSE(reduction=reduction))):
         model, data = net("a", "b"), batches((3, 5, 2), "ab", (2, 1, 3), ignored=1)
-        plain = trunk(model, loss, [(x, y[key]) for x, y in data], output=lambda out, key=key: out[key])
+        plain = trunk(
+            model, loss, [(x, y[key]) for x, y in data], output=lambda out, key=key: out[key]
+        )
         of_one = [(x, {key: y[key]}) for x, y in data]
         headed = trunk(model, {key: loss}, of_one, output=lambda out, key=key: {key: out[key]})
         for kind in (KFAC,) if isinstance(vectors, ForwardOnly) else (KFAC, EKFAC, FullBlock):
@@ -284,10 +346,13 @@ def test_parameters_that_one_loss_does_not_reach() -> None:
         risk = EmpiricalRisk(model, losses, data, params)
         for found in (dense(risk), GGN(risk).to_dense()):
             close(found, twin.ggn()[at, at])
-        assert all(float(curvature(risk, vectors=vectors).trace) > 0 for vectors in (MonteCarlo(), Empirical()))
+        assert all(
+            float(curvature(risk, vectors=vectors).trace) > 0
+            for vectors in (MonteCarlo(), Empirical())
+        )
 
 
-# ------------------------------------------------------------------------------------------------- passes over the data
+# ----------------------------------------------------------------------------- passes over the data
 
 
 @pytest.mark.parametrize("name", ["three", "sums", "positions"])
@@ -300,13 +365,18 @@ def test_a_stream_adds_up_to_the_data(name: str, kind: Any) -> None:
     estimator = CurvatureEstimator(EmpiricalRisk(model, losses, ()), kind, vectors=MonteCarlo(2, 1))
     for batch in data:
         estimator.update(batch)
-    close(estimator.operator.to_dense(), dense(EmpiricalRisk(model, losses, data), kind, MonteCarlo(2, 1)), 1e-12)
+    close(
+        estimator.operator.to_dense(),
+        dense(EmpiricalRisk(model, losses, data), kind, MonteCarlo(2, 1)),
+        1e-12,
+    )
 
 
 def test_a_stream_listens_resumes_and_merges() -> None:
     model, losses, data, twin = case("two", (3, 5, 2, 4))
     one, other, resumed, moving = (
-        CurvatureEstimator(EmpiricalRisk(model, losses, ()), FullBlock, decay=decay) for decay in (1.0, 1.0, 1.0, 0.5)
+        CurvatureEstimator(EmpiricalRisk(model, losses, ()), FullBlock, decay=decay)
+        for decay in (1.0, 1.0, 1.0, 0.5)
     )
     for x, y in data[:2]:
         with one.listen((x, y)):
@@ -323,7 +393,9 @@ def test_a_stream_listens_resumes_and_merges() -> None:
     for batch in data:
         moving.update(batch)
     weights = [0.5 ** (3 - k) * len(x) for k, (x, _) in enumerate(data)]
-    parts = [w / sum(weights) * Twin(model, losses, [batch]).ggn() for w, batch in zip(weights, data)]
+    parts = [
+        w / sum(weights) * Twin(model, losses, [batch]).ggn() for w, batch in zip(weights, data)
+    ]
     close(moving.operator.to_dense(), twin.blocks(sum(parts)))  # type: ignore[arg-type]
 
 
@@ -336,7 +408,10 @@ def test_a_stream_with_uneven_proportions_is_refused_and_unchanged() -> None:
     x, y = data[0]
     for run, words in (
         (lambda: one.update(data[1]), r"relative weights are 1.3 : "),
-        (lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})), "No term of loss .a. .* counts"),
+        (
+            lambda: one.update((x, {**y, "a": torch.full_like(y["a"], -100)})),
+            "No term of loss .a. .* counts",
+        ),
         (lambda: one.merge(other), r"relative weights are 1.3 : 0.25 here and 1.3 : 0.2 there"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -360,10 +435,20 @@ def test_a_state_has_all_losses_with_their_options(kind: Any, form: Any, tmp_pat
 
     def made(**changed: Any) -> Any:
         mine = {**named, **changed}
-        return kind(model, mine if form is dict else (*mine.values(),), params, data, check_deterministic=False)
+        return kind(
+            model,
+            mine if form is dict else (*mine.values(),),
+            params,
+            data,
+            check_deterministic=False,
+        )
 
     K = made()
-    assert [(type(one.loss), one.weight) for one in K.risk.losses] == [(CE, 1.3), (MSE, 0.5), (BCE, 1.0)]
+    assert [(type(one.loss), one.weight) for one in K.risk.losses] == [
+        (CE, 1.3),
+        (MSE, 0.5),
+        (BCE, 1.0),
+    ]
     save(K.state_dict(), tmp_path / "K.safetensors")
     for state in (K.state_dict(), load(tmp_path / "K.safetensors")):
         again = kind.from_state_dict(state, model, params, data)
@@ -389,7 +474,9 @@ NO_PAIR = r"The loss for the output 'b' is .*a pair \(loss, weight\)"
 NO_TERM = r"No term of loss 'a' \(CrossEntropyLoss\) counts"
 
 
-def refused(losses: Any, words: str, y: Any = TARGETS, keys: str = "ab", **options: Any) -> tuple[Any, ...]:
+def refused(
+    losses: Any, words: str, y: Any = TARGETS, keys: str = "ab", **options: Any
+) -> tuple[Any, ...]:
     return losses, words, y, keys, options
 
 
@@ -397,12 +484,19 @@ REFUSED = [
     refused({}, "There are no losses"),
     refused((CE(), 1.0), r"The loss for the output 1 is 1.0"),
     refused({"a": CE(), "b": (CE(), 1.0, 2.0)}, NO_PAIR),
-    *(refused({"a": CE(), "b": (MSE(), weight)}, POSITIVE) for weight in (-1.0, float("nan"), float("inf"), 0.0)),
+    *(
+        refused({"a": CE(), "b": (MSE(), weight)}, POSITIVE)
+        for weight in (-1.0, float("nan"), float("inf"), 0.0)
+    ),
     refused({"a": CE(), "b": MSE(reduction="none")}, r"loss .b. \(MSELoss\)"),
     refused({"a": CE(), "box": MSE()}, r"\['a', 'b'\], but .* \['a', 'box'\]\. Outputs can"),
     refused(PAIR, r"outputs \['a', 'b', 'c'\], ", keys="abc"),
     refused(PAIR, r"tuple with outputs \[0, 1, 2\], but the losses are a dict", keys=""),
-    refused(PAIR, r"MSELoss needs a target of the output's shape \[3, 2\], got \[3, 1\]", {**TARGETS, "b": Y["c"]}),
+    refused(
+        PAIR,
+        r"MSELoss needs a target of the output's shape \[3, 2\], got \[3, 1\]",
+        {**TARGETS, "b": Y["c"]},
+    ),
     refused(PAIR, r"has a Tensor, but the losses are a dict", Y["a"]),
     refused(PAIR, r"targets \['a'\], but the losses are a dict", {"a": Y["a"]}),
     refused(PAIR, NO_TERM, IGNORED),
@@ -411,6 +505,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("losses", "words", "targets", "keys", "options"), REFUSED)
-def test_what_does_not_match_is_refused(losses: Any, words: str, targets: Any, keys: str, options: Any) -> None:
+def test_what_does_not_match_is_refused(
+    losses: Any, words: str, targets: Any, keys: str, options: Any
+) -> None:
     with pytest.raises((ValueError, UnsupportedError), match=words):
         EmpiricalRisk(net(*keys), losses, [(X, targets)], **options).loss()

@@ -1,4 +1,6 @@
-"""The slow twin of every rule: one `torch.autograd.grad` per example and vector, on the user's own module."""
+"""The slow twin of every rule: one `torch.autograd.grad` per example and vector, on the user's own
+module.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ def _loop(
     in_axes: Sequence[int] | None = None,
     out_axes: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Per-example gradients [V, B, *shape] of a module's own parameters, which must require gradients.
+    """Per-example gradients [V, B, *shape] of a module's own parameters, which must require
+    gradients.
 
-    `args` and `g` have the examples first, as rules get them; `g` is a list if the module returns several tensors.
+    `args` and `g` have the examples first, as rules get them; `g` is a list if the module returns
+    several tensors.
     """
     g = [g] if isinstance(g, Tensor) else g
     V, B = g[0].shape[:2]
@@ -39,7 +43,11 @@ def _loop(
             for t, axis in zip(leaves, axes)
         ]
         a, k = tree_unflatten(some, spec)
-        out = [t for t in tree_leaves(module(*a, **k)) if isinstance(t, Tensor) and t.is_floating_point()]
+        out = [
+            t
+            for t in tree_leaves(module(*a, **k))
+            if isinstance(t, Tensor) and t.is_floating_point()
+        ]
         return [t.movedim(axis, 0) for t, axis in zip(out, out_axes or [0] * len(out))]
 
     result = {name: p.new_zeros(V, B, *p.shape) for name, p in params.items()}
@@ -49,7 +57,11 @@ def _loop(
         for v in range(V if parts else 0):
             back = [g[k][v, n].reshape(out[k].shape) for k in parts]
             grads = torch.autograd.grad(
-                [out[k] for k in parts], list(params.values()), back, retain_graph=True, materialize_grads=True
+                [out[k] for k in parts],
+                list(params.values()),
+                back,
+                retain_graph=True,
+                materialize_grads=True,
             )
             for name, grad in zip(params, grads, strict=True):
                 result[name][v, n] = grad.to_dense()
@@ -78,7 +90,9 @@ def same() -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def _float64_and_one_seed() -> Any:
-    """Double precision by default; modules are built from the same global seed, which is put back."""
+    """Double precision by default; modules are built from the same global seed, which is put
+    back.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with torch.random.fork_rng():

@@ -20,7 +20,9 @@ EMBEDDING, BAG = EmbeddingRule(), EmbeddingBagRule()
 
 
 def check(rule: AffineRule, module: Any, args: Any, kwargs: Any, g: Tensor) -> None:
-    """`W a` is the output where rows are kept, and the statistics are those of the rows written out."""
+    """`W a` is the output where rows are kept, and the statistics are those of the rows written
+    out.
+    """
     x = rule.input_of(module, args, kwargs)
     rows: Any = rule.inputs(module, x)
     out, a, grads = module(*args, **kwargs).detach(), rows.to_dense(), rule.grads(module, g)
@@ -35,7 +37,9 @@ def check(rule: AffineRule, module: Any, args: Any, kwargs: Any, g: Tensor) -> N
     torch.testing.assert_close(A, a.square().sum((0, 1)), **close)
     torch.testing.assert_close(total, a.sum((0, 1)), **close)
     assert count == kept.sum()
-    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbso,vbsp->op", grads, grads), **close)
+    torch.testing.assert_close(
+        rule.grad_gram(module, g), torch.einsum("vbso,vbsp->op", grads, grads), **close
+    )
 
 
 def autodiff(module: nn.Module, args: Any, kwargs: Any, g: Tensor) -> Tensor:
@@ -47,13 +51,15 @@ def autodiff(module: nn.Module, args: Any, kwargs: Any, g: Tensor) -> Tensor:
         for n in range(g.shape[1]):
             only = torch.zeros_like(g[v])
             only[n] = g[v, n]
-            J[v, n] = torch.autograd.grad(out, [module.weight], only, retain_graph=True)[0].to_dense()
+            J[v, n] = torch.autograd.grad(out, [module.weight], only, retain_graph=True)[
+                0
+            ].to_dense()
     for p, before in zip(module.parameters(), frozen, strict=True):
         p.requires_grad_(before)
     return J
 
 
-# --------------------------------------------------------------------------------------------------- embeddings
+# --------------------------------------------------------------------------------------- embeddings
 @pytest.mark.parametrize("positions", [(), (5,), (2, 3), (1,)])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -2}, {"sparse": True}])
 def test_embedding(positions: tuple[int, ...], options: Any, loop: Any, same: Any) -> None:
@@ -70,8 +76,11 @@ def test_embedding(positions: tuple[int, ...], options: Any, loop: Any, same: An
     assert all(p.grad is None and not p.requires_grad for p in module.parameters())
 
 
-# --------------------------------------------------------------------------------------------------------- bags
-FLAT, OFFSETS = torch.tensor([3, 1, 3, 0, 6, 6, 6, 2, 1]), torch.tensor([0, 3, 3, 7])  # the second bag is empty
+# --------------------------------------------------------------------------------------------- bags
+FLAT, OFFSETS = (
+    torch.tensor([3, 1, 3, 0, 6, 6, 6, 2, 1]),
+    torch.tensor([0, 3, 3, 7]),
+)  # the second bag is empty
 WEIGHTS = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 CALLS = {
@@ -80,20 +89,33 @@ CALLS = {
     "offsets": ({}, (FLAT, OFFSETS), {}),
     "offsets-int": ({}, (FLAT.int(), OFFSETS.int()), {}),
     "keywords": ({}, (), {"offsets": OFFSETS, "input": FLAT}),
-    "last-offset": ({"include_last_offset": True}, (FLAT, torch.cat([OFFSETS, torch.tensor([9])])), {}),
-    "nested": ({}, (torch.nested.nested_tensor([FLAT[:3], FLAT[3:7], FLAT[7:]], layout=torch.jagged),), {}),
+    "last-offset": (
+        {"include_last_offset": True},
+        (FLAT, torch.cat([OFFSETS, torch.tensor([9])])),
+        {},
+    ),
+    "nested": (
+        {},
+        (torch.nested.nested_tensor([FLAT[:3], FLAT[3:7], FLAT[7:]], layout=torch.jagged),),
+        {},
+    ),
 }
 WEIGHTED = {
     "table": ({}, (FLAT.view(3, 3), None, WEIGHTS.view(3, 3)), {}),
     "offsets": ({}, (FLAT, OFFSETS, WEIGHTS), {}),
     "keywords": ({}, (FLAT,), {"per_sample_weights": WEIGHTS, "offsets": OFFSETS}),
-    "last-offset": ({"include_last_offset": True}, (FLAT, torch.cat([OFFSETS, torch.tensor([9])]), WEIGHTS), {}),
+    "last-offset": (
+        {"include_last_offset": True},
+        (FLAT, torch.cat([OFFSETS, torch.tensor([9])]), WEIGHTS),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("padding_idx", [None, 1, -1])
 @pytest.mark.parametrize(
-    ("mode", "name"), [(m, n) for m in ("sum", "mean") for n in CALLS] + [("weighted", n) for n in WEIGHTED]
+    ("mode", "name"),
+    [(m, n) for m in ("sum", "mean") for n in CALLS] + [("weighted", n) for n in WEIGHTED],
 )
 def test_bag(mode: str, name: str, padding_idx: int | None, same: Any) -> None:
     options, args, kwargs = (WEIGHTED if mode == "weighted" else CALLS)[name]
@@ -122,7 +144,9 @@ def bags(draw: st.DrawFn) -> tuple[nn.Module, Any]:
     mode, weighted = draw(st.sampled_from([("sum", False), ("mean", False), ("sum", True)]))
     last = draw(st.booleans())
     padding_idx = draw(st.one_of(st.none(), st.integers(0, VOCABULARY - 1)))
-    module = nn.EmbeddingBag(VOCABULARY, D, mode=mode, padding_idx=padding_idx, include_last_offset=last)
+    module = nn.EmbeddingBag(
+        VOCABULARY, D, mode=mode, padding_idx=padding_idx, include_last_offset=last
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     flat = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -160,7 +184,7 @@ def test_refusals(call: Any, error: type[Exception], words: str) -> None:
         call()
 
 
-# ------------------------------------------------------------------------------------------------------ options
+# ------------------------------------------------------------------------------------------ options
 OPTIONS = {
     "num_embeddings": VOCABULARY,
     "embedding_dim": D,
@@ -177,7 +201,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [(nn.Embedding, {"_freeze": True}), (nn.EmbeddingBag, {"mode": "sum", "include_last_offset": True})],
+    [
+        (nn.Embedding, {"_freeze": True}),
+        (nn.EmbeddingBag, {"mode": "sum", "include_last_offset": True}),
+    ],
 )
 def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: Any) -> None:
     """A new option in a future PyTorch fails here until somebody says what becomes of it."""
@@ -189,7 +216,9 @@ def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: A
         rule: Any = rule_of(module)
         assert type(rule) in (EmbeddingRule, EmbeddingBagRule)
         args = (torch.randint(VOCABULARY, (B, 5)),)
-        if len(module(*args)) != B:  # torch 2.6 loses the last bag of a matrix under `include_last_offset`
+        if (
+            len(module(*args)) != B
+        ):  # torch 2.6 loses the last bag of a matrix under `include_last_offset`
             continue
         g = torch.randn(V, *module(*args).shape, dtype=module.weight.dtype)
         check(rule, module, args, {}, g)

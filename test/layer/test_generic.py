@@ -1,4 +1,6 @@
-"""The rule of modules that have no other: any inputs, any parameters, nothing of the user's changed."""
+"""The rule of modules that have no other: any inputs, any parameters, nothing of the user's
+changed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ B = 4  # as many as there are features: axes that are mixed up must show in the 
 
 
 class Custom(nn.Module):
-    """Several inputs by position and keyword, a 0-d parameter, a frozen and an unused one, a buffer, a child."""
+    """Several inputs by position and keyword, a 0-d parameter, a frozen and an unused one, a
+    buffer, a child.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +38,18 @@ class Custom(nn.Module):
         self.child = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(
-        self, x: Tensor, pair: tuple[Tensor, Tensor], shift: float, *, gate: Tensor | None = None, table: Tensor
+        self,
+        x: Tensor,
+        pair: tuple[Tensor, Tensor],
+        shift: float,
+        *,
+        gate: Tensor | None = None,
+        table: Tensor,
     ) -> Tensor:  # [B, T, 4]
         hidden = self.child(x + self.token) * self.scale * self.mask + shift * self.integers
-        hidden = torch.cat([self.token.expand(len(x), 1, 4), hidden, pair[0][:, None] * self.frozen], 1)
+        hidden = torch.cat(
+            [self.token.expand(len(x), 1, 4), hidden, pair[0][:, None] * self.frozen], 1
+        )
         return hidden * pair[1][:, None, None] * gate.sigmoid() + table[: hidden.shape[1]]
 
 
@@ -65,7 +77,9 @@ class ControlFlow(nn.Module):
         self.weight = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([row * self.weight if row.sum().item() > 0 else row - self.weight for row in x])
+        return torch.stack(
+            [row * self.weight if row.sum().item() > 0 else row - self.weight for row in x]
+        )
 
 
 class Remembers(nn.Module):
@@ -81,7 +95,9 @@ class Remembers(nn.Module):
 
 
 class Twice(nn.Module):
-    """One parameter under two names, and once more in a child that has to answer for its own use."""
+    """One parameter under two names, and once more in a child that has to answer for its own
+    use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +109,9 @@ class Twice(nn.Module):
 
 
 class Affine(torch.autograd.Function):
-    """An operation that functorch cannot differentiate: `forward` takes the context, as before torch 2."""
+    """An operation that functorch cannot differentiate: `forward` takes the context, as before
+    torch 2.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -127,7 +145,9 @@ class Scaled(nn.Module):
         return self.mix(weight.tanh()) * self.gain
 
 
-def parametrized(kind: type[nn.Module], *args: Any, name: str = "weight", **options: Any) -> nn.Module:
+def parametrized(
+    kind: type[nn.Module], *args: Any, name: str = "weight", **options: Any
+) -> nn.Module:
     module = kind(*args, **options)
     parametrize.register_parametrization(module, name, Scaled())
     return module
@@ -169,7 +189,9 @@ register_pytree_node(Output, lambda o: ([o.hidden, o.count, o.ids], None), lambd
 
 
 class Several(nn.Module):
-    """Returns all sorts of things; some do not depend on the parameters, others have no gradient."""
+    """Returns all sorts of things; some do not depend on the parameters, others have no
+    gradient.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -218,28 +240,69 @@ CASES = [
     Case("BatchNorm1d", lambda: nn.BatchNorm1d(4).eval(), randn(4)),
     Case("BatchNorm2d", lambda: nn.BatchNorm2d(4).eval(), randn(4, 3, 2)),
     Case("Embedding", lambda: nn.Embedding(6, 4), lambda: (torch.randint(6, (B, 5)),)),
-    Case("Embedding-padding", lambda: nn.Embedding(6, 4, padding_idx=0), lambda: (torch.randint(6, (B,)),)),
-    Case("Embedding-sparse", lambda: nn.Embedding(6, 4, sparse=True), lambda: (torch.randint(6, (B, 5)),)),
-    Case("Embedding-max-norm", lambda: nn.Embedding(6, 4, max_norm=1.0), lambda: (torch.randint(6, (B, 5)),)),
-    Case("EmbeddingBag", lambda: nn.EmbeddingBag(6, 4, mode="max"), lambda: (torch.randint(6, (B, 5)),)),
+    Case(
+        "Embedding-padding",
+        lambda: nn.Embedding(6, 4, padding_idx=0),
+        lambda: (torch.randint(6, (B,)),),
+    ),
+    Case(
+        "Embedding-sparse",
+        lambda: nn.Embedding(6, 4, sparse=True),
+        lambda: (torch.randint(6, (B, 5)),),
+    ),
+    Case(
+        "Embedding-max-norm",
+        lambda: nn.Embedding(6, 4, max_norm=1.0),
+        lambda: (torch.randint(6, (B, 5)),),
+    ),
+    Case(
+        "EmbeddingBag",
+        lambda: nn.EmbeddingBag(6, 4, mode="max"),
+        lambda: (torch.randint(6, (B, 5)),),
+    ),
     Case("PReLU", lambda: nn.PReLU(4), randn(4, 2)),
     Case("Bilinear", lambda: nn.Bilinear(4, 3, 2), lambda: (torch.randn(B, 4), torch.randn(B, 3))),
-    Case("Bilinear-keyword", lambda: nn.Bilinear(4, 3, 2), randn(4), lambda: {"input2": torch.randn(B, 3)}),
+    Case(
+        "Bilinear-keyword",
+        lambda: nn.Bilinear(4, 3, 2),
+        randn(4),
+        lambda: {"input2": torch.randn(B, 3)},
+    ),
     Case("GRUCell", lambda: nn.GRUCell(4, 3), lambda: (torch.randn(B, 4), torch.randn(B, 3))),
     Case("RNNCell", lambda: nn.RNNCell(4, 4, bias=False), randn(4)),
     Case("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 4, 3, dilation=2), randn(4, 4)),
-    Case("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), randn(4, 3, 2)),
-    Case("ConvTranspose3d", lambda: nn.ConvTranspose3d(4, 4, 2, output_padding=0, bias=False), randn(4, 2, 2, 1)),
+    Case(
+        "ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), randn(4, 3, 2)
+    ),
+    Case(
+        "ConvTranspose3d",
+        lambda: nn.ConvTranspose3d(4, 4, 2, output_padding=0, bias=False),
+        randn(4, 2, 2, 1),
+    ),
     Case("depthwise", lambda: nn.Conv1d(4, 4, 3, groups=4, padding="same"), randn(4, 6)),
     Case("weight-norm", lambda: weight_norm(nn.Linear(4, 3)), randn(4)),
     Case("spectral-norm", lambda: spectral_norm(nn.Linear(4, 3)).eval(), randn(4)),
     Case("parametrized", lambda: parametrizations.weight_norm(nn.Linear(4, 3)), randn(4)),
-    Case("parametrized-conv", lambda: parametrizations.weight_norm(nn.Conv1d(4, 3, 2, groups=1)), randn(4, 4)),
-    Case("parametrized-bias", lambda: parametrizations.weight_norm(nn.Linear(4, 3), "bias"), randn(4)),
-    Case("parametrized-spectral", lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), randn(4)),
+    Case(
+        "parametrized-conv",
+        lambda: parametrizations.weight_norm(nn.Conv1d(4, 3, 2, groups=1)),
+        randn(4, 4),
+    ),
+    Case(
+        "parametrized-bias", lambda: parametrizations.weight_norm(nn.Linear(4, 3), "bias"), randn(4)
+    ),
+    Case(
+        "parametrized-spectral",
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(),
+        randn(4),
+    ),
     Case("parametrized-exp", lambda: parametrizations.orthogonal(nn.Linear(4, 4)), randn(4)),
     Case("parametrized-own", lambda: parametrized(nn.Linear, 4, 3), randn(2, 4)),
-    Case("parametrized-embedding", lambda: parametrized(nn.Embedding, 3, 4), lambda: (torch.randint(3, (B, 5)),)),
+    Case(
+        "parametrized-embedding",
+        lambda: parametrized(nn.Embedding, 3, 4),
+        lambda: (torch.randint(3, (B, 5)),),
+    ),
     Case("parametrized-twice", twice_parametrized, randn(4)),
     Case("parametrized-shared", shared_parametrization, randn(4)),
     Case("pruned", pruned, randn(4)),
@@ -252,7 +315,14 @@ CASES = [
     Case("two-names", Twice, randn(4)),
 ]
 # vmap cannot do these; everything else must not fall back to the loop.
-SLOW = {"in-place", "control-flow", "old-function", "Embedding-sparse", "Embedding-max-norm", "RNNCell"}
+SLOW = {
+    "in-place",
+    "control-flow",
+    "old-function",
+    "Embedding-sparse",
+    "Embedding-max-norm",
+    "RNNCell",
+}
 
 
 def build(case: Case, V: int = V) -> tuple[nn.Module, Any, Any, Any]:
@@ -291,8 +361,12 @@ def differentiable(loop: Any) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 class TestEveryModule:
     @pytest.mark.parametrize("vectors", [V, B])
-    def test_equals_the_loop(self, case: Case, vectors: int, differentiable: Any, same: Any) -> None:
-        """Nested `vmap` mixes up vectors and examples for some layers, and shapes tell only if they differ."""
+    def test_equals_the_loop(
+        self, case: Case, vectors: int, differentiable: Any, same: Any
+    ) -> None:
+        """Nested `vmap` mixes up vectors and examples for some layers, and shapes tell only if they
+        differ.
+        """
         module, args, kwargs, g = build(case, V=vectors)
         with torch.set_grad_enabled(vectors == B):
             ours = LayerRule().per_example_grads(module, args, kwargs, g)
@@ -303,13 +377,17 @@ class TestEveryModule:
         ours = rule_of(module).per_example_grads(module, args, kwargs, g)
         same(ours, LayerRule().per_example_grads(module, args, kwargs, g))
 
-    def test_pieces_are_the_whole(self, case: Case, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pieces_are_the_whole(
+        self, case: Case, same: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         module, args, kwargs, g = build(case)
         whole = LayerRule().per_example_grads(module, args, kwargs, g)
         monkeypatch.setattr(LayerRule, "max_bytes", 1)
         same(LayerRule().per_example_grads(module, args, kwargs, g), whole)
 
-    def test_vmap_is_used_where_it_can_be(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_vmap_is_used_where_it_can_be(
+        self, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         module, args, kwargs, g = build(case)
         looped = []
         original = replay.Call.one_by_one
@@ -325,9 +403,15 @@ class TestEveryModule:
             del module.last  # must not be there afterwards either
 
         def everything() -> list[Any]:
-            tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
+            tensors = [
+                *module.parameters(),
+                *module.buffers(),
+                *(p.grad for p in module.parameters()),
+            ]
             tensors += [t for t in tree_leaves((args, kwargs, g)) if isinstance(t, Tensor)]
-            flags = [p.requires_grad for p in module.parameters()] + [m.training for m in module.modules()]
+            flags = [p.requires_grad for p in module.parameters()] + [
+                m.training for m in module.modules()
+            ]
             attributes = {
                 (name, k): [id(v), *([id(t) for t in v] if isinstance(v, (list, dict)) else [])]
                 for name, m in module.named_modules()
@@ -351,7 +435,10 @@ class TestEveryModule:
 
 
 def test_no_parameters_and_no_dependence() -> None:
-    assert LayerRule().per_example_grads(nn.ReLU(), (torch.randn(B, 2),), {}, torch.randn(V, B, 2)) == {}
+    assert (
+        LayerRule().per_example_grads(nn.ReLU(), (torch.randn(B, 2),), {}, torch.randn(V, B, 2))
+        == {}
+    )
 
     class Ignores(ControlFlow):
         def forward(self, x: Tensor) -> Tensor:
@@ -363,7 +450,9 @@ def test_no_parameters_and_no_dependence() -> None:
 
 
 def test_inputs_that_all_examples_share(same: Any) -> None:
-    """A table of positions, called with one example's worth of positions: its output was expanded."""
+    """A table of positions, called with one example's worth of positions: its output was
+    expanded.
+    """
     module, g = nn.Embedding(6, 4), torch.randn(V, B, 5, 4)
     shared = LayerRule().per_example_grads(module, (torch.arange(5)[None],), {}, g)
     same(shared, LayerRule().per_example_grads(module, (torch.arange(5).expand(B, 5),), {}, g))
@@ -385,15 +474,29 @@ class Cached(ControlFlow):
         return torch.cat([cache.rows, x * self.weight], 1)[:, -4:]
 
 
-OTHER = (
-    r"It returned a %s with floating-point tensors of shapes \[.*, and its output gradients have \[\[4\]\] for one exam"
-)
+OTHER = r"It returned a %s with floating-point tensors of shapes \[.*, and its output gradients have \[\[4\]\] for one exam"
 REFUSED: list[tuple[Any, tuple[Any, ...], str]] = [
-    (lambda: nn.BatchNorm1d(4), (), r"BatchNorm1d in training mode.*statistics of the batch.*eval\(\)"),
-    (lambda: nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(4))), (), r"\('norm' of Sequential\) in tr"),
-    (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), (), "with track_running_stats=False"),
+    (
+        lambda: nn.BatchNorm1d(4),
+        (),
+        r"BatchNorm1d in training mode.*statistics of the batch.*eval\(\)",
+    ),
+    (
+        lambda: nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(4))),
+        (),
+        r"\('norm' of Sequential\) in tr",
+    ),
+    (
+        lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        (),
+        "with track_running_stats=False",
+    ),
     (lambda: Returns(nn.functional.dropout), (), r"draws random numbers.*model.eval\(\)"),
-    (Cached, (SimpleNamespace(rows=torch.ones(B, 2)),), r"RuntimeError: Sizes.*use_cache=False.*@reg"),
+    (
+        Cached,
+        (SimpleNamespace(rows=torch.ones(B, 2)),),
+        r"RuntimeError: Sizes.*use_cache=False.*@reg",
+    ),
     (lambda: Returns(lambda y: y.argmax(-1)), (), OTHER % "Tensor"),
     (lambda: Returns(lambda y: {y}), (), OTHER % "set"),
     (lambda: Returns(torch.fft.fft), (), OTHER % "Tensor"),
@@ -411,7 +514,7 @@ def test_refusals(make: Any, more: tuple[Any, ...], words: str) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-# -------------------------------------------------------------------------------------------------- parametrizations
+# --------------------------------------------------------------------------------- parametrizations
 
 
 def test_parameters_behind_parametrizations_are_named() -> None:
@@ -429,19 +532,27 @@ def test_parameters_behind_parametrizations_are_named() -> None:
     assert differentiable_parameters(parent) == {}
 
 
-# --------------------------------------------------------------------------------------------- axes of the examples
+# ----------------------------------------------------------------------------- axes of the examples
 
 
 class TimeFirst(nn.Module):
-    """Examples are on axis 1 of sequences and on the last of a table; a bias is broadcast over them, a mask is not."""
+    """Examples are on axis 1 of sequences and on the last of a table; a bias is broadcast over
+    them, a mask is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3))
 
     def forward(self, x: Tensor, shared: Tensor, *, table: Tensor, mask: Tensor) -> Any:
-        y = (x @ self.weight).cumsum(0) * mask[:, None, None] + shared  # [T, B, 3], shared [T, 1, 3]
-        return {"y": y, "last": y[-1], "table": (y.sum(0) @ self.weight).sin().T * table}  # table [3, B]
+        y = (x @ self.weight).cumsum(0) * mask[
+            :, None, None
+        ] + shared  # [T, B, 3], shared [T, 1, 3]
+        return {
+            "y": y,
+            "last": y[-1],
+            "table": (y.sum(0) @ self.weight).sin().T * table,
+        }  # table [3, B]
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -454,7 +565,11 @@ def test_axes(slow: bool, loop: Any, same: Any, monkeypatch: pytest.MonkeyPatch)
     in_axes, out_axes = [1, 1, 1, 0], [1, 0, 1]
     g = [torch.randn(V, B, T, 3), torch.randn(V, B, 3), torch.randn(V, B, 3)]
     expected = loop(module, (x, shared), kwargs, g, in_axes, out_axes)
-    # What is broadcast over the examples comes with its axis of size one first, or as the module wants it.
-    same(LayerRule().replay(module, (x, shared.movedim(1, 0)), kwargs, g, in_axes, out_axes), expected)
+    # What is broadcast over the examples comes with its axis of size one first, or as the module
+    # wants it.
+    same(
+        LayerRule().replay(module, (x, shared.movedim(1, 0)), kwargs, g, in_axes, out_axes),
+        expected,
+    )
     same(LayerRule().replay(module, (x, shared), kwargs, g, in_axes, out_axes), expected)
     assert expected["weight"].abs().sum() > 0

@@ -26,9 +26,13 @@ def geometry(kernel: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> G
     return Geometry(kernel, ones, ones, padding)
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 12, 12), (160, 8, 32, 32), (1, 8, 400, 400), (2, 8, 80000)])
+@pytest.mark.parametrize(
+    "shape", [(8, 16, 12, 12), (160, 8, 32, 32), (1, 8, 400, 400), (2, 8, 80000)]
+)
 def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> None:
-    """Also of many and of large images, over which PyTorch's weight gradients add up one number after the other."""
+    """Also of many and of large images, over which PyTorch's weight gradients add up one number
+    after the other.
+    """
     n = len(shape) - 2
     where, x = geometry((3,) * n, ((1, 1),) * n), torch.rand(shape) - 0.25
     exact = grams.patch_gram(where, x)
@@ -37,7 +41,9 @@ def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(("many", "kernel"), list(product([1, 40], [(3,), (2, 3), (2, 1, 3)])))
-def test_patches_in_pieces(many: int, kernel: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_in_pieces(
+    many: int, kernel: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Columns in channels-last order, a few examples at a time, as many times as it takes."""
     monkeypatch.setattr(grams, "_PATCH_BYTES", 1)
     n = len(kernel)
@@ -67,7 +73,9 @@ LARGE = (16, 64, 16, 16)
 def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: bool) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("correlations pay only where oneDNN computes them")
-    x = torch.randn(shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32)
+    x = torch.randn(
+        shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32
+    )
     where = Geometry.of(module)
     packed = grams.packed_gram(where, x, ones=True)
     assert (packed is not None) == pays
@@ -76,5 +84,8 @@ def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: boo
     if packed is not None:
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         torch.testing.assert_close(
-            grams.unpack_gram(where, x.shape[1], packed, ones=True), rows.T @ rows, rtol=1e-4, atol=1e-2
+            grams.unpack_gram(where, x.shape[1], packed, ones=True),
+            rows.T @ rows,
+            rtol=1e-4,
+            atol=1e-2,
         )

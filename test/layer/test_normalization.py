@@ -1,4 +1,6 @@
-"""Normalizations and PReLU: their own rules against plain autograd and the generic rule, for every option."""
+"""Normalizations and PReLU: their own rules against plain autograd and the generic rule, for every
+option.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def compare(module: nn.Module, x: Tensor, loop: Any, same: Any) -> dict[str, Ten
     return ours
 
 
-# ------------------------------------------------------------------------------------------------- shapes and options
+# ------------------------------------------------------------------------------- shapes and options
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     """Any normalization, or PReLU, with an input that fits."""
@@ -59,28 +61,40 @@ def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     if kind in ("layer", "rms"):
         shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
         if kind == "rms":
-            module: nn.Module = nn.RMSNorm(shape, eps=draw(st.sampled_from([None, eps])), elementwise_affine=affine)
+            module: nn.Module = nn.RMSNorm(
+                shape, eps=draw(st.sampled_from([None, eps])), elementwise_affine=affine
+            )
         else:
-            module = nn.LayerNorm(shape, eps=eps, elementwise_affine=affine, bias=draw(st.booleans()))
+            module = nn.LayerNorm(
+                shape, eps=eps, elementwise_affine=affine, bias=draw(st.booleans())
+            )
         return module, (*draw(dims), *shape)
     if kind == "prelu":
         features = draw(st.integers(1, 4))
         return nn.PReLU(draw(st.sampled_from([1, features]))), (features, *draw(dims))
     if kind == "group":
         groups, each = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-        return nn.GroupNorm(groups, groups * each, eps=eps, affine=affine), (groups * each, 2, *draw(dims))
+        return nn.GroupNorm(groups, groups * each, eps=eps, affine=affine), (
+            groups * each,
+            2,
+            *draw(dims),
+        )
     n, C = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     size = tuple(draw(st.integers(2, 3)) for _ in range(n))
     if kind == "instance":
         track = draw(st.booleans())
-        module = INSTANCE[n - 1](C, eps=eps, affine=affine, track_running_stats=track).train(draw(st.booleans()))
+        module = INSTANCE[n - 1](C, eps=eps, affine=affine, track_running_stats=track).train(
+            draw(st.booleans())
+        )
         return module, (C, *size)
     module = draw(st.sampled_from([BATCH[n - 1], nn.SyncBatchNorm]))(C, eps=eps, affine=affine)
     vector = n == 1 and draw(st.booleans())
     return module.eval(), (C,) if vector else (C, *size)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(layers(), st.integers(1, 4))
 def test_any_layer(loop: Any, same: Any, drawn: tuple[nn.Module, tuple[int, ...]], B: int) -> None:
     module, shape = drawn
@@ -94,7 +108,13 @@ OPTIONS: dict[type[nn.Module], dict[str, Any]] = {
     nn.GroupNorm: {"num_groups": 2, "num_channels": 4, "eps": 0.3, "affine": False},
     nn.PReLU: {"num_parameters": 4, "init": -0.5},
     **{
-        kind: {"num_features": 4, "eps": 0.3, "momentum": None, "affine": kind in INSTANCE, "track_running_stats": True}
+        kind: {
+            "num_features": 4,
+            "eps": 0.3,
+            "momentum": None,
+            "affine": kind in INSTANCE,
+            "track_running_stats": True,
+        }
         for kind in BATCH + INSTANCE
     },
 }
@@ -122,7 +142,11 @@ def test_every_constructor_option_is_handled(kind: type[nn.Module], loop: Any, s
             x = x.mT
         g = torch.randn(V, *x.shape, dtype=dtype)
         tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-        same(rule_of(module).per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g), tolerance)
+        same(
+            rule_of(module).per_example_grads(module, (x,), {}, g),
+            loop(module, (x,), {}, g),
+            tolerance,
+        )
 
 
 MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type[LayerRule]]] = {
@@ -131,7 +155,11 @@ MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type[LayerRule]]
     "rms": (lambda: nn.RMSNorm(4), (5, 4), RMSNormRule),
     "group": (lambda: nn.GroupNorm(2, 4), (4, 5), GroupNormRule),
     "batch": (lambda: nn.BatchNorm2d(4).eval(), (4, 5, 2), BatchNormRule),
-    "instance": (lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True), (4, 5), InstanceNormRule),
+    "instance": (
+        lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        (4, 5),
+        InstanceNormRule,
+    ),
     "prelu": (lambda: nn.PReLU(4), (4, 5), PReLURule),
 }
 
@@ -168,13 +196,17 @@ def test_running_statistics_in_training_mode_are_left_alone(loop: Any, same: Any
     assert all(t.equal(before[k]) for k, t in module.named_buffers())
     same(in_training, loop(module, (x,), {}, g))
     module.eval()
-    assert (rule_of(module).per_example_grads(module, (x,), {}, g)["weight"] - in_training["weight"]).abs().max() > 0.1
+    assert (
+        rule_of(module).per_example_grads(module, (x,), {}, g)["weight"] - in_training["weight"]
+    ).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("kind", BATCH, ids=lambda k: k.__name__)
 def test_batch_norm_with_the_statistics_of_the_batch(kind: type[nn.Module]) -> None:
     x = torch.randn(B, 4, *[3] * {"2": 2, "3": 3}.get(kind.__name__[-2], 1))
-    """In training mode `x̂` is that of the pass; without statistics of training, evaluation is refused."""
+    """In training mode `x̂` is that of the pass; without statistics of training, evaluation is
+    refused.
+    """
     module, g = kind(4), torch.randn(V, *x.shape)
     rule = rule_of(module)
     assert isinstance(rule, BatchNormRule)
@@ -190,7 +222,7 @@ def test_batch_norm_with_the_statistics_of_the_batch(kind: type[nn.Module]) -> N
         rule.check(kind(4, track_running_stats=False).eval())
 
 
-# ------------------------------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------------------- masks
 def test_masked_positions() -> None:
     """Positions are behind the channels, or before the features."""
     mask = torch.rand(B, 4) > 0.5
@@ -208,7 +240,7 @@ def test_masked_positions() -> None:
     assert rule.masked(g, None) is g
 
 
-# ----------------------------------------------------------------------------------------------------- Hugging Face
+# ------------------------------------------------------------------------------------- Hugging Face
 NAMED = [name for name in RULES if isinstance(name, str) and "Norm" in name]
 
 
@@ -219,7 +251,17 @@ def test_norms_of_hugging_face(name: str, loop: Any, same: Any) -> None:
     module = awake(getattr(import_module(path), kind)(4, eps=0.1))
     rule, x, g = rule_of(module), torch.randn(B, 5, 4), torch.randn(V, B, 5, 4)
     assert isinstance(rule, ScaleShiftRule)
-    same(rule.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g), 1e-6)  # they compute in float32
-    same(rule.per_example_grads(module, (x,), {}, g), LayerRule().per_example_grads(module, (x,), {}, g), 1e-6)
+    same(
+        rule.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g), 1e-6
+    )  # they compute in float32
+    same(
+        rule.per_example_grads(module, (x,), {}, g),
+        LayerRule().per_example_grads(module, (x,), {}, g),
+        1e-6,
+    )
     module, x, g = module.bfloat16(), x.bfloat16(), g.bfloat16()
-    same(rule.per_example_grads(module, (x,), {}, g), LayerRule().per_example_grads(module, (x,), {}, g), 1e-5)
+    same(
+        rule.per_example_grads(module, (x,), {}, g),
+        LayerRule().per_example_grads(module, (x,), {}, g),
+        1e-5,
+    )

@@ -1,4 +1,6 @@
-"""Recurrent layers: gradients of written-out steps against plain autograd on PyTorch's own layers, for every option."""
+"""Recurrent layers: gradients of written-out steps against plain autograd on PyTorch's own layers,
+for every option.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CELLS = [nn.RNNCell, nn.LSTMCell, nn.GRUCell]
 
 
 def axes_of(module: nn.Module, states: int) -> tuple[list[int], list[int]]:
-    """Where the module wants the examples, with that many states given, and where it returns them."""
+    """Where the module wants the examples, with that many states given, and where it returns
+    them.
+    """
     returned = 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
     if not isinstance(module, nn.RNNBase):
         return [0] * (1 + states), [0] * returned
@@ -32,10 +36,15 @@ def axes_of(module: nn.Module, states: int) -> tuple[list[int], list[int]]:
     return [at] + [1] * states, [at] + [1] * returned
 
 
-def problem(module: nn.Module, state: bool = False, V: int = V, B: int = B, T: int = T) -> tuple[Any, Any]:
+def problem(
+    module: nn.Module, state: bool = False, V: int = V, B: int = B, T: int = T
+) -> tuple[Any, Any]:
     """Inputs and output gradients with the examples first."""
     if isinstance(module, nn.RNNBase):
-        layers, hidden = module.num_layers * (1 + module.bidirectional), module.proj_size or module.hidden_size
+        layers, hidden = (
+            module.num_layers * (1 + module.bidirectional),
+            module.proj_size or module.hidden_size,
+        )
         shapes = [(layers, hidden)] + [(layers, module.hidden_size)] * (module.mode == "LSTM")
         x, out = torch.randn(B, T, module.input_size), (T, (1 + module.bidirectional) * hidden)
         g = [torch.randn(V, B, *shape) for shape in [out, *shapes]]
@@ -51,7 +60,9 @@ def compare(module: nn.Module, loop: Any, same: Any, state: bool = False, **size
     args, g = problem(module, state, **sizes)
     rule = rule_of(module)
     assert type(rule) in (RecurrentRule, CellRule)
-    in_axes, out_axes = axes_of(module, 0 if not state else 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1)
+    in_axes, out_axes = axes_of(
+        module, 0 if not state else 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
+    )
     ours = rule.per_example_grads(module, args, {}, g)
     same(ours, loop(module, args, {}, g, in_axes, out_axes))
     same(rule.replay(module, args, {}, g, in_axes, out_axes), ours)
@@ -65,7 +76,9 @@ def layers(draw: st.DrawFn) -> nn.Module:
     flag = st.booleans()
     if draw(st.integers(0, 3)) == 0:
         kind = draw(st.sampled_from(CELLS))
-        options = {"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if kind is nn.RNNCell else {}
+        options = (
+            {"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if kind is nn.RNNCell else {}
+        )
         return kind(draw(st.integers(1, 3)), draw(st.integers(1, 3)), bias=draw(flag), **options)
     kind, hidden = draw(st.sampled_from(SEQUENCES)), draw(st.integers(1, 3))
     options = {}
@@ -84,9 +97,13 @@ def layers(draw: st.DrawFn) -> nn.Module:
     )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(layers(), st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-def test_any_layer(loop: Any, same: Any, module: nn.Module, state: bool, V: int, B: int, T: int) -> None:
+def test_any_layer(
+    loop: Any, same: Any, module: nn.Module, state: bool, V: int, B: int, T: int
+) -> None:
     torch.manual_seed(0)
     compare(module, loop, same, state, V=V, B=B, T=T)
 
@@ -102,14 +119,20 @@ OPTIONS = {
     "device": "cpu",
     "dtype": torch.float32,
 }
-MORE = {nn.RNN: {"nonlinearity": "relu"}, nn.LSTM: {"proj_size": 1}, nn.RNNCell: {"nonlinearity": "relu"}}
+MORE = {
+    nn.RNN: {"nonlinearity": "relu"},
+    nn.LSTM: {"proj_size": 1},
+    nn.RNNCell: {"nonlinearity": "relu"},
+}
 IN_CELLS = ["input_size", "hidden_size", "bias", "device", "dtype"]
 
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS, ids=lambda k: k.__name__)
 def test_every_constructor_option_is_handled(kind: type[nn.Module], loop: Any, same: Any) -> None:
     """A new option in a future PyTorch fails here until somebody says what becomes of it."""
-    options = {k: v for k, v in OPTIONS.items() if k in IN_CELLS or kind in SEQUENCES} | MORE.get(kind, {})
+    options = {k: v for k, v in OPTIONS.items() if k in IN_CELLS or kind in SEQUENCES} | MORE.get(
+        kind, {}
+    )
     if kind in SEQUENCES:  # the three pass their options on to one base
         known = {*inspect.signature(nn.RNNBase.__init__).parameters} - {"self", "mode", "proj_size"}
         assert known == {*options} - {"proj_size", "nonlinearity"}
@@ -122,12 +145,18 @@ def test_every_constructor_option_is_handled(kind: type[nn.Module], loop: Any, s
         args = tuple(t.to(dtype) for t in args)
         g = g.to(dtype) if isinstance(g, Tensor) else [t.to(dtype) for t in g]
         ours = rule_of(module).per_example_grads(module, args, {}, g)
-        same(ours, loop(module, args, {}, g, *axes_of(module, 0)), 1e-12 if dtype == torch.float64 else 1e-4)
+        same(
+            ours,
+            loop(module, args, {}, g, *axes_of(module, 0)),
+            1e-12 if dtype == torch.float64 else 1e-4,
+        )
 
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS, ids=lambda k: k.__name__)
 class TestLaws:
-    def test_pieces_are_the_whole(self, kind: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pieces_are_the_whole(
+        self, kind: Any, same: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         module = kind(i, h)
         args, g = problem(module, state=True)
         rule = rule_of(module)
@@ -150,7 +179,10 @@ class TestLaws:
         rule, module = rule_of(kind(i, h)), kind(i, h)
         (x, *_), g = problem(module)
         g = [g] if isinstance(g, Tensor) else g
-        assert (rule.axes(module, 0, [x], inputs=True), rule.axes(module, 0, g, inputs=False)) == axes_of(module, 0)
+        assert (
+            rule.axes(module, 0, [x], inputs=True),
+            rule.axes(module, 0, g, inputs=False),
+        ) == axes_of(module, 0)
         if kind in SEQUENCES:
             first = kind(i, h, batch_first=True)
             assert rule.axes(first, 1, [x, *g[1:]], inputs=True) == [0] + [1] * len(g[1:])
@@ -194,8 +226,12 @@ def test_dropout_is_refused(kind: Any) -> None:
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("make", [normed, pruned, parametrized])
 @pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
-def test_computed_weights_are_differentiated(make: Any, kind: Any, batch_first: bool, loop: Any, same: Any) -> None:
-    """The axes are known all the same: with as many layers as examples a wrong one would not show in shapes."""
+def test_computed_weights_are_differentiated(
+    make: Any, kind: Any, batch_first: bool, loop: Any, same: Any
+) -> None:
+    """The axes are known all the same: with as many layers as examples a wrong one would not show
+    in shapes.
+    """
     module = make(kind, batch_first=batch_first, num_layers=B)
     args, g = problem(module)
     rule = rule_of(module)

@@ -32,7 +32,9 @@ def written_out(rows: SparseRows) -> Tensor:
 
 @st.composite
 def sparse(draw: st.DrawFn, examples: int | None = None, size: int | None = None) -> SparseRows:
-    """Few places, so that many entries meet; no examples, no positions and no entries are possible too."""
+    """Few places, so that many entries meet; no examples, no positions and no entries are possible
+    too.
+    """
     B = draw(st.integers(0, 4)) if examples is None else examples
     S, L = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     size = draw(st.integers(1, 6)) if size is None else size
@@ -81,13 +83,15 @@ def test_dtypes() -> None:
     assert rows.index.dtype == torch.int64
     assert {rows.sum().dtype, rows.square_sum().dtype, rows.mean_square().dtype} == {torch.float32}
     assert rows.outer(g).dtype == rows.squared(g).dtype == torch.float64  # the wider one
-    assert rows.outer(g.float()).dtype == rows.squared(g.float(), torch.eye(4)).dtype == torch.float32
+    assert (
+        rows.outer(g.float()).dtype == rows.squared(g.float(), torch.eye(4)).dtype == torch.float32
+    )
     wide = SparseRows(index, torch.ones(2, 3, 1), 5, dtype=torch.float32)
     assert wide.to_dense().dtype == torch.float32
     assert SparseRows.cat([rows, SparseRows(index, None, 5)]).dtype == torch.float64
 
 
-# ----------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation made, in numbers."""
 
@@ -109,9 +113,13 @@ def at_most(numbers: int) -> Iterator[None]:
 
 
 def test_nothing_is_written_out() -> None:
-    """50 000 tokens: neither rows B·S·i nor gradients per example B·i·o are ever there, only the result o·i."""
+    """50 000 tokens: neither rows B·S·i nor gradients per example B·i·o are ever there, only the
+    result o·i.
+    """
     V, B, S, L, o, size = 3, 64, 20, 2, 8, 50_000
-    rows = SparseRows(torch.randint(size, (B, S, L)), torch.randn(B, S, L), size, torch.rand(B, S) < 0.8)
+    rows = SparseRows(
+        torch.randint(size, (B, S, L)), torch.randn(B, S, L), size, torch.rand(B, S) < 0.8
+    )
     g, Q = torch.randn(V, B, S, o), torch.randn(o, o)
     with at_most(size):
         assert rows.sum().shape == rows.square_sum().shape == rows.mean_square().shape == (size,)
@@ -119,7 +127,7 @@ def test_nothing_is_written_out() -> None:
         assert rows.squared(g, Q).shape == (o, size)
 
 
-# --------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize(
     ("index", "options"),
     [
@@ -131,10 +139,15 @@ def test_nothing_is_written_out() -> None:
     ],
 )
 def test_shapes_that_do_not_fit(index: Tensor, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"Expected integer indices \[B, S, L\], weights of the same shape and kept"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected integer indices \[B, S, L\], weights of the same shape and kept",
+    ):
         SparseRows(**{"index": index, "weight": None, "size": 5, **options})
 
 
 def test_calls_with_more_and_fewer_entries_are_joined() -> None:
     parts = [SparseRows(torch.tensor([[index]]), None, 5) for index in ([1], [4, 2])]
-    assert torch.equal(SparseRows.cat(parts).to_dense(), torch.cat([part.to_dense() for part in parts], 1))
+    assert torch.equal(
+        SparseRows.cat(parts).to_dense(), torch.cat([part.to_dense() for part in parts], 1)
+    )

@@ -40,21 +40,41 @@ class Extra(nn.Linear):
 
 def replaced() -> nn.Module:
     module = nn.Linear(2, 2)
-    module.forward = lambda input: nn.functional.linear(input, module.weight).exp()  # as some wrappers do
+    module.forward = lambda input: nn.functional.linear(
+        input, module.weight
+    ).exp()  # as some wrappers do
     return module
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (nn.Softplus, r"no rule is registered for Softplus: add one with @register_rule\(Softplus\)"),
-        (lambda: OwnForward(2, 2), "this OwnForward has another `forward` than Linear: add a rule with @register_rule"),
+        (
+            nn.Softplus,
+            r"no rule is registered for Softplus: add one with @register_rule\(Softplus\)",
+        ),
+        (
+            lambda: OwnForward(2, 2),
+            "this OwnForward has another `forward` than Linear: add a rule with @register_rule",
+        ),
         (lambda: OwnCall(2, 2), "this OwnCall has another `forward` than Linear"),
         (replaced, "this Linear has another `forward` than Linear"),
-        (lambda: OwnConvForward(2, 2, 1), "this OwnConvForward has another `_conv_forward` than Conv1d"),
-        (lambda: nn.EmbeddingBag(5, 3, mode="max"), r"EmbeddingBag\(mode='max'\) is not linear in its table"),
-        (Extra, r"this Extra holds the parameters \['weight', 'bias', 'gain'\], expected \['weight', 'bias'\]"),
-        (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "holds the parameters.*weight normalization"),
+        (
+            lambda: OwnConvForward(2, 2, 1),
+            "this OwnConvForward has another `_conv_forward` than Conv1d",
+        ),
+        (
+            lambda: nn.EmbeddingBag(5, 3, mode="max"),
+            r"EmbeddingBag\(mode='max'\) is not linear in its table",
+        ),
+        (
+            Extra,
+            r"this Extra holds the parameters \['weight', 'bias', 'gain'\], expected \['weight', 'bias'\]",
+        ),
+        (
+            lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
+            "holds the parameters.*weight normalization",
+        ),
     ],
 )
 def test_everything_else_is_generic(make: type[nn.Module], reason: str) -> None:
@@ -87,14 +107,19 @@ def test_registration_is_for_subclasses_and_can_be_replaced() -> None:
 
 def test_mistakes_in_registrations() -> None:
     with pytest.raises(
-        TypeError, match=r"expects module types or their full names, got nothing. Write `@register_rule\(MyLayer\)`"
+        TypeError,
+        match=r"expects module types or their full names, got nothing. Write `@register_rule\(MyLayer\)`",
     ):
         register_rule()
     with pytest.raises(TypeError, match=r"expects module types or their full names, got .*PReLU"):
         register_rule(nn.PReLU())
-    with pytest.raises(TypeError, match=r"expects module types or their full names, got .*LayerRule"):
+    with pytest.raises(
+        TypeError, match=r"expects module types or their full names, got .*LayerRule"
+    ):
         register_rule(LayerRule)  # the decorator without its argument
-    with pytest.raises(TypeError, match=r"decorates a subclass of LayerRule or AffineRule, got .*Identity"):
+    with pytest.raises(
+        TypeError, match=r"decorates a subclass of LayerRule or AffineRule, got .*Identity"
+    ):
         register_rule(nn.PReLU)(nn.Identity)
 
 
@@ -104,5 +129,7 @@ def test_misspelled_parameter() -> None:
         def patterns(self, module: nn.Module) -> dict[str, str]:
             return {"wieght": "o i -> o i"}
 
-    with pytest.raises(ValueError, match=r"Misspelled.patterns names \['wieght'\], but OwnForward has.*'weight'"):
+    with pytest.raises(
+        ValueError, match=r"Misspelled.patterns names \['wieght'\], but OwnForward has.*'weight'"
+    ):
         rule_of(OwnForward(2, 2))

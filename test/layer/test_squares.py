@@ -1,4 +1,6 @@
-"""Squares of per-example gradients in a basis, against the formula, whichever side is rotated first."""
+"""Squares of per-example gradients in a basis, against the formula, whichever side is rotated
+first.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_squares_are_those_of_the_formula(
     J = torch.einsum("ns...o,ns...i->n...oi", g, extended)
     expected = (dense(QG, o).mT @ J @ dense(QA, i + bias)).square().sum(0)
     before = g.clone(), a.clone()
-    images = g.movedim(1, -1).contiguous().movedim(-1, 1)  # channels before positions, as of convolutions
+    images = (
+        g.movedim(1, -1).contiguous().movedim(-1, 1)
+    )  # channels before positions, as of convolutions
     for rows in (g, images):
         found = squared_gradients(rows, a, QG, QA, bias)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

@@ -12,8 +12,14 @@ from curvlinops_plus.risk import Draws
 
 def test_known_answers() -> None:
     """Those of SplitMix64 with seed 1234567."""
-    states = np.array([(1234567 + k * 0x9E3779B97F4A7C15) % 2**64 for k in (1, 2, 3)], dtype=np.uint64)
-    assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = np.array(
+        [(1234567 + k * 0x9E3779B97F4A7C15) % 2**64 for k in (1, 2, 3)], dtype=np.uint64
+    )
+    assert splitmix64(states).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 def test_numbers_belong_to_examples_and_positions() -> None:
@@ -30,7 +36,9 @@ def test_draws() -> None:
     draws = Draws(3)
     first, second = draws.of_examples(range(4)).uniform(4, 2), draws.uniform(4, 3)
     assert torch.equal(torch.cat([first, second], 1), Draws(3).uniform(4, 5))
-    assert torch.equal(draws.of_examples(range(4)).uniform(4, 2), first)  # asked for again: the same numbers
+    assert torch.equal(
+        draws.of_examples(range(4)).uniform(4, 2), first
+    )  # asked for again: the same numbers
     assert not torch.equal(Draws(3, step=1).uniform(4, 2), first)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="invalid for input of size 8"):

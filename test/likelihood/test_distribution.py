@@ -59,7 +59,10 @@ def test_equals_the_built_in_likelihood(name: str) -> None:
         "product": (built_in.hessian_product(F, Y, V), likelihood.hessian_product(F, Y_too, V)),
         "count": (built_in.count(F, Y), likelihood.count(F, Y_too)),
         "root": (squared(built_in.hessian_root(F, Y)), squared(likelihood.hessian_root(F, Y_too))),
-        "nll": (built_in.nll(F, Y).diff(dim=0), likelihood.nll(F, Y_too).diff(dim=0)),  # up to a constant
+        "nll": (
+            built_in.nll(F, Y).diff(dim=0),
+            likelihood.nll(F, Y_too).diff(dim=0),
+        ),  # up to a constant
     }
     draws = built_in.draw(F, Y, 20, uniforms()), likelihood.draw(F, Y_too, 20, uniforms())
     if name == "normal":  # f - y has the other sign than the built-in draw; both have the same law
@@ -73,13 +76,25 @@ def test_equals_the_built_in_likelihood(name: str) -> None:
 LAWS = {
     **{name: (make, OUTPUT, y) for name, (make, _, y) in EQUAL.items()},
     "poisson": (lambda f: distributions.Poisson(f.exp()), OUTPUT, torch.ones(4, 3, dtype=F64)),
-    "binomial": (lambda f: distributions.Binomial(5, logits=f), OUTPUT, torch.ones(4, 3, dtype=F64)),
+    "binomial": (
+        lambda f: distributions.Binomial(5, logits=f),
+        OUTPUT,
+        torch.ones(4, 3, dtype=F64),
+    ),
     "binomial of different numbers": (binomial, OUTPUT, torch.ones(4, 3, dtype=F64)),
     "log-normal": (lambda f: distributions.LogNormal(f, 0.5), OUTPUT, OUTPUT.exp()),
     "multivariate normal": (multivariate_normal, OUTPUT, NUMBERS),
     "independent": (lambda f: distributions.Independent(normal(f), 1), OUTPUT, NUMBERS),
-    "poisson of 1-d output": (lambda f: distributions.Poisson(f.exp()), OUTPUT[:, 0], torch.ones(4, dtype=F64)),
-    "flattened": (lambda f: distributions.Poisson(f.exp()), OUTPUT[:2].repeat(4, 1), torch.ones(8, 3, dtype=F64)),
+    "poisson of 1-d output": (
+        lambda f: distributions.Poisson(f.exp()),
+        OUTPUT[:, 0],
+        torch.ones(4, dtype=F64),
+    ),
+    "flattened": (
+        lambda f: distributions.Poisson(f.exp()),
+        OUTPUT[:2].repeat(4, 1),
+        torch.ones(8, 3, dtype=F64),
+    ),
 }
 
 
@@ -93,7 +108,9 @@ def test_draws(name: str) -> None:
     v = likelihood.draw(F, Y, num, uniforms())
     assert torch.equal(torch.get_rng_state(), state)
     outer = torch.einsum("vnrc,vnrd->vnrcd", v, v)
-    z = (outer.mean(0) - squared(likelihood.hessian_root(F, Y))).abs() / (outer.std(0) / num**0.5 + 1e-7)
+    z = (outer.mean(0) - squared(likelihood.hessian_root(F, Y))).abs() / (
+        outer.std(0) / num**0.5 + 1e-7
+    )
     assert z.max() < 4, f"{z.max().item():.2f} standard errors"
 
     whole, uniform = likelihood.draw(F, Y, 3, uniforms(1)), uniforms(1)
@@ -108,7 +125,12 @@ def test_draws(name: str) -> None:
 def test_draws_at_the_ends_of_the_uniforms(name: str, value: float) -> None:
     make, f, y = LAWS[name]
     F, Y = FromDistribution(make).canonical(f, y, 4)
-    assert FromDistribution(make).draw(F, Y, 2, lambda *shape: torch.full(shape, value, dtype=F64)).isfinite().all()
+    assert (
+        FromDistribution(make)
+        .draw(F, Y, 2, lambda *shape: torch.full(shape, value, dtype=F64))
+        .isfinite()
+        .all()
+    )
 
 
 def two(kind: Any) -> Callable[[Tensor], distributions.Distribution]:
@@ -137,14 +159,20 @@ FAMILIES: dict[str, Callable[[Tensor], distributions.Distribution]] = {
     "geometric": lambda f: distributions.Geometric(logits=f),
     "bernoulli of probabilities": lambda f: distributions.Bernoulli(probs=f.sigmoid() / 2),
     "one-hot": lambda f: distributions.OneHotCategorical(logits=f),
-    "multivariate": lambda f: distributions.MultivariateNormal(f, scale_tril=torch.diag_embed((f / 2).exp())),
-    "independent laplace": lambda f: distributions.Independent(distributions.Laplace(f, f.exp()), 1),
+    "multivariate": lambda f: distributions.MultivariateNormal(
+        f, scale_tril=torch.diag_embed((f / 2).exp())
+    ),
+    "independent laplace": lambda f: distributions.Independent(
+        distributions.Laplace(f, f.exp()), 1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_fisher_is_the_second_moment_of_drawn_gradients(name: str) -> None:
-    """Whether or not the output holds natural parameters, and the Hessian at a target is the same or not."""
+    """Whether or not the output holds natural parameters, and the Hessian at a target is the same
+    or not.
+    """
     likelihood, num = FromDistribution(FAMILIES[name]), 4000
     F = OUTPUT[:, None, :2] / 2
     Y = FAMILIES[name](F).mean
@@ -179,7 +207,9 @@ def test_fisher_matrices_of_a_location_and_a_scale() -> None:
         "StudentT": lambda f: distributions.StudentT(4.0, f),
         "NegativeBinomial": lambda f: distributions.NegativeBinomial(3.0, logits=f),
         "VonMises": lambda f: distributions.VonMises(f, torch.ones_like(f)),
-        "Wishart": lambda f: distributions.Wishart(f.new_full(f.shape[:-1], 9.0), scale_tril=torch.diag_embed(f.exp())),
+        "Wishart": lambda f: distributions.Wishart(
+            f.new_full(f.shape[:-1], 9.0), scale_tril=torch.diag_embed(f.exp())
+        ),
         "Weibull": lambda f: distributions.Weibull(f.exp(), torch.ones_like(f)),
         "TransformedDistribution": lambda f: distributions.TransformedDistribution(
             distributions.Normal(torch.zeros_like(f), 1.0), [distributions.AffineTransform(f, 1.0)]
@@ -191,7 +221,9 @@ def test_distributions_without_a_divergence_have_only_draws(kind: str, make: Any
     likelihood = FromDistribution(make)
     y = make(OUTPUT[:, None]).sample()[:, 0]
     F, Y = likelihood.canonical(OUTPUT, y, 4)
-    words = f"no Kullback-Leibler divergence between two {kind} distributions.*MonteCarlo.*register_kl"
+    words = (
+        f"no Kullback-Leibler divergence between two {kind} distributions.*MonteCarlo.*register_kl"
+    )
     with pytest.raises(UnsupportedError, match=words):
         likelihood.hessian_product(F, Y, F)
     with pytest.raises(UnsupportedError, match=words):
@@ -207,7 +239,9 @@ def test_targets_may_have_another_length_than_the_output() -> None:
 
     F, Y = FromDistribution(make).canonical(torch.zeros(4, 5, 6), torch.zeros(4, 5, 3), 4)
     assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
-    F, Y = FromDistribution(make, class_axis=1).canonical(torch.zeros(4, 6, 5), torch.zeros(4, 3, 5), 4)
+    F, Y = FromDistribution(make, class_axis=1).canonical(
+        torch.zeros(4, 6, 5), torch.zeros(4, 3, 5), 4
+    )
     assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
     for wrong in [(4, 5, 6), (4, 3, 5)]:  # another number of entries, other axes
         expected = rf"\[4, 5, 6\] makes a Normal for targets of shape \[4, 5, 3\], .*{re.escape(str(list(wrong)))}"
@@ -217,11 +251,13 @@ def test_targets_may_have_another_length_than_the_output() -> None:
 
 def test_batch_shape_is_checked() -> None:
     likelihood = FromDistribution(lambda f: distributions.Poisson(f.exp().sum((1, 2))))
-    with pytest.raises(ValueError, match=r"batch shape that begins with \[4, 1\].*got batch shape \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"batch shape that begins with \[4, 1\].*got batch shape \[4\]"
+    ):
         likelihood.canonical(OUTPUT, torch.ones(4), 4)
 
 
-# ------------------------------------------------------------------------------------------ Gaussian with variance
+# --------------------------------------------------------------------------- Gaussian with variance
 
 
 @pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(), nn.GaussianNLLLoss(full=True, eps=0.6)])
@@ -231,7 +267,9 @@ def test_gaussian_nll(loss: nn.GaussianNLLLoss) -> None:
     y = torch.randn(4, 2, 3, dtype=F64)
     f = torch.cat([mean, variance], -1)
     F, Y = likelihood.canonical(f, y, 4)
-    torch.testing.assert_close(likelihood.nll(F, Y).sum() / likelihood.count(F, Y), loss(mean, y, variance))
+    torch.testing.assert_close(
+        likelihood.nll(F, Y).sum() / likelihood.count(F, Y), loss(mean, y, variance)
+    )
 
     s = variance.clamp(min=loss.eps)
     fisher = torch.diag_embed(torch.cat([1 / s, 1 / (2 * s**2)], -1))

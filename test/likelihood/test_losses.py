@@ -1,4 +1,6 @@
-"""Laws of the built-in losses, against PyTorch's own losses and automatic differentiation, under every option."""
+"""Laws of the built-in losses, against PyTorch's own losses and automatic differentiation, under
+every option.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ from curvlinops_plus.likelihood import (
 from curvlinops_plus.likelihood.draws import counts
 
 N = 4
-BUILTIN: list[type[Likelihood]] = [MSE, CrossEntropy, NLL, BCEWithLogits, BCE, GaussianNLL, PoissonNLL]
+BUILTIN: list[type[Likelihood]] = [
+    MSE,
+    CrossEntropy,
+    NLL,
+    BCEWithLogits,
+    BCE,
+    GaussianNLL,
+    PoissonNLL,
+]
 F64, F32 = torch.float64, torch.float32
 CLASS_WEIGHTS = torch.tensor([0.5, 0.0, 2.0])
 
@@ -60,7 +70,8 @@ class Case:
 def _cross_entropy_cases() -> dict[str, Case]:
     torch.manual_seed(0)
     cases, shapes = {}, [(), (2,), (2, 2)]
-    # -100 and 255 lie outside of the classes, -1 would be a valid Python index, 1 is one of the classes
+    # -100 and 255 lie outside of the classes, -1 would be a valid Python index, 1 is one of the
+    # classes
     ignored = [(-100, False), (-100, True), (-1, True), (1, True), (255, True)]
     options = product([None, CLASS_WEIGHTS], [0.0, 0.3], ignored)
     for i, (weight, smoothing, (ignore_index, some_ignored)) in enumerate(options):
@@ -93,14 +104,18 @@ def _bce_cases() -> dict[str, Case]:
             y = y if i % 2 else y.round()
             w, pw = (None if s is None else 3 * torch.rand(s) for s in (weight, pos_weight))
             name = f"BCE-{len(shape)}d-weight={weight}-pos_weight={pos_weight}-{'soft' if i % 2 else 'hard'}"
-            cases[name] = Case(nn.BCEWithLogitsLoss(weight=w, pos_weight=pw), torch.randn(shape, dtype=F64), y)
+            cases[name] = Case(
+                nn.BCEWithLogitsLoss(weight=w, pos_weight=pw), torch.randn(shape, dtype=F64), y
+            )
     return cases
 
 
 def _mse_cases() -> dict[str, Case]:
     torch.manual_seed(2)
     return {
-        f"MSE-{list(shape)}": Case(nn.MSELoss(), torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64))
+        f"MSE-{list(shape)}": Case(
+            nn.MSELoss(), torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64)
+        )
         for shape in [(N,), (N, 1), (N, 3), (N, 2, 3), (N, 2, 1, 3)]
     }
 
@@ -113,7 +128,9 @@ def _poisson_cases(log_input: bool) -> dict[str, Case]:
         loss = nn.PoissonNLLLoss(log_input, full, eps=eps)
         f = torch.randn(shape, dtype=F64)
         name = f"Poisson-{list(shape)}-log_input={log_input}-full={full}-eps={eps}"
-        cases[name] = Case(loss, f if log_input else f.exp() + 0.3, torch.poisson(2 * torch.ones(shape, dtype=F64)))
+        cases[name] = Case(
+            loss, f if log_input else f.exp() + 0.3, torch.poisson(2 * torch.ones(shape, dtype=F64))
+        )
     return cases
 
 
@@ -132,17 +149,25 @@ def _nll_cases() -> dict[str, Case]:
 def _probability_cases() -> dict[str, Case]:
     torch.manual_seed(5)
     cases = {}
-    shapes: dict[tuple[int, ...], list] = {(N,): [None, ()], (N, 3): [None, (3,), (1, 3)], (N, 2, 3): [None, (2, 1)]}
+    shapes: dict[tuple[int, ...], list] = {
+        (N,): [None, ()],
+        (N, 3): [None, (3,), (1, 3)],
+        (N, 2, 3): [None, (2, 1)],
+    }
     for shape, weights in shapes.items():
         for weight in weights:
             loss = nn.BCELoss(None if weight is None else 3 * torch.rand(weight))
             f, y = 0.1 + 0.8 * torch.rand(shape, dtype=F64), torch.rand(shape, dtype=F64)
-            cases[f"BCE of probabilities-{len(shape)}d-weight={weight}"] = Case(loss, f, y if weight else y.round())
+            cases[f"BCE of probabilities-{len(shape)}d-weight={weight}"] = Case(
+                loss, f, y if weight else y.round()
+            )
     return cases
 
 
 HESSIAN = _cross_entropy_cases() | _bce_cases() | _mse_cases() | _poisson_cases(log_input=True)
-FISHER = _nll_cases() | _probability_cases() | _poisson_cases(log_input=False)  # which takes the Hessian's place
+FISHER = (
+    _nll_cases() | _probability_cases() | _poisson_cases(log_input=False)
+)  # which takes the Hessian's place
 CASES = HESSIAN | FISHER
 
 
@@ -173,14 +198,16 @@ def blocks(likelihood: Likelihood, F: Tensor, Y: Tensor) -> Tensor:
     return likelihood.hessian_product(F, Y, basis).movedim(0, -1)
 
 
-# ------------------------------------------------------------------------------------------ against PyTorch
+# ---------------------------------------------------------------------------------- against PyTorch
 
 
 def test_nll_is_the_unreduced_loss(typed_case: Case) -> None:
     likelihood, F, Y = typed_case.canonical()
     expected = typed_case.unreduced(typed_case.f)
     nll = likelihood.nll(F, Y)
-    if not isinstance(typed_case.loss, (nn.CrossEntropyLoss, nn.NLLLoss)):  # elementwise; a term is a row
+    if not isinstance(
+        typed_case.loss, (nn.CrossEntropyLoss, nn.NLLLoss)
+    ):  # elementwise; a term is a row
         expected = expected.reshape(F.shape).sum(-1)
     close(nll, expected.reshape(nll.shape))
 
@@ -205,8 +232,13 @@ def test_hessian_and_root_are_those_of_the_loss(hessian_case: Case) -> None:
     total = lambda f: hessian_case.unreduced(f.view_as(hessian_case.f)).sum()  # noqa: E731
     expected = torch.func.jacrev(torch.func.jacrev(total))(hessian_case.f.flatten())
     likelihood, F, Y = hessian_case.canonical()
-    # entries of the output in the order of the canonical form, to lay the expected matrix out in blocks
-    order = likelihood.restore(torch.arange(n).view(F.shape), hessian_case.f.shape, N).flatten().argsort()
+    # entries of the output in the order of the canonical form, to lay the expected matrix out in
+    # blocks
+    order = (
+        likelihood.restore(torch.arange(n).view(F.shape), hessian_case.f.shape, N)
+        .flatten()
+        .argsort()
+    )
     expected = expected[order][:, order]
     close(torch.block_diag(*blocks(likelihood, F, Y).flatten(0, 1)), expected)
     close(torch.block_diag(*squared(likelihood.hessian_root(F, Y)).flatten(0, 1)), expected)
@@ -214,7 +246,9 @@ def test_hessian_and_root_are_those_of_the_loss(hessian_case: Case) -> None:
 
 @pytest.mark.parametrize("name", FISHER)
 def test_fisher_takes_the_place_of_the_hessian(name: str) -> None:
-    """What the last function of a model makes of it is the Hessian of the loss that reads that function's input."""
+    """What the last function of a model makes of it is the Hessian of the loss that reads that
+    function's input.
+    """
     case = FISHER[name].to(F64)
     likelihood, F, Y = case.canonical()
     reason = likelihood.no_ggn
@@ -228,7 +262,9 @@ def test_fisher_takes_the_place_of_the_hessian(name: str) -> None:
         close((probability * (1 - k / rates) ** 2).sum(0), 1 / rates)
         return
     if isinstance(case.loss, nn.NLLLoss):
-        of_logits: nn.Module = nn.CrossEntropyLoss(case.loss.weight, ignore_index=case.loss.ignore_index)
+        of_logits: nn.Module = nn.CrossEntropyLoss(
+            case.loss.weight, ignore_index=case.loss.ignore_index
+        )
         last, logits = lambda z: z.log_softmax(-1), F + 0.7
     else:
         of_logits, last, logits = nn.BCEWithLogitsLoss(case.loss.weight), torch.sigmoid, F.logit()  # type: ignore[arg-type]
@@ -237,7 +273,9 @@ def test_fisher_takes_the_place_of_the_hessian(name: str) -> None:
     close(J.mT @ blocks(likelihood, F, Y) @ J, blocks(likelihood_of(of_logits), logits, Y))
     B = J.mT @ likelihood.hessian_root(F, Y).permute(1, 2, 3, 0)
     close(B @ B.mT, blocks(likelihood_of(of_logits), logits, Y))
-    close((J.mT @ likelihood.grad(F, Y)[..., None])[..., 0], likelihood_of(of_logits).grad(logits, Y))
+    close(
+        (J.mT @ likelihood.grad(F, Y)[..., None])[..., 0], likelihood_of(of_logits).grad(logits, Y)
+    )
 
 
 def test_float32_root_product_and_scale(case: Case) -> None:
@@ -252,10 +290,15 @@ def test_float32_root_product_and_scale(case: Case) -> None:
 @pytest.mark.parametrize("C", [1, 2, 5, 40])
 @pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
 def test_the_root_of_saturated_outputs_keeps_its_digits(C: int, size: float) -> None:
-    """Relative to each term by itself: what a fitted network has left is all in numbers next to 0 or 1."""
+    """Relative to each term by itself: what a fitted network has left is all in numbers next to 0
+    or 1.
+    """
     torch.manual_seed(0)
     F_32 = size * torch.randn(64, 2, C)
-    likelihood, Y = likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)), torch.randint(C, (64, 2))
+    likelihood, Y = (
+        likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)),
+        torch.randint(C, (64, 2)),
+    )
     p = F_32.softmax(-1).double()
     rest = torch.stack([p[..., [c for c in range(C) if c != k]].sum(-1) for k in range(C)], -1)
     H = torch.diag_embed(p * rest) - (1 - torch.eye(C)) * p[..., :, None] * p[..., None, :]
@@ -266,7 +309,10 @@ def test_the_root_of_saturated_outputs_keeps_its_digits(C: int, size: float) -> 
     V = torch.randn(64, 2, C)
     adjoint = likelihood.hessian_root_transpose_product(F_32, Y, V)
     away = likelihood.hessian_root_product(F_32, Y, adjoint) - (H @ V.double()[..., None])[..., 0]
-    assert (torch.linalg.vector_norm(away, dim=-1) <= 1e-5 * norm * torch.linalg.vector_norm(V, dim=-1) + 1e-30).all()
+    assert (
+        torch.linalg.vector_norm(away, dim=-1)
+        <= 1e-5 * norm * torch.linalg.vector_norm(V, dim=-1) + 1e-30
+    ).all()
 
 
 def test_products_with_the_root(typed_case: Case) -> None:
@@ -282,11 +328,14 @@ def test_products_with_the_root(typed_case: Case) -> None:
     adjoint = likelihood.hessian_root_transpose_product(F, Y, V)
     assert adjoint.shape == (2, 3, *F.shape[:2], K)
     close(likelihood.hessian_root_product(F, Y, adjoint), likelihood.hessian_product(F, Y, V))
-    close(Likelihood.hessian_root_product(likelihood, F, Y, adjoint), likelihood.hessian_root_product(F, Y, adjoint))
+    close(
+        Likelihood.hessian_root_product(likelihood, F, Y, adjoint),
+        likelihood.hessian_root_product(F, Y, adjoint),
+    )
     close(Likelihood.hessian_root_transpose_product(likelihood, F, Y, V), adjoint)
 
 
-# ------------------------------------------------------------------------------------------ against the defaults
+# ----------------------------------------------------------------------------- against the defaults
 
 
 class ByAutodiff(Likelihood):
@@ -310,10 +359,12 @@ def test_formulas_equal_autodiff(case: Case) -> None:
     close(default.hessian_product(F, Y, V), likelihood.hessian_product(F, Y, V))
     B = default.hessian_root(F, Y)
     assert len(B) == default.num_columns(F)
-    torch.testing.assert_close(squared(B), squared(likelihood.hessian_root(F, Y)), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        squared(B), squared(likelihood.hessian_root(F, Y)), rtol=1e-8, atol=1e-8
+    )
 
 
-# ------------------------------------------------------------------------------------------ random vectors
+# ----------------------------------------------------------------------------------- random vectors
 
 
 def assert_second_moment(likelihood: Likelihood, F: Tensor, Y: Tensor, num: int = 4000) -> None:
@@ -367,20 +418,28 @@ def test_poisson_counts_are_the_inverse_distribution_function() -> None:
     rates = torch.tensor([1e-300, 1e-9, 1e-3, 0.3, 1.0, 7.5, 40.0, 999.0, 3e4, 2e6], dtype=F64)
     u = torch.cat([uniforms()(200), torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-53], dtype=F64)])
     k = counts(rates[:, None].expand(-1, len(u)), u.expand(len(rates), -1))
-    expected = torch.from_numpy(scipy_stats.poisson.ppf(u.clamp(2.0**-54).numpy(), rates[:, None].numpy()))
+    expected = torch.from_numpy(
+        scipy_stats.poisson.ppf(u.clamp(2.0**-54).numpy(), rates[:, None].numpy())
+    )
     assert torch.equal(k[:, :-4], expected[:, :-4])
-    # In the outermost 2⁻⁵³ the distribution function has no digits left; a draw there stays within reach of the rate.
+    # In the outermost 2⁻⁵³ the distribution function has no digits left; a draw there stays within
+    # reach of the rate.
     assert ((k - rates[:, None]).abs() <= 9 * rates.sqrt()[:, None] + 26).all()
 
 
 def test_saturated_probabilities_have_finite_numbers() -> None:
-    """A sigmoid that rounds to 0 or 1 has derivative zero; nothing that it multiplies may be infinite."""
+    """A sigmoid that rounds to 0 or 1 has derivative zero; nothing that it multiplies may be
+    infinite.
+    """
     likelihood = likelihood_of(nn.BCELoss())
     f = torch.tensor([[0.0, 1.0, 0.5]])
     for y in (torch.zeros(1, 3), torch.ones(1, 3)):
         F, Y = likelihood.canonical(f, y, 1)
         results = [likelihood.nll(F, Y), likelihood.grad(F, Y), likelihood.hessian_root(F, Y)]
-        results += [likelihood.hessian_product(F, Y, torch.ones_like(F)), likelihood.draw(F, Y, 3, uniforms())]
+        results += [
+            likelihood.hessian_product(F, Y, torch.ones_like(F)),
+            likelihood.draw(F, Y, 3, uniforms()),
+        ]
         assert all(r.isfinite().all() for r in results)
         close(likelihood.nll(F, Y).sum() / 3, nn.BCELoss()(f, y))
         leaf = f.clone().requires_grad_()
@@ -396,12 +455,16 @@ def test_every_constructor_option_is_known(rules: type[Likelihood]) -> None:
     """A new option in a future PyTorch must be handled, or refused, before this passes again."""
     assert rules.loss_type is not None
     folded_into_reduction = {"size_average", "reduce"}
-    assert {*inspect.signature(rules.loss_type).parameters} - folded_into_reduction == {*rules.option_names}
+    assert {*inspect.signature(rules.loss_type).parameters} - folded_into_reduction == {
+        *rules.option_names
+    }
     forward = [*inspect.signature(rules.loss_type.forward).parameters][1:]
     assert forward[1] == "target"
 
 
-@pytest.mark.parametrize("kind", [rules.loss_type for rules in BUILTIN if rules.loss_type is not nn.GaussianNLLLoss])
+@pytest.mark.parametrize(
+    "kind", [rules.loss_type for rules in BUILTIN if rules.loss_type is not nn.GaussianNLLLoss]
+)
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_reduction(kind: type[nn.Module]) -> None:
     assert likelihood_of(kind()).reduction == "mean"
@@ -409,7 +472,9 @@ def test_reduction(kind: type[nn.Module]) -> None:
     assert likelihood_of(kind(size_average=True)).reduction == "mean"
     assert likelihood_of(kind(size_average=False)).reduction == "sum"
     for unreduced in (kind(reduction="none"), kind(reduce=False)):
-        with pytest.raises(NotImplementedError, match=rf'{kind.__name__}\(reduction=.none.\).*"mean" or "sum"'):
+        with pytest.raises(
+            NotImplementedError, match=rf'{kind.__name__}\(reduction=.none.\).*"mean" or "sum"'
+        ):
             likelihood_of(unreduced)
 
 
@@ -430,7 +495,7 @@ def test_options_rebuild_the_loss(case: Case) -> None:
     assert torch.equal(rebuilt(case.f, case.y), case.loss(case.f, case.y))
 
 
-# ------------------------------------------------------------------------------------------ precision, transforms
+# ---------------------------------------------------------------------------- precision, transforms
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -439,6 +504,13 @@ def test_half_precision_is_raised_to_float32(dtype: torch.dtype) -> None:
         half = case.to(dtype)
         likelihood, F, Y = half.canonical()
         assert F.dtype == F32
-        results = [likelihood.nll(F, Y), likelihood.grad(F, Y), likelihood.draw(F, Y, 1, uniforms())]
-        results += [likelihood.hessian_root(F, Y), likelihood.hessian_product(F, Y, torch.ones_like(F))]
+        results = [
+            likelihood.nll(F, Y),
+            likelihood.grad(F, Y),
+            likelihood.draw(F, Y, 1, uniforms()),
+        ]
+        results += [
+            likelihood.hessian_root(F, Y),
+            likelihood.hessian_product(F, Y, torch.ones_like(F)),
+        ]
         assert {r.dtype for r in results} == {F32}

@@ -1,4 +1,6 @@
-"""Empirical Fisher matrices of losses that no likelihood is registered for, against gradients of single examples."""
+"""Empirical Fisher matrices of losses that no likelihood is registered for, against gradients of
+single examples.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,18 @@ LOSSES = {
 
 
 def problem(loss: Any) -> tuple[nn.Module, list[Any], Tensor, int]:
-    """A network, data in batches, and gradients of each example's loss; and what "mean" divides by."""
+    """A network, data in batches, and gradients of each example's loss; and what "mean" divides
+    by.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     X = torch.randn(5, 3, dtype=F64)
     Y = torch.randint(2, (5,)) if isinstance(loss, Focal) else 2 * torch.randn(5, 2, dtype=F64)
     values = [loss(model(X[n : n + 1]), Y[n : n + 1]) for n in range(5)]
-    grads = [torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])]) for value in values]
+    grads = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(value, [*model.parameters()])])
+        for value in values
+    ]
     divisor = 1 if getattr(loss, "reduction", "mean") == "sum" else 5
     return model, [(X[:3], Y[:3]), (X[3:], Y[3:])], torch.stack(grads), divisor
 
@@ -66,15 +73,23 @@ def test_empirical_fisher(name: str) -> None:
     loss = LOSSES[name]
     model, data, grads, divisor = problem(loss)
     expected = grads.T @ grads / divisor
-    params, blocks = list(model.parameters()), torch.block_diag(torch.ones(16, 16), torch.ones(10, 10)).to(F64)
+    params, blocks = (
+        list(model.parameters()),
+        torch.block_diag(torch.ones(16, 16), torch.ones(10, 10)).to(F64),
+    )
     close(EFLinearOperator(model, loss, params, data).to_dense(), expected)
     risk = EmpiricalRisk(model, loss, data)
     close(curvature(risk, FullBlock, vectors=Empirical()).to_dense(), expected * blocks)
     close(curvature(risk, DiagonalBlock, vectors=Empirical()).diagonal(), expected.diagonal())
     K = curvature(risk, KFAC, vectors=Empirical())
-    classic = KFACLinearOperator(model, loss, params, data, fisher_type="empirical", separate_weight_and_bias=False)
+    classic = KFACLinearOperator(
+        model, loss, params, data, fisher_type="empirical", separate_weight_and_bias=False
+    )
     close(classic.to_dense(), K.to_dense())
-    with pytest.raises(UnsupportedError, match=r"no likelihood is registered(.|\n)*Empirical\(\)|@register_likelihood"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"no likelihood is registered(.|\n)*Empirical\(\)|@register_likelihood",
+    ):
         curvature(risk, KFAC)
 
 

@@ -44,7 +44,10 @@ def test_only_classes_are_registered() -> None:
         ),
         (nn.L1Loss(), "L1Loss. It has no curvature far from the target.*Laplace"),
         (nn.HuberLoss(), "HuberLoss. It has no curvature far from the target"),
-        (nn.CrossEntropyLoss, "loss CrossEntropyLoss. Losses are known by their class.*pass the module"),
+        (
+            nn.CrossEntropyLoss,
+            "loss CrossEntropyLoss. Losses are known by their class.*pass the module",
+        ),
         (functional.cross_entropy, "known by their class.*pass the module"),
         (lambda f, y: (f - y).sum(), "for the loss <lambda>"),
     ],
@@ -71,11 +74,15 @@ def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> No
     patched.forward = lambda input, target: input.sum()
     hooked.register_forward_hook(lambda module, args, out: None)
     for loss in (Doubled(), Called(), patched, hooked):
-        with pytest.raises(UnsupportedError, match="It changes the forward of MSELoss, or has hooks"):
+        with pytest.raises(
+            UnsupportedError, match="It changes the forward of MSELoss, or has hooks"
+        ):
             likelihood_of(loss)
     register_likelihood(Doubled)(Huber)
     assert type(likelihood_of(Doubled())) is Huber
-    with pytest.raises(UnsupportedError, match=r"Doubled can't be rebuilt from saved options.*loss_func=..."):
+    with pytest.raises(
+        UnsupportedError, match=r"Doubled can't be rebuilt from saved options.*loss_func=..."
+    ):
         rebuild_loss(likelihood_of(Doubled()).options())
 
 
@@ -131,5 +138,7 @@ def test_a_loss_that_is_not_convex_has_no_root() -> None:
 
     F, Y = torch.tensor([[[1.0, -0.5]]]), torch.zeros(1, 1, 2)
     torch.testing.assert_close(Sine().hessian_product(F, Y, torch.ones(1, 1, 2)), -F.sin())
-    with pytest.raises(UnsupportedError, match=r"Hessian of Sine .* has the eigenvalue -0.841 .*not convex.*Fisher"):
+    with pytest.raises(
+        UnsupportedError, match=r"Hessian of Sine .* has the eigenvalue -0.841 .*not convex.*Fisher"
+    ):
         Sine().hessian_root(F, Y)

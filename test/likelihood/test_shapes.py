@@ -17,19 +17,34 @@ MSE, CE = likelihood_of(nn.MSELoss()), likelihood_of(nn.CrossEntropyLoss())
 SIZE = st.integers(1, 3)
 
 
-@given(N=SIZE, positions=SIZE, d=st.lists(SIZE, max_size=2), C=SIZE, lead=st.lists(SIZE, max_size=2), data=st.data())
-def test_restore_is_the_inverse_of_canonical(N: int, positions: int, d: list, C: int, lead: list, data) -> None:
+@given(
+    N=SIZE,
+    positions=SIZE,
+    d=st.lists(SIZE, max_size=2),
+    C=SIZE,
+    lead=st.lists(SIZE, max_size=2),
+    data=st.data(),
+)
+def test_restore_is_the_inverse_of_canonical(
+    N: int, positions: int, d: list, C: int, lead: list, data
+) -> None:
     rest = [*d, C]
     axis = data.draw(st.sampled_from([*range(1, len(rest) + 1), -1]))
     f = torch.arange(float(torch.Size([N * positions, *rest]).numel())).view(N * positions, *rest)
     F, Y = MSE.canonical(f, f, N, axis)
-    assert F.shape == (N, positions * f[0].numel() // rest[axis - (axis > 0)], rest[axis - (axis > 0)])
+    assert F.shape == (
+        N,
+        positions * f[0].numel() // rest[axis - (axis > 0)],
+        rest[axis - (axis > 0)],
+    )
     assert torch.equal(F, Y)
     assert torch.equal(MSE.restore(F, f.shape, N, axis), f)
     stacked = F.expand(*lead, *F.shape)
     assert torch.equal(MSE.restore(stacked, f.shape, N, axis), f.expand(*lead, *f.shape))
     for n in range(N):  # an example's positions stay with it
-        assert torch.equal(F[n].flatten().sort().values, f[n * positions : (n + 1) * positions].flatten())
+        assert torch.equal(
+            F[n].flatten().sort().values, f[n * positions : (n + 1) * positions].flatten()
+        )
 
 
 @given(N=SIZE, positions=SIZE)
@@ -74,7 +89,14 @@ REFUSED: list[tuple[nn.Module, torch.Tensor, Any, int, int | None, str]] = [
         for shape, N in [((), 1), ((3, 2), 2), ((2, 2), 4), ((0, 2), 1), ((2, 2), 0)]
     ],
     *[
-        (nn.CrossEntropyLoss(), Z(shape), Z(shape), 1, axis, r"CrossEntropyLoss: axis .* of an output of shape \[")
+        (
+            nn.CrossEntropyLoss(),
+            Z(shape),
+            Z(shape),
+            1,
+            axis,
+            r"CrossEntropyLoss: axis .* of an output of shape \[",
+        )
         for shape, axis in [((3,), None), ((2, 3), 0), ((2, 3), -2), ((2, 3), 2)]
     ],
     *[
@@ -100,32 +122,109 @@ REFUSED: list[tuple[nn.Module, torch.Tensor, Any, int, int | None, str]] = [
         )
         for k in (3, -1, -101)
     ],
-    *[(nn.CrossEntropyLoss(), Z(2, 3), y, 2, None, INDICES) for y in (Z(2), Z(2).bool(), long(2, 3), long(3))],
-    (nn.CrossEntropyLoss(), Z(2, 3, 5), long(2), 2, None, r"axis 1 .*\[2, 5\].*target of shape \[2\].*movedim"),
-    (nn.CrossEntropyLoss(ignore_index=1), Z(2, 3), Z(2, 3), 2, None, "without ignore_index, class probabilities"),
-    (nn.CrossEntropyLoss(WEIGHT), Z(2, 3), long(2), 2, None, r"shape \[4\], .* 3 classes along axis 1"),
-    (nn.MSELoss(), long(2, 3), Z(2, 3), 2, None, r"floating-point output of the model, got torch\.int64"),
+    *[
+        (nn.CrossEntropyLoss(), Z(2, 3), y, 2, None, INDICES)
+        for y in (Z(2), Z(2).bool(), long(2, 3), long(3))
+    ],
+    (
+        nn.CrossEntropyLoss(),
+        Z(2, 3, 5),
+        long(2),
+        2,
+        None,
+        r"axis 1 .*\[2, 5\].*target of shape \[2\].*movedim",
+    ),
+    (
+        nn.CrossEntropyLoss(ignore_index=1),
+        Z(2, 3),
+        Z(2, 3),
+        2,
+        None,
+        "without ignore_index, class probabilities",
+    ),
+    (
+        nn.CrossEntropyLoss(WEIGHT),
+        Z(2, 3),
+        long(2),
+        2,
+        None,
+        r"shape \[4\], .* 3 classes along axis 1",
+    ),
+    (
+        nn.MSELoss(),
+        long(2, 3),
+        Z(2, 3),
+        2,
+        None,
+        r"floating-point output of the model, got torch\.int64",
+    ),
     (nn.MSELoss(), Z(2, 3), [0.0], 2, None, "needs a target that is a tensor, got a list"),
-    (nn.NLLLoss(), LOGITS, long(2), 2, None, r"the exponentials .* 3 numbers sum to .*CrossEntropyLoss"),
-    (nn.NLLLoss(), LOGITS.log_softmax(1), LOGITS, 2, None, r"needs class indices without axis 1, got shape \[2, 3\]"),
-    (nn.BCELoss(), torch.tensor([[-1.0, 2.0]]), Z(1, 2), 1, None, "from -1 to 2; probabilities .*BCEWithLogitsLoss"),
-    (nn.BCELoss(torch.ones(2, 1)), Z(2, 3) + 0.5, Z(2, 3), 2, None, r"shape \[2, 1\].*one entry per example"),
+    (
+        nn.NLLLoss(),
+        LOGITS,
+        long(2),
+        2,
+        None,
+        r"the exponentials .* 3 numbers sum to .*CrossEntropyLoss",
+    ),
+    (
+        nn.NLLLoss(),
+        LOGITS.log_softmax(1),
+        LOGITS,
+        2,
+        None,
+        r"needs class indices without axis 1, got shape \[2, 3\]",
+    ),
+    (
+        nn.BCELoss(),
+        torch.tensor([[-1.0, 2.0]]),
+        Z(1, 2),
+        1,
+        None,
+        "from -1 to 2; probabilities .*BCEWithLogitsLoss",
+    ),
+    (
+        nn.BCELoss(torch.ones(2, 1)),
+        Z(2, 3) + 0.5,
+        Z(2, 3),
+        2,
+        None,
+        r"shape \[2, 1\].*one entry per example",
+    ),
     (nn.PoissonNLLLoss(log_input=False), Z(1, 2) - 1, Z(1, 2), 1, None, "the rate -1; .*softplus"),
-    (nn.GaussianNLLLoss(), Z(2, 3), Z(2, 3), 2, None, r"along axis 1, an even number; got shape \[2, 3\]"),
-    (nn.GaussianNLLLoss(), Z(2, 4), Z(2, 4), 2, None, r"half the output along axis 1, \[2, 2\] .* got \[2, 4\]"),
+    (
+        nn.GaussianNLLLoss(),
+        Z(2, 3),
+        Z(2, 3),
+        2,
+        None,
+        r"along axis 1, an even number; got shape \[2, 3\]",
+    ),
+    (
+        nn.GaussianNLLLoss(),
+        Z(2, 4),
+        Z(2, 4),
+        2,
+        None,
+        r"half the output along axis 1, \[2, 2\] .* got \[2, 4\]",
+    ),
     (nn.GaussianNLLLoss(), Z(2, 4) - 1, Z(2, 2), 2, None, "negative variance"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "f", "y", "N", "axis", "words"), REFUSED)
-def test_refused(loss: nn.Module, f: torch.Tensor, y: Any, N: int, axis: int | None, words: str) -> None:
+def test_refused(
+    loss: nn.Module, f: torch.Tensor, y: Any, N: int, axis: int | None, words: str
+) -> None:
     with pytest.raises((ValueError, TypeError, UnsupportedError), match=words):
         likelihood_of(loss).canonical(f, y, N, axis)
 
 
 def test_taken() -> None:
     """What is next to something refused."""
-    likelihood_of(nn.CrossEntropyLoss(ignore_index=-1)).canonical(Z(2, 3), Z(2, 3), 2)  # as PyTorch: it means nothing
+    likelihood_of(nn.CrossEntropyLoss(ignore_index=-1)).canonical(
+        Z(2, 3), Z(2, 3), 2
+    )  # as PyTorch: it means nothing
     for f in (LOGITS, LOGITS.bfloat16()):
         likelihood_of(nn.NLLLoss()).canonical(f.log_softmax(1), long(2), 2)
     likelihood_of(nn.PoissonNLLLoss(log_input=False, eps=2.0)).canonical(Z(1, 2) - 1, Z(1, 2), 1)
@@ -142,7 +241,10 @@ def test_class_weights_without_a_root(kind: type[nn.Module]) -> None:
     ("loss", "message"),
     [
         (nn.CrossEntropyLoss(), "sums .* to -6.*Are these logits"),
-        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)), "is -1 for some target y.*between 0 and 1"),
+        (
+            nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)),
+            "is -1 for some target y.*between 0 and 1",
+        ),
     ],
 )
 def test_targets_without_a_root(loss: nn.Module, message: str) -> None:

@@ -1,7 +1,8 @@
 """Operators that meet every law of `test_laws.py`: a new one is one line in `CASES`.
 
-A maker gets a dtype and returns the operator with the same matrix formed by other means. `without` lists the closed
-forms that do not follow from its structure; a law also checks that those of `FORMS`, and no others, are refused.
+A maker gets a dtype and returns the operator with the same matrix formed by other means. `without`
+lists the closed forms that do not follow from its structure; a law also checks that those of
+`FORMS`, and no others, are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from curvlinops_plus.linalg import (
 )
 
 Pair = tuple[LinearOperator, Tensor]
-FORMS = ("trace", "logdet", "frobenius_norm", "eigenvalues", "diagonal", "inverse", "damped_inverse", "power", "sample")
+FORMS = (
+    "trace",
+    "logdet",
+    "frobenius_norm",
+    "eigenvalues",
+    "diagonal",
+    "inverse",
+    "damped_inverse",
+    "power",
+    "sample",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,13 @@ class OnlyProducts(LinearOperator):
         return self.matrix @ X
 
 
-SHAPES = {"conv.weight": (2, 2, 1, 3), "conv.bias": (2,), "scale": (3,), "fc.weight": (3, 2), "grouped": (4, 1, 2)}
+SHAPES = {
+    "conv.weight": (2, 2, 1, 3),
+    "conv.bias": (2,),
+    "scale": (3,),
+    "fc.weight": (3, 2),
+    "grouped": (4, 1, 2),
+}
 
 
 def kronecker(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Kronecker:
@@ -71,7 +88,9 @@ def kronecker(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Kronecker:
 
 
 def block_diagonal(dtype: torch.dtype) -> Pair:
-    """Blocks of every kind; parameters of the space are neither in block order nor next to their block's others."""
+    """Blocks of every kind; parameters of the space are neither in block order nor next to their
+    block's others.
+    """
     order = ["conv.bias", "grouped", "fc.weight", "scale", "conv.weight"]
     space = Space.from_shapes({name: SHAPES[name] for name in order})
     patterns = {
@@ -85,11 +104,16 @@ def block_diagonal(dtype: torch.dtype) -> Pair:
         for block, pattern in patterns.items()
     }
     Q_G, Q_A, values = orthogonal(2, 1), orthogonal(3, 2), normal(6, seed=3).square() + 0.1
-    factors = {"conv": (psd(2, 2, seed=4), psd(7, 7, seed=5)), "groups": (psd(2, 2, 2, seed=6), psd(2, 2, 2, seed=7))}
+    factors = {
+        "conv": (psd(2, 2, seed=4), psd(7, 7, seed=5)),
+        "groups": (psd(2, 2, 2, seed=6), psd(2, 2, 2, seed=7)),
+    }
     blocks = {
         "conv": kronecker(factors["conv"], dtype),
         "scale": Dense(psd(3, 3, seed=8).to(dtype), Structure.PSD),
-        "fc": Eigendecomposed(Kronecker(Q_G.to(dtype), Q_A.to(dtype), Structure.GENERAL), values.to(dtype)),
+        "fc": Eigendecomposed(
+            Kronecker(Q_G.to(dtype), Q_A.to(dtype), Structure.GENERAL), values.to(dtype)
+        ),
         "groups": kronecker(factors["groups"], dtype),
     }
     Q = torch.kron(Q_G, Q_A)
@@ -97,12 +121,16 @@ def block_diagonal(dtype: torch.dtype) -> Pair:
         "conv": torch.kron(*factors["conv"]),
         "scale": psd(3, 3, seed=8),
         "fc": Q @ torch.diag(values) @ Q.T,
-        "groups": torch.block_diag(*(torch.kron(G, A) for G, A in zip(*factors["groups"], strict=True))),
+        "groups": torch.block_diag(
+            *(torch.kron(G, A) for G, A in zip(*factors["groups"], strict=True))
+        ),
     }
     # The parameters of each block, entry by entry, in the order of the block's matrix.
     at = {name: t[..., 0] for name, t in space.unflatten(torch.arange(space.dim)[:, None]).items()}
     rows = {
-        "conv": torch.cat([at["conv.weight"].reshape(2, 6), at["conv.bias"][:, None]], dim=1).flatten(),
+        "conv": torch.cat(
+            [at["conv.weight"].reshape(2, 6), at["conv.bias"][:, None]], dim=1
+        ).flatten(),
         "scale": at["scale"],
         "fc": at["fc.weight"].T.flatten(),
         "groups": at["grouped"].flatten(),
@@ -116,7 +144,9 @@ def block_diagonal(dtype: torch.dtype) -> Pair:
 def of(
     build: Callable[..., LinearOperator], dense: Callable[..., Tensor], *tensors: Tensor
 ) -> Callable[[torch.dtype], Pair]:
-    """A maker: `build` makes the operator of tensors in the dtype asked for, `dense` its matrix in float64."""
+    """A maker: `build` makes the operator of tensors in the dtype asked for, `dense` its matrix in
+    float64.
+    """
     return lambda dtype: (build(*(t.to(dtype) for t in tensors)), dense(*tensors).to(dtype))
 
 
@@ -165,13 +195,26 @@ CASES = [
         of(lambda M: Dense(M), lambda M: M, normal(3, 5)),
         tuple(f for f in FORMS if f != "frobenius_norm"),
     ),
-    Case("dense symmetric", of(lambda M: Dense(M, SYMMETRIC), lambda M: M, symmetric(4)), INDEFINITE),
+    Case(
+        "dense symmetric", of(lambda M: Dense(M, SYMMETRIC), lambda M: M, symmetric(4)), INDEFINITE
+    ),
     Case("dense psd", of(lambda M: Dense(M, PSD), lambda M: M, psd(5, 5))),
-    Case("dense batched", of(lambda M: Dense(M, PSD), lambda M: torch.block_diag(*M), psd(3, 2, 2))),
+    Case(
+        "dense batched", of(lambda M: Dense(M, PSD), lambda M: torch.block_diag(*M), psd(3, 2, 2))
+    ),
     Case("diagonal", of(Diagonal, torch.diag, normal(5).abs() + 0.1)),
     Case("diagonal indefinite", of(Diagonal, torch.diag, normal(4)), INDEFINITE),
-    Case("diagonal batched", of(Diagonal, lambda d: torch.diag(d.flatten()), normal(2, 3).abs() + 0.1)),
-    Case("identity", lambda dtype: (IdentityLinearOperator([(2, 2), (1,)], dtype=dtype), torch.eye(5, dtype=dtype))),
+    Case(
+        "diagonal batched",
+        of(Diagonal, lambda d: torch.diag(d.flatten()), normal(2, 3).abs() + 0.1),
+    ),
+    Case(
+        "identity",
+        lambda dtype: (
+            IdentityLinearOperator([(2, 2), (1,)], dtype=dtype),
+            torch.eye(5, dtype=dtype),
+        ),
+    ),
     Case("kronecker", of(Kronecker, torch.kron, psd(3, 3), psd(4, 4, seed=1))),
     Case("kronecker batched", of(Kronecker, batched_kron, psd(2, 3, 3), psd(2, 2, 2, seed=1))),
     Case("kronecker, one batched", of(Kronecker, batched_kron, psd(2, 3, 3), psd(2, 2, seed=1))),
@@ -240,29 +283,43 @@ CASES = [
     Case("block diagonal", block_diagonal),
     Case(
         "only products",
-        lambda dtype: (OnlyProducts(psd(6, 6).to(dtype), Space.from_shapes([(2, 2), (2,)])), psd(6, 6).to(dtype)),
+        lambda dtype: (
+            OnlyProducts(psd(6, 6).to(dtype), Space.from_shapes([(2, 2), (2,)])),
+            psd(6, 6).to(dtype),
+        ),
         FORMS,
     ),
     Case("adjoint", from_case("product", lambda A: A.T, lambda M: M.T), FORMS),
     Case(
         "sum",
         from_case(
-            "kronecker", lambda A: A + Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M + psd(12, 12, seed=2)
+            "kronecker",
+            lambda A: A + Dense(psd(12, 12, seed=2).to(A.dtype), PSD),
+            lambda M: M + psd(12, 12, seed=2),
         ),
         NO_SPECTRUM,
     ),
     Case(
         "sum of dense",
-        of(lambda M, N: Dense(M, PSD) + 2 * Dense(N, PSD), lambda M, N: M + 2 * N, psd(5, 5), psd(5, 5, seed=3)),
+        of(
+            lambda M, N: Dense(M, PSD) + 2 * Dense(N, PSD),
+            lambda M, N: M + 2 * N,
+            psd(5, 5),
+            psd(5, 5, seed=3),
+        ),
     ),
     Case(
         "sum of diagonal and dense",
-        from_case("diagonal", lambda A: A - Dense(psd(5, 5).to(A.dtype), PSD), lambda M: M - psd(5, 5)),
+        from_case(
+            "diagonal", lambda A: A - Dense(psd(5, 5).to(A.dtype), PSD), lambda M: M - psd(5, 5)
+        ),
         INDEFINITE,
     ),
     Case(
         "sum of products",
-        from_case("kronecker", lambda A: 2 * A + (another(A) + A), lambda M: 3 * M + another_dense()),
+        from_case(
+            "kronecker", lambda A: 2 * A + (another(A) + A), lambda M: 3 * M + another_dense()
+        ),
         ("eigenvalues", "power", *SOLVED),
     ),
     Case(
@@ -270,41 +327,74 @@ CASES = [
         of(
             lambda G, A, H, B: Kronecker(G, Diagonal(A)) + Kronecker(H, Diagonal(B)),
             lambda G, A, H, B: batched_kron(G, A.diag()) + batched_kron(H, B.diag()),
-            *(psd(2, 3, 3, seed=k) if k % 2 == 0 else normal(4, seed=k).abs() + 0.1 for k in range(4)),
+            *(
+                psd(2, 3, 3, seed=k) if k % 2 == 0 else normal(4, seed=k).abs() + 0.1
+                for k in range(4)
+            ),
         ),
         ("eigenvalues", "power", *SOLVED),
     ),
     Case(
         "sum of products with one factor",
-        from_case("kronecker", lambda A: A + Kronecker(another(A).G, A.A), lambda M: M + one_factor_dense()),
+        from_case(
+            "kronecker",
+            lambda A: A + Kronecker(another(A).G, A.A),
+            lambda M: M + one_factor_dense(),
+        ),
     ),
     Case(
         "product",
         from_case(
-            "kronecker", lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M @ psd(12, 12, seed=2)
+            "kronecker",
+            lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD),
+            lambda M: M @ psd(12, 12, seed=2),
         ),
         FORMS,
     ),
     Case("scaled", from_case("kronecker", lambda A: 0.5 * A, lambda M: 0.5 * M)),
     Case("negative", from_case("dense psd", lambda A: -A, lambda M: -M), INDEFINITE),
     Case("zero", from_case("dense psd", lambda A: 0 * A, lambda M: 0 * M), ("inverse",)),
-    Case("shifted", from_case("kronecker", lambda A: A + 0.3 * identity_on(A), lambda M: M + 0.3 * eye_like(M))),
-    Case("shifted dense", from_case("dense", lambda A: A.shift(5.0), lambda M: M + 5 * eye_like(M)), NO_EIGENVALUES),
     Case(
-        "shifted products", from_case("only products", lambda A: A.shift(0.3), lambda M: M + 0.3 * eye_like(M)), FORMS
+        "shifted",
+        from_case("kronecker", lambda A: A + 0.3 * identity_on(A), lambda M: M + 0.3 * eye_like(M)),
+    ),
+    Case(
+        "shifted dense",
+        from_case("dense", lambda A: A.shift(5.0), lambda M: M + 5 * eye_like(M)),
+        NO_EIGENVALUES,
+    ),
+    Case(
+        "shifted products",
+        from_case("only products", lambda A: A.shift(0.3), lambda M: M + 0.3 * eye_like(M)),
+        FORMS,
     ),
     Case(
         "scaled and shifted",
-        from_case("block diagonal", lambda A: (2 * A).shift(0.1) / 3, lambda M: (2 * M + 0.1 * eye_like(M)) / 3),
+        from_case(
+            "block diagonal",
+            lambda A: (2 * A).shift(0.1) / 3,
+            lambda M: (2 * M + 0.1 * eye_like(M)) / 3,
+        ),
     ),
-    Case("inverse by factors", from_case("kronecker", lambda A: A.inverse(), lambda M: torch.linalg.inv(M))),
+    Case(
+        "inverse by factors",
+        from_case("kronecker", lambda A: A.inverse(), lambda M: torch.linalg.inv(M)),
+    ),
     Case(
         "inverse with damping",
-        from_case("kronecker batched", lambda A: A.inverse(0.1), lambda M: torch.linalg.inv(M + 0.1 * eye_like(M))),
+        from_case(
+            "kronecker batched",
+            lambda A: A.inverse(0.1),
+            lambda M: torch.linalg.inv(M + 0.1 * eye_like(M)),
+        ),
     ),
     Case(
         "inverse of blocks",
-        from_case("block diagonal", lambda A: A.inverse(0.2), lambda M: torch.linalg.inv(M + 0.2 * eye_like(M))),
+        from_case(
+            "block diagonal",
+            lambda A: A.inverse(0.2),
+            lambda M: torch.linalg.inv(M + 0.2 * eye_like(M)),
+        ),
     ),
     Case("square of blocks", from_case("block diagonal", lambda A: A.power(2), lambda M: M @ M)),
     Case(

@@ -1,4 +1,6 @@
-"""Parameters as one matrix, against einops, and what is special about block-diagonal matrices beyond the laws."""
+"""Parameters as one matrix, against einops, and what is special about block-diagonal matrices
+beyond the laws.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from curvlinops_plus.linalg.kronecker import nearest_kronecker
 from .cases import F64, block_diagonal, eye_like, normal, psd
 from .test_laws import close
 
-# Layouts -------------------------------------------------------------------------------------------------------------
+# Layouts
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,8 +42,12 @@ from .test_laws import close
     st.booleans(),
     st.booleans(),
 )
-def test_random_patterns_against_einops(shape: list[int], random: Any, K: int, with_bias: bool, batched: bool) -> None:
-    """Any split of any permutation of a parameter's axes into (batch,) rows and columns, with a bias beside it."""
+def test_random_patterns_against_einops(
+    shape: list[int], random: Any, K: int, with_bias: bool, batched: bool
+) -> None:
+    """Any split of any permutation of a parameter's axes into (batch,) rows and columns, with a
+    bias beside it.
+    """
     axes = [f"a{k}" for k in range(len(shape))]
     order = random.sample(axes, len(axes))
     cut = random.randint(0, len(axes))
@@ -65,8 +72,13 @@ def test_random_patterns_against_einops(shape: list[int], random: Any, K: int, w
     for k in range(K):
         vector = expected[..., k].flatten()
         views = layout.views(vector)
-        assert all(torch.equal(views[name].reshape(t.shape[:-1]), t[..., k]) for name, t in tree.items())
-        assert all(t.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr() for t in views.values())
+        assert all(
+            torch.equal(views[name].reshape(t.shape[:-1]), t[..., k]) for name, t in tree.items()
+        )
+        assert all(
+            t.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+            for t in views.values()
+        )
     for memory in (v, v.contiguous(), v.T.contiguous().T):
         back = layout.split(memory)
         assert list(back) == list(patterns)
@@ -74,11 +86,21 @@ def test_random_patterns_against_einops(shape: list[int], random: Any, K: int, w
 
 
 def test_special_layouts() -> None:
-    """Sizes that tell axes apart, axes of size one, plain reshapes, which are views, and parts of any strides."""
-    layout, w = Layout({"w": "(g o) i k -> g o (i k)"}, {"w": (6, 2, 5)}, {"g": 3}), normal(6, 2, 5, 4)
+    """Sizes that tell axes apart, axes of size one, plain reshapes, which are views, and parts of
+    any strides.
+    """
+    layout, w = (
+        Layout({"w": "(g o) i k -> g o (i k)"}, {"w": (6, 2, 5)}, {"g": 3}),
+        normal(6, 2, 5, 4),
+    )
     assert layout.matrix_shape == (3, 2, 10)
     assert torch.equal(layout.join({"w": w}), w.reshape(60, 4))
-    for pattern, shape in (("d0 d1 -> 1 (d0 d1)", (2, 3)), ("-> 1 1", ()), ("-> 1 ()", ()), ("1 d -> d 1", (1, 3))):
+    for pattern, shape in (
+        ("d0 d1 -> 1 (d0 d1)", (2, 3)),
+        ("-> 1 1", ()),
+        ("-> 1 ()", ()),
+        ("1 d -> d 1", (1, 3)),
+    ):
         p = normal(*shape, 2)
         layout = Layout({"p": pattern}, {"p": shape})
         assert torch.equal(layout.split(layout.join({"p": p}))["p"], p)
@@ -91,7 +113,8 @@ def test_special_layouts() -> None:
     assert torch.equal(layout.join(tree), torch.stack([w, b], 1).reshape(4, 1))
 
 
-# Blocks --------------------------------------------------------------------------------------------------------------
+# Blocks
+# --------------------------------------------------------------------------------------------------
 
 
 def blocks() -> tuple[BlockDiagonal, torch.Tensor]:
@@ -101,7 +124,9 @@ def blocks() -> tuple[BlockDiagonal, torch.Tensor]:
 
 
 def renamed(K: BlockDiagonal) -> BlockDiagonal:
-    """The same matrix of another network, whose blocks and parameters have other names and another order."""
+    """The same matrix of another network, whose blocks and parameters have other names and another
+    order.
+    """
     new = {name: f"model.{name}" for name in K.space.names}
     layouts = {
         f"other {block}": Layout(
@@ -112,7 +137,9 @@ def renamed(K: BlockDiagonal) -> BlockDiagonal:
         for block, layout in reversed(K.layouts.items())
     }
     blocks = {f"other {block}": operator for block, operator in reversed(K.blocks.items())}
-    return BlockDiagonal(blocks, layouts, Space({new[name]: shape for name, shape in K.space.shapes.items()}))
+    return BlockDiagonal(
+        blocks, layouts, Space({new[name]: shape for name, shape in K.space.shapes.items()})
+    )
 
 
 def test_arithmetic_keeps_the_blocks() -> None:
@@ -141,14 +168,18 @@ def test_arithmetic_keeps_the_blocks() -> None:
     layouts = {name: Layout({name: "o i -> o i"}, {name: (2, 2)}) for name in "ab"}
     P = {name: Dense(psd(4, 4, seed=k), Structure.PSD) for k, name in enumerate("ab")}
     alike, reverse = (
-        BlockDiagonal(dict(p), layouts, Space({"a": (2, 2), "b": (2, 2)})) for p in (P.items(), [*P.items()][::-1])
+        BlockDiagonal(dict(p), layouts, Space({"a": (2, 2), "b": (2, 2)}))
+        for p in (P.items(), [*P.items()][::-1])
     )
     close((alike + reverse).to_dense(), 2 * torch.block_diag(P["a"].matrix, P["b"].matrix))
     shapes = K.space.shapes
     pattern = {
-        name: f"{(axes := ' '.join(f'a{k}' for k in range(len(s))))} -> 1 ({axes})" for name, s in shapes.items()
+        name: f"{(axes := ' '.join(f'a{k}' for k in range(len(s))))} -> 1 ({axes})"
+        for name, s in shapes.items()
     }
-    total = K + BlockDiagonal({"all": Diagonal(torch.ones(n, dtype=F64))}, {"all": Layout(pattern, shapes)}, K.space)
+    total = K + BlockDiagonal(
+        {"all": Diagonal(torch.ones(n, dtype=F64))}, {"all": Layout(pattern, shapes)}, K.space
+    )
     assert isinstance(total, Sum)
     close(total.to_dense(), M + eye_like(M))
 
@@ -156,7 +187,10 @@ def test_arithmetic_keeps_the_blocks() -> None:
 def test_results_own_their_memory() -> None:
     space = Space.from_shapes({"w": (2, 2)})
     one = {"b": Layout({"w": "o i -> o i"}, space.shapes)}
-    (BlockDiagonal({"b": IdentityLinearOperator([(4,)], dtype=F64)}, one, space) @ (x := normal(4))).zero_()
+    (
+        BlockDiagonal({"b": IdentityLinearOperator([(4,)], dtype=F64)}, one, space)
+        @ (x := normal(4))
+    ).zero_()
     assert x.abs().sum() > 0
 
 
@@ -164,10 +198,22 @@ def test_states_of_block_diagonal_matrices() -> None:
     K, _ = blocks()
     total = K + K._with({**K.blocks, "conv": Kronecker(psd(2, 2, seed=8), psd(7, 7, seed=9))})
     exact = K._with(
-        {**K.blocks, "scale": Dense(torch.diag(torch.tensor([1.0, 1e-30, 1]).double()), Structure.PSD, 0.0)}
+        {
+            **K.blocks,
+            "scale": Dense(torch.diag(torch.tensor([1.0, 1e-30, 1]).double()), Structure.PSD, 0.0),
+        }
     )
     general = K._with({**K.blocks, "scale": Dense(normal(3, 3))})
-    for A in (K, 2 * K, K.shift(0.1), total, total.nearest_kronecker(), K.inverse(0.1), exact, general):
+    for A in (
+        K,
+        2 * K,
+        K.shift(0.1),
+        total,
+        total.nearest_kronecker(),
+        K.inverse(0.1),
+        exact,
+        general,
+    ):
         torch.save(A.state_dict(), file := BytesIO())
         file.seek(0)
         B = BlockDiagonal.from_state_dict(torch.load(file, weights_only=True))
@@ -176,7 +222,13 @@ def test_states_of_block_diagonal_matrices() -> None:
         assert (B.structure, list(B.blocks), B.space) == (A.structure, list(A.blocks), A.space)
         if A is not total:
             torch.testing.assert_close(B.det, A.det)
-    for path in (("layouts",), ("layouts", "fc", "patterns"), ("space", "scale"), ("blocks", "fc"), ("class",)):
+    for path in (
+        ("layouts",),
+        ("layouts", "fc", "patterns"),
+        ("space", "scale"),
+        ("blocks", "fc"),
+        ("class",),
+    ):
         state = inner = total.state_dict()
         for key in path[:-1]:
             inner = inner[key]
@@ -204,7 +256,10 @@ def test_nearest_kronecker() -> None:
 
 
 SPACE = Space.from_shapes({"w": (2, 2), "b": (2,)})
-LAYOUTS = {"w": Layout({"w": "o i -> o i"}, {"w": (2, 2)}), "b": Layout({"b": "o -> o 1"}, {"b": (2,)})}
+LAYOUTS = {
+    "w": Layout({"w": "o i -> o i"}, {"w": (2, 2)}),
+    "b": Layout({"b": "o -> o 1"}, {"b": (2,)}),
+}
 BLOCKS = {"w": Dense(torch.eye(4), Structure.PSD), "b": Diagonal(torch.ones(2))}
 K2 = BlockDiagonal(BLOCKS, LAYOUTS, SPACE)
 

@@ -24,7 +24,12 @@ def rows(kind: str, m: int) -> Tensor:  # -> [m, D]
     if kind == "decaying":
         return X * torch.logspace(0, -6, D, dtype=F64) @ torch.linalg.qr(normal(D, D, seed=1))[0]
     if kind == "of all sizes":
-        return X * torch.logspace(0, -12, D, dtype=F64)[torch.randperm(D, generator=torch.Generator().manual_seed(0))]
+        return (
+            X
+            * torch.logspace(0, -12, D, dtype=F64)[
+                torch.randperm(D, generator=torch.Generator().manual_seed(0))
+            ]
+        )
     if kind == "with a mean":
         return X / 10 + 10
     if kind == "with dead units":
@@ -36,7 +41,15 @@ def rows(kind: str, m: int) -> Tensor:  # -> [m, D]
     return X
 
 
-KINDS = ["normal", "decaying", "of all sizes", "with a mean", "with dead units", "repeated", "clustered"]
+KINDS = [
+    "normal",
+    "decaying",
+    "of all sizes",
+    "with a mean",
+    "with dead units",
+    "repeated",
+    "clustered",
+]
 
 
 def check(M: Tensor, values: Tensor, Q: Tensor) -> None:
@@ -60,13 +73,19 @@ def test_eigh_of_every_rank(kind: str, m: int, dtype: torch.dtype) -> None:
     check(M, values, Q)
     assert torch.equal(M, before)
     error = float(60 * torch.finfo(dtype).eps * values[-1])
-    torch.testing.assert_close(values.double(), torch.linalg.eigvalsh(M.double()), rtol=0, atol=error)
+    torch.testing.assert_close(
+        values.double(), torch.linalg.eigvalsh(M.double()), rtol=0, atol=error
+    )
 
 
 def test_the_check_can_fail() -> None:
     values, Q = torch.linalg.eigh(M := psd(50, 50))
     check(M, values, Q)
-    for wrong in ((values * (1 + 1e-12), Q), (values, Q * (1 + 1e-13)), (values.flip(0), Q.flip(1))):
+    for wrong in (
+        (values * (1 + 1e-12), Q),
+        (values, Q * (1 + 1e-13)),
+        (values.flip(0), Q.flip(1)),
+    ):
         with pytest.raises(AssertionError):
             check(M, *wrong)
 
@@ -75,7 +94,12 @@ def test_a_low_rank_leaves_a_small_problem(monkeypatch: pytest.MonkeyPatch) -> N
     """Dead units are a low rank, too."""
     seen, plain = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda M: seen.append(M.shape[-1]) or plain(M))
-    for kind, m, size in (("normal", 30, 30), ("normal", 300, D), ("with dead units", 150, 150), ("repeated", 50, 1)):
+    for kind, m, size in (
+        ("normal", 30, 30),
+        ("normal", 300, D),
+        ("with dead units", 150, 150),
+        ("repeated", 50, 1),
+    ):
         X = rows(kind, m)
         values, _ = eigh(X.T @ X, semidefinite=True)
         assert seen == [size], kind
@@ -115,7 +139,9 @@ def test_what_has_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for failing in ([F32], [F32, F64]):
         for result in (torch.nan, None):
 
-            def fails(M: Tensor, failing: list = failing, result: float | None = result) -> tuple[Tensor, Tensor]:
+            def fails(
+                M: Tensor, failing: list = failing, result: float | None = result
+            ) -> tuple[Tensor, Tensor]:
                 if M.dtype in failing and result is None:
                     raise RuntimeError("linalg.eigh: failed to converge")
                 return plain(M) if M.dtype not in failing else (M[0] * torch.nan, M * torch.nan)
@@ -127,25 +153,33 @@ def test_what_has_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.testing.assert_close(Q * values @ Q.T, M)
             else:
                 with pytest.raises(
-                    NumericsError, match=r"of factor A \[4, 4\] failed in every precision \(torch.float3"
+                    NumericsError,
+                    match=r"of factor A \[4, 4\] failed in every precision \(torch.float3",
                 ):
                     eigh(M, "factor A")
 
 
-# On several threads ---------------------------------------------------------------------------------
+# On several threads
+# ---------------------------------------------------------------------------------
 
 
 def many_blocks() -> BlockDiagonal:
     sizes = {"w0": (2, 101), "w1": (3, 102), "w2": (120, 2)}
     layouts = {name: Layout({name: "o i -> o i"}, {name: size}) for name, size in sizes.items()}
-    return BlockDiagonal({n: Kronecker(psd(o, o), psd(i, i)) for n, (o, i) in sizes.items()}, layouts, Space(sizes))
+    return BlockDiagonal(
+        {n: Kronecker(psd(o, o), psd(i, i)) for n, (o, i) in sizes.items()}, layouts, Space(sizes)
+    )
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_blocks_are_decomposed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results in order, from threads of their own; errors say what they are about."""
     v, seen, plain = normal(many_blocks().shape[0]), set(), torch.linalg.eigh
-    forms = (lambda K: K.inverse(0.1) @ v, lambda K: K.shift(0.1).logdet, lambda K: K.power(-0.5, 0.1) @ v)
+    forms = (
+        lambda K: K.inverse(0.1) @ v,
+        lambda K: K.shift(0.1).logdet,
+        lambda K: K.power(-0.5, 0.1) @ v,
+    )
     torch.set_num_threads(1)
     expected = [form(many_blocks()) for form in forms]
     torch.set_num_threads(2)

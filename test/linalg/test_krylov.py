@@ -67,13 +67,17 @@ def quietly(solve: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @each_solver
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16])
 def test_solves(solver, dtype: torch.dtype, device: torch.device) -> None:
-    """Columns of every scale, one of zeros; half precision is computed in float32; autocast changes nothing."""
+    """Columns of every scale, one of zeros; half precision is computed in float32; autocast changes
+    nothing.
+    """
     M = psd(20, 20).to(dtype)
     scales = torch.tensor([1, 0, 1e-30, 1e25], dtype=F64)
     b = (normal(20, 4) * scales).to(device, dtype)
     exact = torch.linalg.solve(M.double(), b.cpu().double()) / scales.where(scales > 0, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
+        x, info = quietly(
+            solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {})
+        )
     assert (x.dtype, x.device.type) == (dtype, device.type)
     assert not x[:, 1].any()
     found = x.cpu().double() / scales.where(scales > 0, 1)
@@ -125,7 +129,9 @@ def test_columns_end_by_themselves(solver) -> None:
 @each_solver
 @pytest.mark.parametrize("condition", [1e2, 1e8])
 @pytest.mark.parametrize("dtype", [F64, F32])
-def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, dtype: torch.dtype) -> None:
+def test_ill_conditioned_meets_its_tolerance_or_warns(
+    solver, condition: float, dtype: torch.dtype
+) -> None:
     """Never neither; and what `info` says is true, whatever the scale of the matrix."""
     M = 1e-9 * with_eigenvalues(spread(60, condition)).to(dtype)
     b = torch.cat([normal(60, 2).to(dtype), 1e9 * M @ normal(60, 2, seed=1).to(dtype)], dim=1)
@@ -134,13 +140,20 @@ def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, 
         x, info = solver(Dense(M, PSD), b)
     true = residual(M, x, b)
     # Rounding in the last residual alone.
-    slack = torch.finfo(dtype).eps * 60e-9 * torch.linalg.vector_norm(x.double(), dim=0) / b.double().norm(dim=0)
+    slack = (
+        torch.finfo(dtype).eps
+        * 60e-9
+        * torch.linalg.vector_norm(x.double(), dim=0)
+        / b.double().norm(dim=0)
+    )
     assert ((info.relative_residual - true).abs() <= 1e-3 * true + slack).all()
     assert bool(info.converged.all()) == (not caught)
     if solver is not lsmr:
         assert torch.equal(info.converged, info.relative_residual <= 1e-5)
         if dtype == F64:
-            assert info.converged.tolist() == ([True] * 4 if condition == 1e2 else [False, False, True, True])
+            assert info.converged.tolist() == (
+                [True] * 4 if condition == 1e2 else [False, False, True, True]
+            )
     if caught:
         assert f"{info.relative_residual[~info.converged].max():.1e}" in str(caught[0].message)
 
@@ -148,7 +161,9 @@ def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, 
 @each_solver
 def test_the_iteration_limit(solver) -> None:
     A = Dense(with_eigenvalues(spread(30, 1e4)), PSD)
-    with pytest.warns(CurvatureWarning, match=r"for 1 of 1 columns; .* after 3 iterations .* limit 3 reached"):
+    with pytest.warns(
+        CurvatureWarning, match=r"for 1 of 1 columns; .* after 3 iterations .* limit 3 reached"
+    ):
         _, info = solver(A, normal(30), max_iter=3)
     assert info.iterations == 3
     with pytest.warns(CurvatureWarning, match="after 0 iterations is 1.0e"):
@@ -175,7 +190,8 @@ def test_refused(call: Callable[[], Any], error: type[Exception], message: str) 
         call()
 
 
-# The methods themselves ----------------------------------------------------------------------------------------------
+# The methods themselves
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
@@ -184,7 +200,9 @@ def test_the_iterates_of_cg_are_scipys(steps: int) -> None:
     P = torch.diag(1 / M.diagonal())
     for own, their in ((None, None), (Dense(P, PSD), P.numpy())):
         x, _ = quietly(cg, Dense(M, PSD), b, preconditioner=own, max_iter=steps, tol=0.0)
-        close(x, torch.from_numpy(sla.cg(M.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=their)[0]))
+        close(
+            x, torch.from_numpy(sla.cg(M.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=their)[0])
+        )
 
 
 def test_cg_reports_negative_and_zero_curvature() -> None:
@@ -205,7 +223,9 @@ def test_cg_reports_negative_and_zero_curvature() -> None:
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_minres_of_a_singular_indefinite_system(dtype: torch.dtype) -> None:
     """The residual is about the least there is."""
-    M = with_eigenvalues(torch.cat([torch.zeros(5, dtype=F64), spread(18, 1e2), -0.9 * spread(17, 1e2)]))
+    M = with_eigenvalues(
+        torch.cat([torch.zeros(5, dtype=F64), spread(18, 1e2), -0.9 * spread(17, 1e2)])
+    )
     b = normal(40, 3, seed=1).to(dtype)
     b[:, 1] = (M @ M @ b[:, 1].double()).to(dtype)  # this one in the range
     least = torch.linalg.pinv(M, rtol=1e-10, hermitian=True) @ b.double()
@@ -228,7 +248,11 @@ def test_tolerances_and_preconditioners(solver) -> None:
     A, b = Dense(M, PSD), normal(60, 3)
     P = torch.linalg.inv(M + 1e-3 * torch.eye(60, dtype=F64))
     _, plain = solver(A, b)
-    for preconditioner in (Dense(P, PSD), Dense(P.float(), PSD), lambda R: P @ R):  # also in a lower precision
+    for preconditioner in (
+        Dense(P, PSD),
+        Dense(P.float(), PSD),
+        lambda R: P @ R,
+    ):  # also in a lower precision
         x, info = solver(A, b, preconditioner=preconditioner)
         assert info.iterations < plain.iterations / 3
         assert residual(M, x, b).max() <= 1.01e-5
@@ -237,7 +261,9 @@ def test_tolerances_and_preconditioners(solver) -> None:
     assert not info.converged.any()
 
 
-@pytest.mark.parametrize(("shape", "damp"), [((9, 4), 0.0), ((4, 9), 0.0), ((4, 9), 0.5), ((6, 6), 0.5)])
+@pytest.mark.parametrize(
+    ("shape", "damp"), [((9, 4), 0.0), ((4, 9), 0.0), ((4, 9), 0.5), ((6, 6), 0.5)]
+)
 def test_lsmr_is_the_damped_pseudo_inverse(shape: tuple[int, int], damp: float) -> None:
     M, b = normal(*shape), normal(shape[0], 3, seed=1)
     x, info = lsmr(Dense(M), b, damp=damp, atol=1e-12, btol=1e-12)
@@ -251,8 +277,15 @@ def test_lsmr_is_the_damped_pseudo_inverse(shape: tuple[int, int], damp: float) 
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_neumann_is_its_series(preconditioned: bool) -> None:
     M, b = normal(6, 6) / 4 + torch.eye(6, dtype=F64), normal(6, 2)
-    P = normal(6, 6, seed=1) / 4 + torch.eye(6, dtype=F64) if preconditioned else torch.eye(6, dtype=F64)
-    expected = sum(0.3 * P @ torch.linalg.matrix_power(torch.eye(6, dtype=F64) - 0.3 * M @ P, k) for k in range(4))
+    P = (
+        normal(6, 6, seed=1) / 4 + torch.eye(6, dtype=F64)
+        if preconditioned
+        else torch.eye(6, dtype=F64)
+    )
+    expected = sum(
+        0.3 * P @ torch.linalg.matrix_power(torch.eye(6, dtype=F64) - 0.3 * M @ P, k)
+        for k in range(4)
+    )
     options = {"num_terms": 3, "scale": 0.3, "preconditioner": Dense(P) if preconditioned else None}
     x, info = quietly(neumann, Dense(M), b, **options)
     close(x, expected @ b)
@@ -270,13 +303,20 @@ def test_neumann_ends() -> None:
     assert 5 < info.iterations < 15
     assert info.converged.all()
     assert (x[:, 1] == 0).all()
-    with pytest.warns(CurvatureWarning, match=r"missed tol=1e-12 for 1 of 2 .*after 6 .*: add terms, decrease scale"):
+    with pytest.warns(
+        CurvatureWarning,
+        match=r"missed tol=1e-12 for 1 of 2 .*after 6 .*: add terms, decrease scale",
+    ):
         neumann(A, b, num_terms=5, tol=1e-12)
-    with pytest.warns(CurvatureWarning, match="missed a residual below that of x = 0.*: add terms, decrease scale=2 b"):
+    with pytest.warns(
+        CurvatureWarning,
+        match="missed a residual below that of x = 0.*: add terms, decrease scale=2 b",
+    ):
         neumann(A, b, num_terms=5, scale=2.0)
 
 
-# The operators -------------------------------------------------------------------------------------------------------
+# The operators
+# --------------------------------------------------------------------------------------------------
 
 INVERSES = {
     "cg": lambda A: CGInverseLinearOperator(A, tolerance=1e-12),
@@ -300,12 +340,16 @@ def test_inverses_as_operators(make) -> None:
     close(X[:, :2].T @ inverse, X[:, :2].T @ expected)
     assert inverse.info.converged.shape == (2,)  # that of the last product
     close(inverse.adjoint() @ X, expected @ X)
-    np.testing.assert_allclose(inverse.to_scipy().H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8)
+    np.testing.assert_allclose(
+        inverse.to_scipy().H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8
+    )
     x = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad((inverse @ x).square().sum(), x)
     close(gradient, 2 * expected @ expected @ X)
     v = X[:, 0].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(inverse.shift(0.1).quadratic_form(v), v)  # a part of which has a graph anyway
+    (gradient,) = torch.autograd.grad(
+        inverse.shift(0.1).quadratic_form(v), v
+    )  # a part of which has a graph anyway
     close(gradient, 2 * (expected @ v + 0.1 * v).detach())
     moved = make(Dense(M, PSD)).to(dtype=F32)
     assert moved.dtype == F32
@@ -329,17 +373,30 @@ def test_the_keywords_of_curvlinops() -> None:
     close(inverse @ b, expected)
     assert inverse.options["tol"] == 1e-12
     assert inverse.to(dtype=F32).options["preconditioner"].dtype == F32
-    inverse = LSMRInverseLinearOperator(A, damp=0.0, atol=1e-13, btol=1e-13, conlim=0, maxiter=50, show=False, x0=None)
+    inverse = LSMRInverseLinearOperator(
+        A, damp=0.0, atol=1e-13, btol=1e-13, conlim=0, maxiter=50, show=False, x0=None
+    )
     close(inverse @ b, expected)
     close(NeumannInverseLinearOperator(A, 400, 0.5, True) @ b, expected)
-    attributes = {"shape": (6, 6), "dtype": F64, "device": "cpu", "T": M, "__matmul__": lambda self, x: M @ x}
+    attributes = {
+        "shape": (6, 6),
+        "dtype": F64,
+        "device": "cpu",
+        "T": M,
+        "__matmul__": lambda self, x: M @ x,
+    }
     theirs: Any = type("OperatorOfCurvlinops", (), attributes)()
     close(LSMRInverseLinearOperator(theirs, atol=0, btol=0) @ b, expected)
     close(NeumannInverseLinearOperator(theirs, 400, 0.5) @ b, expected)
-    # Tolerances of 0 are SciPy's, also for a matrix in float32: its precision as tolerance is too loose.
+    # Tolerances of 0 are SciPy's, also for a matrix in float32: its precision as tolerance is too
+    # loose.
     N = normal(30, 5) @ normal(30, 5).T / 5 + 0.02 * torch.eye(30, dtype=F64)
-    x = LSMRInverseLinearOperator(Dense(N.float(), PSD), atol=0, btol=0, maxiter=60) @ torch.ones(30)
-    of_scipy = sla.lsmr(Dense(N.float(), PSD).to_scipy(), np.ones(30), atol=0, btol=0, maxiter=60)[0]
+    x = LSMRInverseLinearOperator(Dense(N.float(), PSD), atol=0, btol=0, maxiter=60) @ torch.ones(
+        30
+    )
+    of_scipy = sla.lsmr(Dense(N.float(), PSD).to_scipy(), np.ones(30), atol=0, btol=0, maxiter=60)[
+        0
+    ]
     assert (x - torch.from_numpy(of_scipy)).norm() < 1e-5 * x.norm()
     inverse = CGInverseLinearOperator(A @ A, tolerance=1e-12, max_iter=200)
     assert inverse.T is inverse

@@ -66,7 +66,9 @@ def test_products(case: Case, dtype: torch.dtype) -> None:
 
 @each_case
 def test_forms(case: Case) -> None:
-    """Every container type gives the same numbers, and is returned; from the left columns of tensors come first."""
+    """Every container type gives the same numbers, and is returned; from the left columns of
+    tensors come first.
+    """
     A, M = case.make(F64)
     for product, space, out, D in (
         (lambda X: A @ X, A.in_space, A.out_space, M),
@@ -82,7 +84,9 @@ def test_forms(case: Case) -> None:
             tree = space.unflatten(X)
             answer = product(tree)
             assert list(answer) == out.names
-            assert [tuple(t.shape) for t in answer.values()] == [(*shape, *columns) for shape in out.shapes.values()]
+            assert [tuple(t.shape) for t in answer.values()] == [
+                (*shape, *columns) for shape in out.shapes.values()
+            ]
             close(out.flatten(answer), Y)
             for container in (list, tuple):
                 answer = product(container(tree.values()))
@@ -129,7 +133,11 @@ def test_numbers(case: Case, dtype: torch.dtype) -> None:
         "trace": lambda: M.trace(),
         "frobenius_norm": lambda: torch.linalg.matrix_norm(M),
         "diagonal": lambda: M.diagonal(),
-        "logdet": lambda: torch.linalg.slogdet(M)[1] if torch.linalg.det(M) >= 0 else torch.tensor(nan, dtype=dtype),
+        "logdet": lambda: (
+            torch.linalg.slogdet(M)[1]
+            if torch.linalg.det(M) >= 0
+            else torch.tensor(nan, dtype=dtype)
+        ),
     }
     for form, value in expected.items():
         if form not in case.without:
@@ -141,19 +149,27 @@ def test_numbers(case: Case, dtype: torch.dtype) -> None:
         close(A.eigenvalues().sort().values, torch.linalg.eigvalsh(M))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "frobenius_norm" not in case.without], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "frobenius_norm" not in case.without], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_norms_whose_squares_are_no_single_precision_numbers(case: Case, scale: float) -> None:
     A, M = case.make(torch.float32)
     size = (scale * A).frobenius_norm
     assert size.dtype == torch.float32
-    torch.testing.assert_close(size.double() / scale, torch.linalg.matrix_norm(M.double()), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        size.double() / scale, torch.linalg.matrix_norm(M.double()), rtol=1e-4, atol=0
+    )
 
 
 @each_case
 def test_inverse(case: Case, dtype: torch.dtype) -> None:
     A, M = case.make(dtype)
-    for form, damping in (("inverse", 0.0), ("damped_inverse", 0.1), ("damped_inverse", torch.tensor(0.2))):
+    for form, damping in (
+        ("inverse", 0.0),
+        ("damped_inverse", 0.1),
+        ("damped_inverse", torch.tensor(0.2)),
+    ):
         if form not in case.without:
             inverse = A.inverse(damping)
             close((inverse @ A.shift(damping)).to_dense(), eye_like(M))
@@ -217,7 +233,9 @@ def test_quadratic_form(case: Case, dtype: torch.dtype) -> None:
 
 @each_case
 def test_sample(case: Case) -> None:
-    """Its covariance, and that a generator gives the same draws for any number of them, in every dtype."""
+    """Its covariance, and that a generator gives the same draws for any number of them, in every
+    dtype.
+    """
     (A, M), (A32, _), num = case.make(F64), case.make(torch.float32), 4000
     if "sample" in case.without:
         return
@@ -232,7 +250,9 @@ def test_sample(case: Case) -> None:
 
 
 def test_sample_does_not_depend_on_the_choice_of_eigenvectors() -> None:
-    """Those of equal eigenvalues are any basis, another one for each rounding: the root that is drawn with is not."""
+    """Those of equal eigenvalues are any basis, another one for each rounding: the root that is
+    drawn with is not.
+    """
     torch.manual_seed(0)
     Q = torch.linalg.qr(torch.randn(6, 6, dtype=F64)).Q
     values = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 2.0], dtype=F64)
@@ -281,9 +301,16 @@ def test_to_another_dtype_and_device(case: Case, device: torch.device) -> None:
             A.to(dtype=torch.float32)
         return
     B = A.to(device, torch.float32)
-    assert (B.dtype, B.device.type, B.in_space, B.structure) == (torch.float32, device.type, A.in_space, A.structure)
+    assert (B.dtype, B.device.type, B.in_space, B.structure) == (
+        torch.float32,
+        device.type,
+        A.in_space,
+        A.structure,
+    )
     close(B.to_dense().cpu(), M.float())
-    close((B @ normal(M.shape[1]).to(device, torch.float32)).cpu(), (M @ normal(M.shape[1])).float())
+    close(
+        (B @ normal(M.shape[1]).to(device, torch.float32)).cpu(), (M @ normal(M.shape[1])).float()
+    )
     for form in FORMS[:5]:
         if form not in case.without:
             apply_form(B, form)

@@ -1,4 +1,6 @@
-"""Gram products and their sums, Cholesky decompositions, zeros and random numbers, also of bad input."""
+"""Gram products and their sums, Cholesky decompositions, zeros and random numbers, also of bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg import Dense, Kronecker, Structure, cholesky_inverse, eigh, gram, numerics, psd_clip
+from curvlinops_plus.linalg import (
+    Dense,
+    Kronecker,
+    Structure,
+    cholesky_inverse,
+    eigh,
+    gram,
+    numerics,
+    psd_clip,
+)
 from curvlinops_plus.linalg.gram_sum import add_gram, mirror
 
 from .cases import F64, normal, psd
@@ -20,7 +31,9 @@ F32 = torch.float32
 
 def near(found: Tensor, expected: Tensor) -> None:
     """Up to rounding of sums in the dtype of what was found."""
-    tolerance = {"rtol": 1e-12, "atol": 1e-10} if found.dtype == F64 else {"rtol": 1e-4, "atol": 1e-3}
+    tolerance = (
+        {"rtol": 1e-12, "atol": 1e-10} if found.dtype == F64 else {"rtol": 1e-4, "atol": 1e-3}
+    )
     torch.testing.assert_close(found.double(), expected.double(), **tolerance)
 
 
@@ -41,7 +54,9 @@ def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F64, F32])
 @pytest.mark.parametrize("d", [1, 3, 130, 600])
 def test_sums_of_gram_matrices(d: int, dtype: torch.dtype) -> None:
-    """Of pieces of every length, in place in one triangle, of which the other one is read in between."""
+    """Of pieces of every length, in place in one triangle, of which the other one is read in
+    between.
+    """
     total, expected = torch.zeros(d, d, dtype=dtype), torch.zeros(d, d, dtype=F64)
     turned = torch.zeros(d, d, dtype=dtype).T  # in another order in memory
     for step, M in enumerate((0, 1, 300, 70)):
@@ -56,11 +71,15 @@ def test_sums_of_gram_matrices(d: int, dtype: torch.dtype) -> None:
 
 
 def test_cholesky_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch; repeated in double precision; what it says where that fails, too, is a damping that works."""
+    """Of a batch; repeated in double precision; what it says where that fails, too, is a damping
+    that works.
+    """
     M, cholesky = psd(4, 4), torch.linalg.cholesky_ex
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.testing.assert_close(cholesky_inverse(M, 0.1), torch.linalg.inv(M + 0.1 * torch.eye(4)))
+        torch.testing.assert_close(
+            cholesky_inverse(M, 0.1), torch.linalg.inv(M + 0.1 * torch.eye(4))
+        )
     batch, damping = psd(2, 3, 3), torch.tensor([0.1, 0.2], dtype=F64)
     expected = torch.linalg.inv(batch + damping[:, None, None] * torch.eye(3))
     torch.testing.assert_close(cholesky_inverse(batch, damping), expected)
@@ -81,9 +100,15 @@ def test_cholesky_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails_in_float32)
     M = M.float()
-    with pytest.warns(CurvatureWarning, match="of the matrix with damping 1.0e-01 failed in float32"):
-        torch.testing.assert_close(cholesky_inverse(M, 0.1), torch.linalg.inv(M + 0.1 * torch.eye(4)))
-    with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 is not positive definite in torch.float32"):
+    with pytest.warns(
+        CurvatureWarning, match="of the matrix with damping 1.0e-01 failed in float32"
+    ):
+        torch.testing.assert_close(
+            cholesky_inverse(M, 0.1), torch.linalg.inv(M + 0.1 * torch.eye(4))
+        )
+    with pytest.raises(
+        SingularMatrixError, match=r"with damping 1.0e-01 is not positive definite in torch.float32"
+    ):
         cholesky_inverse(M, 0.1, retry_double_precision=False)
 
 
@@ -92,14 +117,19 @@ def test_cholesky_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matrices_that_are_not_finite(function: Any, bad: float) -> None:
     M = torch.eye(3)
     M[1, 2] = bad
-    with pytest.raises(NumericsError, match=r"the matrix \[3, 3\] has 1 entries that are NaN or infinite.*half precis"):
+    with pytest.raises(
+        NumericsError,
+        match=r"the matrix \[3, 3\] has 1 entries that are NaN or infinite.*half precis",
+    ):
         function(M)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_inverse_beside_an_input_of_another_scale(scale: float, dtype: torch.dtype) -> None:
-    """Small eigenvalues count where they are large for their rows; of a rank that is low, the others don't."""
+    """Small eigenvalues count where they are large for their rows; of a rank that is low, the
+    others don't.
+    """
     X, v = normal(500, 8) @ normal(8, 8, seed=1), torch.ones(8, dtype=F64)
     X[:, 0] = scale * (1 + 0.3 * normal(500))
     M = X.T @ X / 500
@@ -115,13 +145,19 @@ def test_zeros_norms_and_random_numbers() -> None:
     values = torch.tensor([[-1e-3, 1e-9, 1.0], [0.0, 0.0, 0.0], [-3.0, -2.0, -1.0]])
     assert psd_clip(values).tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
     assert torch.equal(psd_clip(values[0], rtol=0.0), torch.tensor([0.0, 1e-9, 1.0]))
-    # Above √eps times its own scale an eigenvalue counts, but not above d times that, which none can be.
+    # Above √eps times its own scale an eigenvalue counts, but not above d times that, which none
+    # can be.
     assert psd_clip(torch.tensor([1e-9, 1.0]), scales=torch.tensor([1e-9, 0.5]))[0] > 0
     assert psd_clip(torch.tensor([1e-9, 1.0]), scales=torch.tensor([1e-10, 0.5]))[0] == 0
     G, A = (s * normal(4, 4).float() for s in (1e-30, 1e25))
-    near(Kronecker(Dense(G), Dense(A)).frobenius_norm * 1e5, G.double().norm() * A.double().norm() * 1e5)
+    near(
+        Kronecker(Dense(G), Dense(A)).frobenius_norm * 1e5,
+        G.double().norm() * A.double().norm() * 1e5,
+    )
     like = torch.empty((), dtype=F64)
     draws = numerics.standard_normal(3, 4000, torch.Generator().manual_seed(0), like)
-    assert torch.equal(draws[:, :2], numerics.standard_normal(2, 4000, torch.Generator().manual_seed(0), like))
+    assert torch.equal(
+        draws[:, :2], numerics.standard_normal(2, 4000, torch.Generator().manual_seed(0), like)
+    )
     assert abs(draws.mean()) < 4 / 12000**0.5
     assert abs(draws.square().mean() - 1) < 4 * (2 / 12000) ** 0.5

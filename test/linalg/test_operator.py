@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curvlinops_plus.errors import NoClosedForm
-from curvlinops_plus.linalg import Dense, IdentityLinearOperator, LinearOperator, Scaled, Space, Structure, Sum
+from curvlinops_plus.linalg import (
+    Dense,
+    IdentityLinearOperator,
+    LinearOperator,
+    Scaled,
+    Space,
+    Structure,
+    Sum,
+)
 
 from .cases import F64, OnlyProducts, eye_like, normal, psd, symmetric
 from .test_laws import close
@@ -39,7 +47,12 @@ def test_structure_of_results() -> None:
 def test_adding_multiples_of_the_identity_shifts() -> None:
     M = psd(4, 4)
     A, eye = Dense(M, PSD), IdentityLinearOperator([(4,)], dtype=F64)
-    for shifted, delta in ((A + eye, 1.0), (2 * eye + A, 2.0), (A - 0.1 * eye, -0.1), (A + eye / 2, 0.5)):
+    for shifted, delta in (
+        (A + eye, 1.0),
+        (2 * eye + A, 2.0),
+        (A - 0.1 * eye, -0.1),
+        (A + eye / 2, 0.5),
+    ):
         assert isinstance(shifted, Scaled)
         close(shifted.to_dense(), M + delta * eye_like(M))
         close(shifted.logdet, torch.logdet(M + delta * eye_like(M)))
@@ -62,14 +75,20 @@ def test_nested_arithmetic() -> None:
         for scaled in (c * A, A * c, A / (1 / c)):
             close(scaled @ torch.ones(3, dtype=F64), 2 * M.sum(1))
     space = Space.from_shapes({"a": (2,), "b": (1,)})
-    for combined in (OnlyProducts(M, space) + A, A + OnlyProducts(M, space), A @ OnlyProducts(M, space)):
+    for combined in (
+        OnlyProducts(M, space) + A,
+        A + OnlyProducts(M, space),
+        A @ OnlyProducts(M, space),
+    ):
         assert combined.in_space == space  # a flat operator joins one with shapes
 
 
 @pytest.mark.parametrize("wide", [torch.float32, F64])
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrower_vectors_are_widened(narrow: torch.dtype, wide: torch.dtype) -> None:
-    """The result is that of the widened vector, in the operator's dtype; autocast changes nothing."""
+    """The result is that of the widened vector, in the operator's dtype; autocast changes
+    nothing.
+    """
     A, X = Dense(normal(3, 4).to(wide)), normal(4, 2).to(narrow)
     expected = A.to_dense() @ X.to(wide)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -84,7 +103,11 @@ def test_narrower_vectors_are_widened(narrow: torch.dtype, wide: torch.dtype) ->
         torch.bfloat16,
         np.float32,
     )
-    assert (Dense(torch.eye(3)) @ np.arange(6)[::-2]).tolist() == [5.0, 3.0, 1.0]  # integers, negative strides
+    assert (Dense(torch.eye(3)) @ np.arange(6)[::-2]).tolist() == [
+        5.0,
+        3.0,
+        1.0,
+    ]  # integers, negative strides
 
 
 class Triangle(LinearOperator):
@@ -116,14 +139,16 @@ def test_operators_of_users() -> None:
     assert {name: t.tolist() for name, t in answer.items()} == {"y": [2, 2]}
 
 
-# Spaces --------------------------------------------------------------------------------------------------------------
+# Spaces
+# --------------------------------------------------------------------------------------------------
 
 SPACE = Space.from_shapes({"weight": (2, 3), "scalar": (), "bias": (2,)})
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=2)
+    st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), max_size=2),
 )
 def test_round_trips(shapes: list[list[int]], K: list[int]) -> None:
     space = Space.from_shapes(shapes)
@@ -141,7 +166,10 @@ def test_views_names_and_order() -> None:
     v = normal(SPACE.dim, 2)
     SPACE.unflatten(v)["bias"].zero_()
     assert v[-2:].abs().sum() == 0
-    same, reordered = Space.from_shapes(dict(SPACE.shapes)), Space.from_shapes(dict(reversed(SPACE.shapes.items())))
+    same, reordered = (
+        Space.from_shapes(dict(SPACE.shapes)),
+        Space.from_shapes(dict(reversed(SPACE.shapes.items()))),
+    )
     anonymous = Space.from_shapes(list(SPACE.shapes.values()))
     assert same == SPACE
     assert hash(same) == hash(SPACE)
@@ -152,7 +180,8 @@ def test_views_names_and_order() -> None:
     assert not Space.from_shapes([(3, 3)]).matches(SPACE)
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
 
 A, RECTANGLE, T22 = Dense(torch.eye(3), PSD), Dense(torch.zeros(2, 3)), Space.from_shapes([(2, 2)])
 TWO = Space.from_shapes([(2,), (1,)])

@@ -34,9 +34,13 @@ def test_scipy_s_solvers(dtype: torch.dtype) -> None:
     values, vectors = sla.eigsh(S, k=3)
     assert S.dtype == values.dtype == np.float64
     by_size = expected[np.argsort(np.abs(expected))]
-    np.testing.assert_allclose(np.sort(values), np.sort(by_size[-3:]), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        np.sort(values), np.sort(by_size[-3:]), rtol=tolerance, atol=tolerance
+    )
     np.testing.assert_allclose(S @ vectors, vectors * values, atol=10 * tolerance)
-    largest = sla.svds(Dense(torch.from_numpy(MATRIX).to(dtype)).to_scipy(), k=1, return_singular_vectors=False)
+    largest = sla.svds(
+        Dense(torch.from_numpy(MATRIX).to(dtype)).to_scipy(), k=1, return_singular_vectors=False
+    )
     np.testing.assert_allclose(largest, np.linalg.norm(MATRIX, 2), rtol=10 * tolerance)
 
 
@@ -54,7 +58,10 @@ def test_to_scipy_takes_dtypes_of_both(given: Any) -> None:
     S = Dense(torch.from_numpy(MATRIX)).to_scipy(given)
     assert S.dtype == (S @ np.ones(6, dtype=int)).dtype == DTYPES[given]
     for kind in (np.float32, np.float64):
-        assert [(S @ np.ones(6, dtype=kind)).dtype, S.rmatvec(np.ones(4, dtype=kind)).dtype] == [kind, kind]
+        assert [(S @ np.ones(6, dtype=kind)).dtype, S.rmatvec(np.ones(4, dtype=kind)).dtype] == [
+            kind,
+            kind,
+        ]
 
 
 SOURCES: dict[str, Any] = {
@@ -81,11 +88,18 @@ def test_from_scipy(source: Any, device: torch.device) -> None:
         for B in (from_scipy(source, dtype, device), A.to(device, dtype)):
             assert B.dtype == (B @ x).dtype == dtype
             assert B.device.type == (B @ x).device.type == device.type
-            torch.testing.assert_close((B @ x).cpu().double(), M @ x.cpu().double(), rtol=bound, atol=bound)
+            torch.testing.assert_close(
+                (B @ x).cpu().double(), M @ x.cpu().double(), rtol=bound, atol=bound
+            )
 
 
 def test_dtypes_and_copies() -> None:
-    for given, expected in ((np.float64, F64), (np.float32, F32), (np.int64, F64), (np.float16, F32)):
+    for given, expected in (
+        (np.float64, F64),
+        (np.float32, F32),
+        (np.int64, F64),
+        (np.float16, F32),
+    ):
         assert from_scipy(np.eye(2, dtype=given)).dtype == expected
     assert from_scipy(scipy.sparse.eye(2, dtype=np.float32)).dtype == F32
     A = from_scipy(M := np.eye(2), structure=PSD)
@@ -140,7 +154,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
     (lambda: from_scipy(EYE), TypeError, "got a Dense"),
     (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-    (lambda: from_scipy(MATRIX, structure=PSD), ValueError, r"expected a PSD matrix to be square, got \[4, 6\]"),
+    (
+        lambda: from_scipy(MATRIX, structure=PSD),
+        ValueError,
+        r"expected a PSD matrix to be square, got \[4, 6\]",
+    ),
     (lambda: sla.eigsh(EYE, k=1), TypeError, r"torch\.float32|not an array"),
 ]
 

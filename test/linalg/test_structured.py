@@ -1,4 +1,6 @@
-"""Matrices that hold their entries, and products of them: live tensors, zero eigenvalues, dampings, messages."""
+"""Matrices that hold their entries, and products of them: live tensors, zero eigenvalues, dampings,
+messages.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import CurvatureWarning, NoClosedForm, NumericsError, SingularMatrixError
+from curvlinops_plus.errors import (
+    CurvatureWarning,
+    NoClosedForm,
+    NumericsError,
+    SingularMatrixError,
+)
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Dense,
@@ -33,7 +40,8 @@ from .test_laws import close
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
 
 
-# Remembered decompositions ---------------------------------------------------------------------------------------
+# Remembered decompositions
+# ---------------------------------------------------------------------------------------
 
 
 def test_decompositions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +62,8 @@ def test_decompositions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         close((grad + grad.T) / 2, torch.linalg.inv(M).detach())
 
 
-# Zero eigenvalues ----------------------------------------------------------------------------------------------------
+# Zero eigenvalues
+# --------------------------------------------------------------------------------------------------
 
 
 def low_rank(d: int, rank: int, dtype: torch.dtype = F64) -> Tensor:
@@ -71,7 +80,9 @@ def singular_operators(dtype: torch.dtype) -> dict[str, LinearOperator]:
         "kronecker G": Kronecker(M, psd(2, 2).to(dtype)),
         "kronecker both": Kronecker(M, M),
         "eigendecomposed": Eigendecomposed(Q, torch.tensor([1.0, 1e-20, -1e-20, 2.0], dtype=dtype)),
-        "eigendecomposed, positive": Eigendecomposed(Q, torch.tensor([1.0, 1e-20, 1e-20, 2.0], dtype=dtype)),
+        "eigendecomposed, positive": Eigendecomposed(
+            Q, torch.tensor([1.0, 1e-20, 1e-20, 2.0], dtype=dtype)
+        ),
         "zero": Dense(0 * M, PSD),
         "scaled": 3 * Dense(M, PSD),
     }
@@ -85,11 +96,17 @@ def test_singular_matrices(name: str, dtype: torch.dtype) -> None:
     assert (A.logdet.item(), A.det.item()) == (-inf, 0)
     assert bool((A.eigenvalues() >= 0).all())
     message = r"singular: \d+ of its \d+ eigenvalues count as zero.*RelativeDamping"
-    for function in (lambda: A.inverse(), lambda: A.inverse(torch.tensor(0.0)), lambda: A.power(-0.5)):
+    for function in (
+        lambda: A.inverse(),
+        lambda: A.inverse(torch.tensor(0.0)),
+        lambda: A.power(-0.5),
+    ):
         with pytest.raises(SingularMatrixError, match=message):
             function()
     root = A.power(0.5).to_dense()
-    torch.testing.assert_close(root @ root, M, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9)
+    torch.testing.assert_close(
+        root @ root, M, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-9
+    )
     inverse = A.inverse(0.1)
     assert torch.isfinite(inverse.logdet)
     torch.testing.assert_close(inverse.logdet, -A.shift(0.1).logdet, rtol=1e-3, atol=1e-3)
@@ -104,9 +121,13 @@ def test_which_eigenvalues_are_zero() -> None:
     values, of_twelve = torch.tensor([1.0, 1e-3]), torch.tensor([1.0] * 11 + [1e-6])
     assert torch.isfinite(Eigendecomposed(Dense(torch.eye(2)), values).logdet)
     assert Eigendecomposed(Dense(torch.eye(2)), values, rtol=1e-2).logdet == -inf
-    # Of a Kronecker basis the size of its largest factor counts: 4 eps is below 1e-6, and 12 eps above it.
+    # Of a Kronecker basis the size of its largest factor counts: 4 eps is below 1e-6, and 12 eps
+    # above it.
     assert torch.isfinite(Eigendecomposed(Kronecker(torch.eye(3), torch.eye(4)), of_twelve).logdet)
-    for A in (Dense(torch.diag(values.floor()), PSD), Kronecker(torch.diag(values.floor()), torch.eye(1))):
+    for A in (
+        Dense(torch.diag(values.floor()), PSD),
+        Kronecker(torch.diag(values.floor()), torch.eye(1)),
+    ):
         inverse = A.inverse(1e-10)  # whose eigenvalues are 1 and 1e10
         torch.testing.assert_close(inverse.logdet, torch.tensor(1e10).log(), rtol=1e-4, atol=0)
         assert bool((inverse.inverse(1e-3).eigenvalues() > 0).all())
@@ -124,7 +145,8 @@ def test_other_determinants() -> None:
     assert Kronecker(D, Diagonal(torch.tensor([1.0, 3.0]))).det.item() == pytest.approx(36.0)
 
 
-# Dampings ------------------------------------------------------------------------------------------------------------
+# Dampings
+# --------------------------------------------------------------------------------------------------
 
 
 def blocks() -> BlockDiagonal:
@@ -137,7 +159,9 @@ def test_pair_belongs_to_the_factors() -> None:
     """Also of a multiple: `c G ⊗ A` is the product of `c G` and `A`."""
     G, A = psd(2, 2), psd(3, 3, seed=1)
     inverse = Kronecker(G, A).inverse((0.1, torch.tensor(0.2, dtype=F64)))
-    expected = torch.kron(torch.linalg.inv(G + 0.2 * eye_like(G)), torch.linalg.inv(A + 0.1 * eye_like(A)))
+    expected = torch.kron(
+        torch.linalg.inv(G + 0.2 * eye_like(G)), torch.linalg.inv(A + 0.1 * eye_like(A))
+    )
     assert isinstance(inverse, Kronecker)
     close(inverse.to_dense(), expected)
     close(inverse.logdet, torch.logdet(expected))
@@ -151,11 +175,15 @@ def test_pair_belongs_to_the_factors() -> None:
 @pytest.mark.parametrize("kind", [Dense, Diagonal, Kronecker])
 def test_a_batch_takes_one_damping_for_each_matrix(kind: Any) -> None:
     M = torch.stack([psd(3, 3, seed=k) for k in range(2)])
-    A = {Dense: Dense(M, PSD), Diagonal: Diagonal(M.diagonal(dim1=1, dim2=2)), Kronecker: Kronecker(EYE.to(F64), M)}[
-        kind
-    ]
+    A = {
+        Dense: Dense(M, PSD),
+        Diagonal: Diagonal(M.diagonal(dim1=1, dim2=2)),
+        Kronecker: Kronecker(EYE.to(F64), M),
+    }[kind]
     dampings = torch.tensor([0.1, 2.0], dtype=F64)
-    expected = torch.linalg.inv(A.to_dense() + torch.diag(dampings.repeat_interleave(A.shape[0] // 2)))
+    expected = torch.linalg.inv(
+        A.to_dense() + torch.diag(dampings.repeat_interleave(A.shape[0] // 2))
+    )
     close(A.inverse(dampings).to_dense(), expected)
     close(A.inverse(dampings).logdet, torch.logdet(expected))
     with pytest.raises(ValueError, match="to be at least 0, got -1"):
@@ -187,7 +215,10 @@ def test_heuristic_split_of_each_group() -> None:
     for k in range(2):
         close(torch.stack(split)[:, k], torch.stack(heuristic_damping(A[k], G[k], 0.04)))
     inverse = Kronecker(G, A).inverse(HeuristicDamping(0.04))
-    one = [torch.linalg.inv(F + d[:, None, None] * torch.eye(F.shape[-1])) for F, d in zip((A, G), split, strict=True)]
+    one = [
+        torch.linalg.inv(F + d[:, None, None] * torch.eye(F.shape[-1]))
+        for F, d in zip((A, G), split, strict=True)
+    ]
     close(inverse.to_dense(), batched_kron(one[1], one[0]))
     for other in (psd(2, 2), IdentityLinearOperator([(2,)], dtype=F64)):
         assert torch.isfinite(Kronecker(other, A).inverse(HeuristicDamping(0.04)).logdet)
@@ -224,14 +255,20 @@ def test_one_damping_per_block(damping: Any, numbers: list[float]) -> None:
         (K.shift(damping), lambda block, d: block.shift(d)),
     ):
         for (name, block), d in zip(K.blocks.items(), numbers, strict=True):
-            torch.testing.assert_close(result.blocks[name].to_dense(), function(block, d).to_dense())
+            torch.testing.assert_close(
+                result.blocks[name].to_dense(), function(block, d).to_dense()
+            )
 
 
 def test_derivatives_in_dampings() -> None:
     """One prior precision per block; a damping of zero; through an inverse."""
     K = blocks()
     delta, x = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64, requires_grad=True), normal(K.shape[0])
-    for function in (lambda d: K.shift(d).logdet, lambda d: K.shift(d).trace, lambda d: x @ (K.inverse(d) @ x)):
+    for function in (
+        lambda d: K.shift(d).logdet,
+        lambda d: K.shift(d).trace,
+        lambda d: x @ (K.inverse(d) @ x),
+    ):
         assert torch.autograd.gradcheck(function, delta)
     zero, A = torch.tensor(0.0, dtype=F64, requires_grad=True), Kronecker(psd(2, 2), psd(3, 3))
     close(torch.autograd.grad(A.inverse(zero).trace, zero)[0], -A.power(-2).trace)
@@ -241,12 +278,15 @@ def test_float32_cholesky_that_fails_is_repeated_in_float64() -> None:
     A = Dense(torch.tensor([[1.0, 1.0], [1.0, 1.0]]) + 1e-9 * torch.eye(2), PSD)
     K = BlockDiagonal({"b": A}, {"b": Layout({"w": "d -> 1 d"}, {"w": (2,)})}, Space({"w": (2,)}))
     for B in (A, K):
-        with pytest.warns(CurvatureWarning, match="with damping 1.0e-09 failed in float32; retrying in float64"):
+        with pytest.warns(
+            CurvatureWarning, match="with damping 1.0e-09 failed in float32; retrying in float64"
+        ):
             inverse = B.inverse(1e-9)
         assert inverse.dtype == torch.float32
         assert inverse.to_dense()[0, 0].item() == pytest.approx(5e8, rel=1e-3)
         with pytest.raises(
-            SingularMatrixError, match=r"definite in torch.float32; a damping of .* would do, or pass re"
+            SingularMatrixError,
+            match=r"definite in torch.float32; a damping of .* would do, or pass re",
         ):
             B.inverse(1e-9, retry_double_precision=False)
 
@@ -280,7 +320,8 @@ def test_power_of_factors_is_exact() -> None:
         close(K.power(-0.5, damping, exact=False).to_dense(), K.power(-0.5, damping).to_dense())
 
 
-# Spaces --------------------------------------------------------------------------------------------------------------
+# Spaces
+# --------------------------------------------------------------------------------------------------
 
 NAMED = Space.from_shapes({"w": (2, 1), "b": (2,)})
 
@@ -304,19 +345,28 @@ def test_a_dense_matrix_keeps_its_spaces() -> None:
     A = Dense(normal(3, 4), in_space=NAMED, out_space=Space.from_shapes({"y": (3, 1)}))
     assert (A @ tree)["y"].shape == (3, 1)
     assert (A.T.in_space.names, A.T.out_space) == (["y"], NAMED)
-    inverse = Dense(M + torch.triu(M), in_space=NAMED, out_space=Space.from_shapes({"y": (4,)})).inverse()
+    inverse = Dense(
+        M + torch.triu(M), in_space=NAMED, out_space=Space.from_shapes({"y": (4,)})
+    ).inverse()
     assert (inverse.in_space.names, inverse.out_space.names) == (["y"], ["w", "b"])
     batched = Dense(psd(2, 2, 2), PSD, rtol=0.0).materialize()
     assert (batched.batch, batched.rtol) == ((), 0.0)
 
 
-# Messages ------------------------------------------------------------------------------------------------------------
+# Messages
+# --------------------------------------------------------------------------------------------------
 
-EYE, K12, NAN3 = Dense(torch.eye(2), PSD), Kronecker(torch.eye(3), torch.eye(4)), torch.full((3, 3), torch.nan)
+EYE, K12, NAN3 = (
+    Dense(torch.eye(2), PSD),
+    Kronecker(torch.eye(3), torch.eye(4)),
+    torch.full((3, 3), torch.nan),
+)
 
 
 def with_scale(M: Tensor) -> BlockDiagonal:
-    return BlockDiagonal(blocks().blocks | {"scale": Dense(M.to(F64), PSD)}, blocks().layouts, blocks().space)
+    return BlockDiagonal(
+        blocks().blocks | {"scale": Dense(M.to(F64), PSD)}, blocks().layouts, blocks().space
+    )
 
 
 MESSAGES: list[tuple[Any, type[Exception], str]] = [

@@ -83,7 +83,10 @@ def test_of_every_operator(case: Case) -> None:
         return
     P = torch.zeros_like(M)
     P[rows, rows] = 1
-    for B, expected in ((A[rows, rows], M[rows][:, rows]), (ProjectedLinearOperator(A, rows), P @ M @ P)):
+    for B, expected in (
+        (A[rows, rows], M[rows][:, rows]),
+        (ProjectedLinearOperator(A, rows), P @ M @ P),
+    ):
         close(B.to_dense(), expected)
         close(B.T.to_dense(), expected.T)
         assert B.structure == A.structure
@@ -102,14 +105,24 @@ def test_names_shapes_and_structure_stay() -> None:
     close(answer["a"].flatten(), M9[:4, 4:7] @ x)
     close(answer["c"], M9[7:, 4:7] @ x)
     assert A9[:, "b"].out_space == A9[:, :].in_space == SPACE
-    named = SubmatrixLinearOperator(IdentityLinearOperator({"w": (2,), "b": (1,)}), "b", "b").to(dtype=F64)
+    named = SubmatrixLinearOperator(IdentityLinearOperator({"w": (2,), "b": (1,)}), "b", "b").to(
+        dtype=F64
+    )
     assert named.in_space.names == ["b"]
     M, d = psd(6, 6), Diagonal(torch.arange(6.0, dtype=F64))
     kept, cross = Dense(M, PSD)[[5, 1], [5, 1]], Dense(M, PSD)[[5, 1], [1, 5]]
-    assert (type(kept), kept.structure, type(cross), cross.structure) == (Dense, PSD, Dense, GENERAL)
+    assert (type(kept), kept.structure, type(cross), cross.structure) == (
+        Dense,
+        PSD,
+        Dense,
+        GENERAL,
+    )
     assert isinstance(d[[1, 3], [1, 3]], Diagonal)
     close(d[[1, 3], [3, 1]].to_dense(), torch.tensor([[0.0, 1.0], [3.0, 0.0]], dtype=F64))
-    close(Dense(M, PSD).shift(3.0)[[0, 1], [1, 2]].to_dense(), (M + 3 * eye_like(M))[[0, 1]][:, [1, 2]])
+    close(
+        Dense(M, PSD).shift(3.0)[[0, 1], [1, 2]].to_dense(),
+        (M + 3 * eye_like(M))[[0, 1]][:, [1, 2]],
+    )
     S = SubmatrixLinearOperator(Dense(M, PSD), [0, 1], [0, 1])
     S.set_submatrix([1, 2], [4, 0, 3])
     close(S.to_dense(), M[[1, 2]][:, [4, 0, 3]])
@@ -118,7 +131,9 @@ def test_names_shapes_and_structure_stay() -> None:
 
 @pytest.mark.parametrize("which", ["sorted", "shuffled", "one", "all", "a block and some"])
 def test_parts_of_blocks(which: str) -> None:
-    """A part of every block: entries in the order asked for, with the inverse and determinant of the part."""
+    """A part of every block: entries in the order asked for, with the inverse and determinant of
+    the part.
+    """
     K, M = block_diagonal(F64)
     assert isinstance(K, BlockDiagonal)
     n = len(M)
@@ -131,7 +146,10 @@ def test_parts_of_blocks(which: str) -> None:
         "a block and some": torch.cat([K.positions()["conv"], K.positions()["scale"][:1]]),
     }[which]
     expected = M[at][:, at]
-    for S, D in ((K[at, at], expected), ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * eye_like(expected))):
+    for S, D in (
+        (K[at, at], expected),
+        ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * eye_like(expected)),
+    ):
         assert isinstance(S, BlockDiagonal)
         close(S.to_dense(), D)
         close(S @ normal(len(at), 2), D @ normal(len(at), 2))
@@ -158,7 +176,10 @@ def test_parameters_of_blocks() -> None:
     close(BlockDiagonal.from_state_dict(S.state_dict()).to_dense(), S.to_dense())
     cut, rows = K[["conv.weight"], ["conv.weight"]], at["conv.weight"].flatten()
     assert cut.in_shapes == ((2, 2, 1, 3),)
-    close(cut.inverse(0.1).to_dense(), torch.linalg.inv(M[rows][:, rows] + 0.1 * torch.eye(12, dtype=F64)))
+    close(
+        cut.inverse(0.1).to_dense(),
+        torch.linalg.inv(M[rows][:, rows] + 0.1 * torch.eye(12, dtype=F64)),
+    )
     assert isinstance(K["scale", "grouped"], SubmatrixLinearOperator)
 
 
@@ -166,7 +187,11 @@ def test_entries_of_parts_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curvlinops_plus.linalg.submatrices._COLUMNS", 3)
     E = Eigendecomposed(Kronecker(orthogonal(5), orthogonal(4, 1), GENERAL), normal(20).abs() + 0.1)
     K, groups = Kronecker(psd(3, 3), psd(4, 4, seed=1)), Kronecker(psd(3, 2, 2), psd(3, 3, seed=1))
-    for A, some in ((K, [8, 3, 1, 0, 11]), (E, [17, 3, 6, 8, 0, 12, 2]), (groups, [17, 4, 0, 13, 5])):
+    for A, some in (
+        (K, [8, 3, 1, 0, 11]),
+        (E, [17, 3, 6, 8, 0, 12, 2]),
+        (groups, [17, 4, 0, 13, 5]),
+    ):
         S, expected = A[some, some], A.to_dense()[some][:, some]
         assert isinstance(S, Dense)
         close(S.logdet, expected.logdet())
@@ -182,7 +207,11 @@ def test_parts_of_curvature_matrices() -> None:
     close(G[names, "0.bias"].to_dense(), G.to_dense()[16:, 12:16])
     for A in (G, GGNFactorLinearOperator(model, nn.MSELoss(), params, data)):
         for rows, cols in (([0], []), ([], [0]), ([], [])):
-            assert A[rows, cols].to_dense().shape == A[rows, cols].T.to_dense().T.shape == (len(rows), len(cols))
+            assert (
+                A[rows, cols].to_dense().shape
+                == A[rows, cols].T.to_dense().T.shape
+                == (len(rows), len(cols))
+            )
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -207,7 +236,9 @@ def test_refused(call: Callable[[], Any], error: type[Exception], message: str) 
 
 
 def test_other_libraries_still_leave_multiplication_to_us() -> None:
-    """`A[i, j]` makes an object look like a sequence, which NumPy and PyTorch must not take it for."""
+    """`A[i, j]` makes an object look like a sequence, which NumPy and PyTorch must not take it
+    for.
+    """
     A: LinearOperator = Dense(M9, PSD)
     close(torch.from_numpy(np.ones(9) @ A), M9.sum(0))
     close((np.float64(2) * A).to_dense(), 2 * M9)

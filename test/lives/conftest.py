@@ -26,12 +26,15 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
     folder = tmp_path_factory.mktemp("elsewhere")
     there = [name for name, ordinary in MODELS.items() if not ordinary.missing]
-    states = {name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there}
+    states = {
+        name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there
+    }
     torch.save(states, folder / "operators.pt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
     command = [sys.executable, str(HERE / "worker.py")]
     workers = [
-        subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment) for rank in range(WORLD)
+        subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment)
+        for rank in range(WORLD)
     ]
     try:
         assert [worker.wait(timeout=600) for worker in workers] == [0] * WORLD

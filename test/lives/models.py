@@ -1,4 +1,5 @@
-"""Ordinary models, written as people write them, each with inputs, targets and losses: a new one is a line of `MODELS`.
+"""Ordinary models, written as people write them, each with inputs, targets and losses: a new one is
+a line of `MODELS`.
 
 Of each all is made anew by `make`, `batch` and `loss`: the same numbers in every process.
 """
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# -------------------------------------------------------------------------------------------------------- perceptrons
+# -------------------------------------------------------------------------------------- perceptrons
 
 
 class Scale(nn.Module):
@@ -83,7 +84,7 @@ def peft() -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------------- images
+# ------------------------------------------------------------------------------------------- images
 
 
 class ResNet(nn.Module):
@@ -113,7 +114,10 @@ class ConvNeXt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.depthwise = nn.Conv2d(2, 4, 2, stride=2), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.stem, self.depthwise = (
+            nn.Conv2d(2, 4, 2, stride=2),
+            nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        )
         self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
         self.gamma, self.head = nn.Parameter(0.5 * torch.ones(4)), nn.Linear(4, 3)
 
@@ -145,8 +149,13 @@ class ViT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.head = nn.Conv2d(2, 4, 2, stride=2), nn.Linear(4, 3)
-        self.cls, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 5, 4))
-        self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, norm_first=True)
+        self.cls, self.positions = (
+            nn.Parameter(torch.randn(1, 1, 4)),
+            nn.Parameter(torch.randn(1, 5, 4)),
+        )
+        self.block = nn.TransformerEncoderLayer(
+            4, 2, 6, dropout=0.0, batch_first=True, norm_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.patches(x).flatten(2).transpose(1, 2)
@@ -168,7 +177,7 @@ class DETR(nn.Module):
         return self.head(torch.tanh(h).mean((1, 2)))
 
 
-# ----------------------------------------------------------------------------------------------------------- sequences
+# ---------------------------------------------------------------------------------------- sequences
 
 
 class GPT(nn.Module):
@@ -208,7 +217,11 @@ class Llama(nn.Module):
         super().__init__()
         self.tokens, self.norm1, self.norm2 = nn.Embedding(5, 4), RMSNorm(4), RMSNorm(4)
         self.q, self.k, self.v, self.o = (nn.Linear(4, 4, bias=False) for _ in range(4))
-        self.gate, self.up, self.down = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False), nn.Linear(3, 4)
+        self.gate, self.up, self.down = (
+            nn.Linear(4, 3, bias=False),
+            nn.Linear(4, 3, bias=False),
+            nn.Linear(3, 4),
+        )
         self.norm, self.head = RMSNorm(4), nn.Linear(4, 5, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -252,7 +265,7 @@ class Bags(nn.Module):
         return self.head(torch.tanh(self.bag(X["text"], X["offsets"])))
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def floats(*shape: int) -> Callable[[int], list[Tensor]]:
@@ -280,7 +293,10 @@ def number_of_bags(model: Bags) -> dict[str, Any]:
 
 
 def heads(n: int) -> list[dict[str, Tensor]]:
-    return [{"class": label, "box": box} for label, box in zip(integers(3)(n), floats(4)(n), strict=True)]
+    return [
+        {"class": label, "box": box}
+        for label, box in zip(integers(3)(n), floats(4)(n), strict=True)
+    ]
 
 
 def two_losses() -> dict[str, Any]:
@@ -325,7 +341,10 @@ class Ordinary:
         torch.manual_seed(0)
         model = self.module().double()
         for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-            norm.running_mean, norm.running_var = torch.rand(3).double() - 0.5, torch.rand(3).double() + 0.5
+            norm.running_mean, norm.running_var = (
+                torch.rand(3).double() - 0.5,
+                torch.rand(3).double() + 0.5,
+            )
         return model
 
     def examples(self, n: int, seed: int) -> list[Any]:
@@ -341,9 +360,14 @@ class Ordinary:
 images, tokens, classes, words = floats(2, 4, 4), integers(5, 4), integers(3), integers(5, 4)
 
 MODELS: dict[str, Ordinary] = {
-    "MLP": Ordinary(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), floats(4), classes),
+    "MLP": Ordinary(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), floats(4), classes
+    ),
     "regression": Ordinary(
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), floats(4), floats(2), nn.MSELoss
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)),
+        floats(4),
+        floats(2),
+        nn.MSELoss,
     ),
     "Scale": Ordinary(Scale, floats(4), classes),
     "ResNet": Ordinary(ResNet, images, classes),
@@ -355,7 +379,9 @@ MODELS: dict[str, Ordinary] = {
     "Llama": Ordinary(Llama, tokens, words),
     "LSTM": Ordinary(LSTM, tokens, classes),
     "bags": Ordinary(Bags, texts, classes, collate=bags, options=number_of_bags),
-    "LoRA": Ordinary(lambda: nn.Sequential(LoRA(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)), floats(4), classes),
+    "LoRA": Ordinary(
+        lambda: nn.Sequential(LoRA(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)), floats(4), classes
+    ),
     "peft": Ordinary(peft, floats(4), classes, needs="peft"),
     "two heads": Ordinary(TwoHeads, floats(4), heads, two_losses),
     "experts": Ordinary(Experts, floats(4), classes),

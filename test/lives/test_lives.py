@@ -1,6 +1,8 @@
-"""Ordinary models through whole lives: one line per model in `models.py`, one function per life here.
+"""Ordinary models through whole lives: one line per model in `models.py`, one function per life
+here.
 
-Stored is kept, resumed is uninterrupted, micro-batches are one batch, two processes are one, all is what autograd says.
+Stored is kept, resumed is uninterrupted, micro-batches are one batch, two processes are one, all is
+what autograd says.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from curvlinops_plus import (
     curvature,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*exact diagonal:curvlinops_plus.errors.CurvatureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*exact diagonal:curvlinops_plus.errors.CurvatureWarning"
+)
 
 
 @pytest.fixture(params=MODELS)
@@ -52,7 +56,7 @@ def name(request: pytest.FixtureRequest, ordinary: Ordinary) -> str:
     return next(name for name, one in MODELS.items() if one is ordinary)
 
 
-# ------------------------------------------------------------------------------------------------- stored and resumed
+# ------------------------------------------------------------------------------- stored and resumed
 def test_operator_in_a_new_process(name: str, elsewhere: list[dict[str, Any]]) -> None:
     found = elsewhere[0]["read"][name]
     assert isinstance(found, dict), found
@@ -105,14 +109,16 @@ def test_resumed_optimizer(ordinary: Ordinary) -> None:
         same(vector(resumed.model), vector(training.model))
 
 
-# ---------------------------------------------------------------------------------------------------- parts of a batch
+# --------------------------------------------------------------------------------- parts of a batch
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_are_one_batch(ordinary: Ordinary, kind: str) -> None:
     model, examples = ordinary.make(), ordinary.examples(6, 1)
     whole = ordinary.batch(examples)
     parts = [ordinary.batch(part) for part in (examples[:2], examples[2:3], examples[3:])]
-    one, several = (curvature(risk_of(ordinary, model, data), KINDS[kind]) for data in ([whole], parts))
+    one, several = (
+        curvature(risk_of(ordinary, model, data), KINDS[kind]) for data in ([whole], parts)
+    )
     close(determined(several), determined(one), 1e-12)
     first = ordinary.batch(ordinary.examples(3, 0))  # EKFAC has its bases from it
     by_whole, by_parts = (estimator_of(ordinary, model, kind) for _ in range(2))
@@ -123,7 +129,9 @@ def test_micro_batches_are_one_batch(ordinary: Ordinary, kind: str) -> None:
     close(determined(by_parts.operator), determined(by_whole.operator), 1e-12)
 
 
-def test_two_processes_are_one(name: str, ordinary: Ordinary, elsewhere: list[dict[str, Any]]) -> None:
+def test_two_processes_are_one(
+    name: str, ordinary: Ordinary, elsewhere: list[dict[str, Any]]
+) -> None:
     expected = in_parts(ordinary)
     for process in elsewhere:
         found = process["in parts"][name]
@@ -132,27 +140,38 @@ def test_two_processes_are_one(name: str, ordinary: Ordinary, elsewhere: list[di
             close(found[what], value, 1e-10, what)
 
 
-# ------------------------------------------------------------------------------------------------ by autograd alone
+# -------------------------------------------------------------------------------- by autograd alone
 class ByAutograd:
     """Derivatives of the loss of a batch in the parameters, by PyTorch alone.
 
     Attributes:
         ggn, hessian: The matrices.
-        rtol: How close the Hessian is: functions without second derivatives have differences of gradients.
+        rtol: How close the Hessian is: functions without second derivatives have differences of
+            gradients.
     """
 
     def __init__(self, ordinary: Ordinary, model: nn.Module, batch: Any) -> None:
-        self.model, self.params, self.loss, (self.X, self.y) = model, trained(model), ordinary.loss(), batch
+        self.model, self.params, self.loss, (self.X, self.y) = (
+            model,
+            trained(model),
+            ordinary.loss(),
+            batch,
+        )
         output = self.output()
         named = output if isinstance(output, dict) else {"": output}
-        J = torch.stack([flat(entry, self.params) for part in named.values() for entry in part.flatten()])
+        J = torch.stack(
+            [flat(entry, self.params) for part in named.values() for entry in part.flatten()]
+        )
         at = {name: part.detach().requires_grad_() for name, part in named.items()}
         value = loss_of(self.loss, at if isinstance(output, dict) else at[""], self.y)
         gradient = flat(value, list(at.values()), create_graph=True)
         curved = torch.stack([flat(entry, list(at.values())) for entry in gradient])
         self.ggn = J.T @ curved @ J
         try:
-            self.hessian, self.rtol = torch.stack([flat(entry, self.params) for entry in self.gradient()]), 1e-10
+            self.hessian, self.rtol = (
+                torch.stack([flat(entry, self.params) for entry in self.gradient()]),
+                1e-10,
+            )
         except NotImplementedError:
             self.hessian, self.rtol = self.differences(), 1e-6
 
@@ -179,19 +198,28 @@ class ByAutograd:
 def flat(value: Tensor, at: list[Any], **options: Any) -> Tensor:
     """The gradient as one vector."""
     grads = torch.autograd.grad(value, at, retain_graph=True, allow_unused=True, **options)
-    return torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for t, g in zip(at, grads, strict=True)])
+    return torch.cat(
+        [
+            (torch.zeros_like(t) if g is None else g).flatten()
+            for t, g in zip(at, grads, strict=True)
+        ]
+    )
 
 
 def test_what_autograd_says(ordinary: Ordinary) -> None:
     model, examples = ordinary.make(), ordinary.examples(5, 0)
     expected = ByAutograd(ordinary, model, ordinary.batch(examples))
     risk = risk_of(ordinary, model, [ordinary.batch(examples[:2]), ordinary.batch(examples[2:])])
-    if not any(isinstance(m, nn.EmbeddingBag) for m in model.modules()):  # PyTorch can't differentiate it twice
+    if not any(
+        isinstance(m, nn.EmbeddingBag) for m in model.modules()
+    ):  # PyTorch can't differentiate it twice
         close(GGN(risk).to_dense(), expected.ggn, 1e-10, "GGN")
         close(Hessian(risk).to_dense(), expected.hessian, expected.rtol, "Hessian")
     close(curvature(risk, EKFAC).trace, expected.ggn.trace(), 1e-10, "EKFAC's trace")
     K = curvature(risk, FullBlock, default=FullBlock)
-    block_of = {key: group.name for entry in K.plan for group in entry.layer.groups for key in group.keys}
+    block_of = {
+        key: group.name for entry in K.plan for group in entry.layer.groups for key in group.keys
+    }
     blocks = [name for key, p in risk.params.items() for name in [block_of[key]] * p.numel()]
     mask = torch.tensor([[one == two for two in blocks] for one in blocks])
     close(K.to_dense(), expected.ggn * mask, 1e-10, "blocks")

@@ -1,4 +1,5 @@
-"""New processes: the first one reads operators that are in a file, then both live the lives of all models together.
+"""New processes: the first one reads operators that are in a file, then both live the lives of all
+models together.
 
 Run as `worker.py rank world folder`, with this folder and the package's on the path.
 """
@@ -27,7 +28,9 @@ def read(ordinary: Ordinary, states: dict[str, Any]) -> dict[str, Tensor]:
     model = ordinary.make()
     options = {"loss": ordinary.loss(), **ordinary.options(model)}
     return {
-        kind: BlockwiseLinearOperator.from_state_dict(state, model, None, trained(model), **options).to_dense()
+        kind: BlockwiseLinearOperator.from_state_dict(
+            state, model, None, trained(model), **options
+        ).to_dense()
         for kind, state in states.items()
     }
 
@@ -46,10 +49,14 @@ def main(rank: int, world: int, folder: Path) -> None:
     found: dict[str, Any] = {}
     if rank == 0:
         stored = torch.load(folder / "operators.pt", weights_only=True)
-        found["read"] = {name: attempt(read, MODELS[name], states) for name, states in stored.items()}
+        found["read"] = {
+            name: attempt(read, MODELS[name], states) for name, states in stored.items()
+        }
     dist.init_process_group("gloo", f"file://{folder}/world", timedelta(minutes=5), world, rank)
     there = {name: ordinary for name, ordinary in MODELS.items() if not ordinary.missing}
-    found["in parts"] = {name: attempt(in_parts, ordinary, Processes()) for name, ordinary in there.items()}
+    found["in parts"] = {
+        name: attempt(in_parts, ordinary, Processes()) for name, ordinary in there.items()
+    }
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

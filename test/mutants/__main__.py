@@ -40,15 +40,24 @@ class Mutant:
 
     def apply(self, text: str) -> str:
         """The text with the mistake, or a `ValueError` unless it has exactly one place for it."""
-        old, new = ("".join(f"{line[1:]}\n" for line in self.lines if line[0] in kinds) for kinds in (" -", " +"))
+        old, new = (
+            "".join(f"{line[1:]}\n" for line in self.lines if line[0] in kinds)
+            for kinds in (" -", " +")
+        )
         if (count := f"\n{text}".count(f"\n{old}")) != 1:
             raise ValueError(f"{count} places in the file have these lines.")
         return f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
 
     def function(self, text: str) -> str | None:
-        """The outermost function around the first changed line, or None where that runs at import."""
+        """The outermost function around the first changed line, or None where that runs at
+        import.
+        """
         mutated = self.apply(text)
-        same = next(k for k, (a, b) in enumerate(zip(text.split("\n"), mutated.split("\n"), strict=False)) if a != b)
+        same = next(
+            k
+            for k, (a, b) in enumerate(zip(text.split("\n"), mutated.split("\n"), strict=False))
+            if a != b
+        )
         return _function_at(ast.parse(text), same + 1, "")
 
 
@@ -58,22 +67,38 @@ def _function_at(node: ast.AST, line: int, prefix: str) -> str | None:
             continue
         if child.lineno <= line <= (child.end_lineno or 0):
             name = prefix + child.name
-            return _function_at(child, line, f"{name}.") if isinstance(child, ast.ClassDef) else name
+            return (
+                _function_at(child, line, f"{name}.") if isinstance(child, ast.ClassDef) else name
+            )
     return None
 
 
 def read(room: str) -> list[Mutant]:
     """The mutants of a room: paragraphs of its file."""
     paragraphs = (HERE / f"{room}.diff").read_text(encoding="utf-8").strip("\n").split("\n\n")
-    return [Mutant(file, tuple(lines)) for file, *lines in (each.split("\n") for each in paragraphs)]
+    return [
+        Mutant(file, tuple(lines)) for file, *lines in (each.split("\n") for each in paragraphs)
+    ]
 
 
 def recorded(path: Path, tests: list[str]) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Which tests reach each function, the quickest first, and how long each test takes."""
     if not path.exists():
         print("recording which functions each test calls ...", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "test.mutants.reach", "--reach", str(path), *tests]
-        subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "test.mutants.reach",
+            "--reach",
+            str(path),
+            *tests,
+        ]
+        subprocess.run(
+            [*command, "-p", "no:cacheprovider"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True
+        )
     found = json.loads(path.read_text(encoding="utf-8"))
     reaching = defaultdict(list)
     for test, (_, numbers) in sorted(found["tests"].items(), key=lambda item: item[1][0]):
@@ -100,11 +125,15 @@ def spread(tests: list[str], seconds: dict[str, float], limit: float) -> list[st
 
 
 def run(mutant: Mutant, tests: list[str], folder: str, limit: float) -> None:
-    """In a process of its own: run tests against a copy with the mistake; the exit status is pytest's."""
+    """In a process of its own: run tests against a copy with the mistake; the exit status is
+    pytest's.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     for name in ("curvlinops_plus", "test", "docs", "examples"):
-        shutil.copytree(ROOT / name, f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, f"{folder}/{name}", ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml"):
         shutil.copy(ROOT / name, folder)
     path = Path(folder, "curvlinops_plus", mutant.file)
@@ -120,7 +149,9 @@ def run(mutant: Mutant, tests: list[str], folder: str, limit: float) -> None:
     os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
 
-def outcomes(work: list[tuple[Mutant, list[str], float]], jobs: int) -> Iterator[tuple[Mutant, int, int, float]]:
+def outcomes(
+    work: list[tuple[Mutant, list[str], float]], jobs: int
+) -> Iterator[tuple[Mutant, int, int, float]]:
     """Each mutant with pytest's exit status, the number of its tests, and the seconds they took."""
     import torch  # once, for all processes that are forked
 
@@ -143,12 +174,20 @@ def outcomes(work: list[tuple[Mutant, list[str], float]], jobs: int) -> Iterator
 
 def main() -> int:
     """Run the mutants of some rooms, and say which survive."""
-    parser = argparse.ArgumentParser(prog="python -m test.mutants", description="Mistakes that tests have to notice.")
+    parser = argparse.ArgumentParser(
+        prog="python -m test.mutants", description="Mistakes that tests have to notice."
+    )
     parser.add_argument("rooms", nargs="*", default=ROOMS, help=f"some of {', '.join(ROOMS)}")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--tests", nargs="*", default=[], help="files and folders to take tests from (default: all)")
-    parser.add_argument("--reach", type=Path, help="a recording to use; it is made if the file is not there")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for a mutant, all files in turns")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="files and folders to take tests from (default: all)"
+    )
+    parser.add_argument(
+        "--reach", type=Path, help="a recording to use; it is made if the file is not there"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="of tests for a mutant, all files in turns"
+    )
     given = parser.parse_args()
     mutants = [mutant for room in given.rooms for mutant in read(room)]
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +202,9 @@ def main() -> int:
             survivors.append(mutant)
             continue
         if name is None:  # at import: whatever reaches the file
-            tests = sorted({t for f, own in reaching.items() if f.startswith(f"{mutant.file}:") for t in own})
+            tests = sorted(
+                {t for f, own in reaching.items() if f.startswith(f"{mutant.file}:") for t in own}
+            )
         else:
             tests = reaching[f"{mutant.file}:{name}"]
         if tests:
@@ -179,7 +220,9 @@ def main() -> int:
             survivors.append(mutant)
         elif done % 25 == 0:
             print(f"{done} of {len(work)}", flush=True)
-    print(f"{len(mutants)} mutants: {len(mutants) - len(survivors)} killed, {len(survivors)} survive")
+    print(
+        f"{len(mutants)} mutants: {len(mutants) - len(survivors)} killed, {len(survivors)} survive"
+    )
     return bool(survivors)
 
 

@@ -1,4 +1,6 @@
-"""A plugin of pytest that records which functions of the package each test calls, and how long the test takes."""
+"""A plugin of pytest that records which functions of the package each test calls, and how long the
+test takes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PACKAGE = "curvlinops_plus/"
 
 
 def function(code: CodeType) -> str | None:
-    """`room/file.py:qualified.name` of a function of the package, where a closure is part of what defines it."""
+    """`room/file.py:qualified.name` of a function of the package, where a closure is part of what
+    defines it.
+    """
     _, found, path = code.co_filename.rpartition(PACKAGE)
     name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 tells no more
     return f"{path}:{name.split('.<locals>')[0]}" if found else None
@@ -65,15 +69,25 @@ class Reach:
 
     def pytest_sessionfinish(self) -> None:
         """Write what was recorded, with numbers for names."""
-        names = {name: k for k, name in enumerate(sorted({name for _, own in self.tests.values() for name in own}))}
-        tests = {test: (seconds, [names[name] for name in own]) for test, (seconds, own) in self.tests.items()}
+        names = {
+            name: k
+            for k, name in enumerate(
+                sorted({name for _, own in self.tests.values() for name in own})
+            )
+        }
+        tests = {
+            test: (seconds, [names[name] for name in own])
+            for test, (seconds, own) in self.tests.items()
+        }
         with open(self.path, "w", encoding="utf-8") as file:
             json.dump({"functions": list(names), "tests": tests}, file)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The file to write."""
-    parser.addoption("--reach", help="write which functions of the package each test calls to this JSON file")
+    parser.addoption(
+        "--reach", help="write which functions of the package each test calls to this JSON file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

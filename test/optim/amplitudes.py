@@ -1,4 +1,6 @@
-"""Log-amplitudes of every kind, and their derivatives and directions by plain dense algebra: the slow exact twin."""
+"""Log-amplitudes of every kind, and their derivatives and directions by plain dense algebra: the
+slow exact twin.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class Net(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype = F64) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, width, dtype=dtype), nn.Linear(width, 1, bias=False, dtype=dtype)
+        self.first, self.second = (
+            nn.Linear(4, width, dtype=dtype),
+            nn.Linear(width, 1, bias=False, dtype=dtype),
+        )
         self.decay = nn.Parameter(torch.tensor(0.7, dtype=dtype))
         with torch.no_grad():
             for seed, p in enumerate(self.parameters()):
@@ -79,14 +84,23 @@ def real_net(n: int, width: int) -> Problem:
 
 
 def complex_rbm(n: int, amplitude: str, mixed: bool = False) -> Problem:
-    params = {"a": normal(4, seed=1, dtype=C128), "W": normal(4, 3, seed=2, dtype=C128), "b": normal(3, seed=3)}
+    params = {
+        "a": normal(4, seed=1, dtype=C128),
+        "W": normal(4, 3, seed=2, dtype=C128),
+        "b": normal(3, seed=3),
+    }
     if not mixed:
         params["b"] = normal(3, seed=3, dtype=C128)
     return Problem(rbm, {name: 0.3 * p for name, p in params.items()}, normal(n, 4), amplitude)
 
 
 def real_parameters(n: int) -> Problem:
-    return Problem(two_nets, [normal(4, 4, seed=1), normal(4, seed=2), normal(4, seed=3)], normal(n, 4), "complex")
+    return Problem(
+        two_nets,
+        [normal(4, 4, seed=1), normal(4, seed=2), normal(4, seed=3)],
+        normal(n, 4),
+        "complex",
+    )
 
 
 def real_amplitude(n: int) -> Problem:
@@ -118,11 +132,19 @@ def flat(tree: Any) -> Tensor:
 
 
 def jacobian(problem: Problem) -> Tensor:
-    """Derivatives of (Re, Im) log ψ with respect to real numbers, [n, 2 or 1, P], by `jacrev` over the whole batch."""
-    values, names = tensors(problem.params), list(problem.params) if isinstance(problem.params, dict) else None
+    """Derivatives of (Re, Im) log ψ with respect to real numbers, [n, 2 or 1, P], by `jacrev` over
+    the whole batch.
+    """
+    values, names = (
+        tensors(problem.params),
+        list(problem.params) if isinstance(problem.params, dict) else None,
+    )
 
     def f(real: list[Tensor]) -> Tensor:
-        ps = [torch.view_as_complex(r) if p.is_complex() else r for r, p in zip(real, values, strict=True)]
+        ps = [
+            torch.view_as_complex(r) if p.is_complex() else r
+            for r, p in zip(real, values, strict=True)
+        ]
         given = ps if names is None else dict(zip(names, ps, strict=True))
         if isinstance(problem.log_psi, nn.Module):
             assert isinstance(given, dict)

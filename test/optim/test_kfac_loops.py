@@ -22,11 +22,15 @@ from test.optim.training import EXACT, TwoHeads, batch, flat, listening, net, pl
 
 Step = Callable[[Any, nn.Module, nn.Module, Tensor, Tensor], Any]
 CE = nn.CrossEntropyLoss()
-LOOKS: dict[str, Any] = {"damping": LevenbergMarquardt(0.1, interval=1), "norm_constraint": None, **EXACT}
+LOOKS: dict[str, Any] = {
+    "damping": LevenbergMarquardt(0.1, interval=1),
+    "norm_constraint": None,
+    **EXACT,
+}
 ADAPTIVE: dict[str, Any] = {"lr": "adaptive", "momentum": "adaptive"}
 
 
-# ------------------------------------------------------------------------------------- loops that take the same steps
+# ------------------------------------------------------------------- loops that take the same steps
 def closing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -66,7 +70,9 @@ def logging(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Ten
     optimizer.step()
 
 
-def calling_for_another(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+def calling_for_another(
+    optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor
+) -> None:
     """Without its loss; and for gradients with respect to inputs, as for the generator of a GAN."""
     torch.autograd.grad(model(X).square().mean(), list(model.parameters()))
     Z = X.clone().requires_grad_()
@@ -75,7 +81,9 @@ def calling_for_another(optimizer: Any, model: nn.Module, loss: nn.Module, X: Te
     plain(optimizer, model, loss, X, y)
 
 
-def with_other_tensors(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+def with_other_tensors(
+    optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor
+) -> None:
     """An inner step of somebody else."""
     values = {name: 2 * p.detach().requires_grad_() for name, p in model.named_parameters()}
     loss(functional_call(model, values, (X,)), y).backward()
@@ -89,7 +97,9 @@ def checkpointing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, 
 
 
 def two_calls(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
-    """Before their losses, as of a discriminator; what the generator's losses are applied to is another's."""
+    """Before their losses, as of a discriminator; what the generator's losses are applied to is
+    another's.
+    """
     optimizer.zero_grad()
     real, fake = model(X[:6]), model(X[6:])
     ((loss(real, y[:6]) + loss(fake, y[6:])) / 2).backward()
@@ -158,7 +168,9 @@ def test_what_is_compiled(whole: bool) -> None:
     found = []
     for compiled in (False, True):
         model, loss, examples = net(), nn.CrossEntropyLoss(), []
-        optimizer = KFACOptimizer(model, loss, statistics_every=2, damping=LevenbergMarquardt(0.1, interval=3))
+        optimizer = KFACOptimizer(
+            model, loss, statistics_every=2, damping=LevenbergMarquardt(0.1, interval=3)
+        )
         if compiled and not whole:
             model.compile(backend="eager")
         step = torch.compile(plain, backend="eager") if compiled and whole else plain
@@ -170,7 +182,7 @@ def test_what_is_compiled(whole: bool) -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
 
 
-# --------------------------------------------------------------------------------------------------- what is in a step
+# -------------------------------------------------------------------------------- what is in a step
 def test_autocast_and_a_scaler() -> None:
     """Steps that the scaler skips: their batches belong to the next one."""
     (model, loss), values = (net().float(), nn.CrossEntropyLoss()), []
@@ -197,12 +209,16 @@ def test_autocast_and_a_scaler() -> None:
 @pytest.mark.parametrize("door", [plain, listening])
 @pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
 def test_batch_norm_and_dropout(door: Step) -> None:
-    """Re-evaluations have the same dropout, and leave running statistics and random numbers alone."""
+    """Re-evaluations have the same dropout, and leave running statistics and random numbers
+    alone.
+    """
     torch.manual_seed(0)
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
     model, loss = nn.Sequential(*layers).double(), nn.CrossEntropyLoss()
     params = [*model[0].parameters(), *model[4].parameters()]
-    optimizer = KFACOptimizer(model, loss, params=params, damping=LevenbergMarquardt(0.1, interval=1), lr=1e-5)
+    optimizer = KFACOptimizer(
+        model, loss, params=params, damping=LevenbergMarquardt(0.1, interval=1), lr=1e-5
+    )
     twin = copy.deepcopy(model)
     for step in range(3):
         X, y = batch(seed=step)
@@ -215,7 +231,9 @@ def test_batch_norm_and_dropout(door: Step) -> None:
         assert torch.equal(torch.get_rng_state(), after)
         assert torch.equal(model[1].running_mean, twin[1].running_mean)
         assert optimizer.last_step.loss == pytest.approx(float(value), rel=1e-9)
-        assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)  # of the same random function
+        assert optimizer.last_step.rho == pytest.approx(
+            1.0, rel=1e-2
+        )  # of the same random function
         twin.load_state_dict(model.state_dict())
 
 
@@ -244,7 +262,10 @@ def test_keywords_and_several_losses() -> None:
                 out = model(X, factor=factor)
             if not listens:
                 losses["value"](out["value"], target).item()
-            terms = losses["value"](input=out["value"], target=target), losses["logits"](out["logits"], y)
+            terms = (
+                losses["value"](input=out["value"], target=target),
+                losses["logits"](out["logits"], y),
+            )
             sum(terms).backward()
             optimizer.step()
             assert optimizer.last_step.examples == 12
@@ -253,7 +274,7 @@ def test_keywords_and_several_losses() -> None:
     torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------------------- what the loss is multiplied with beforehand
+# ------------------------------------------------------ what the loss is multiplied with beforehand
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0, -0.75, 1 / 3, 65536.0, 0.5, -1.0, 1 / 7])
@@ -264,14 +285,18 @@ def test_a_factor_in_front_of_the_losses(factor: float) -> None:
     said = abs(factor) in (0.3, 3.0, 0.75)
     words = f"is multiplied by {abs(factor):g} before its backward"
     for step in range(2):
-        for part, share in ((slice(12), 1.0),) if said else ((slice(8), 2 / 3), (slice(8, 12), 1 / 3)):
+        for part, share in (
+            ((slice(12), 1.0),) if said else ((slice(8), 2 / 3), (slice(8, 12), 1 / 3))
+        ):
             one, two = model(X[part])
-            (factor * share * (0.3 * CE(one, y[part]) + 5.0 * losses[1][0](two, X[part, :2]))).backward()
+            (
+                factor * share * (0.3 * CE(one, y[part]) + 5.0 * losses[1][0](two, X[part, :2]))
+            ).backward()
         with pytest.warns(CurvatureWarning, match=words) if said and not step else nullcontext():
             optimizer.step()
 
 
-# ------------------------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------- what is not finite
 @pytest.mark.parametrize("reject", [None, 2.0])
 @pytest.mark.parametrize("where", ["input", "target", "gradient"])
 def test_a_batch_with_nan(reject: float | None, where: str) -> None:
@@ -287,7 +312,9 @@ def test_a_batch_with_nan(reject: float | None, where: str) -> None:
     if where == "gradient":
         model[2].weight.grad[0, 0] = nan
     if reject is None:
-        with pytest.raises(NumericsError, match=r"The gradient of \d\.weight is not finite; parameters have not"):
+        with pytest.raises(
+            NumericsError, match=r"The gradient of \d\.weight is not finite; parameters have not"
+        ):
             optimizer.step()
         assert optimizer.steps == 1
     else:
@@ -296,7 +323,10 @@ def test_a_batch_with_nan(reject: float | None, where: str) -> None:
         assert optimizer.param_groups[0]["damping"] == 2e-3
     assert torch.equal(flat(model), before)
     for number, entries in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(*map(torch.as_tensor, (t, velocity[number][name]))) for name, t in entries.items())
+        assert all(
+            torch.equal(*map(torch.as_tensor, (t, velocity[number][name])))
+            for name, t in entries.items()
+        )
     plain(optimizer, model, loss, X, y)
     assert not optimizer.last_step.rejected
     assert optimizer.last_step.examples == 12
@@ -311,7 +341,7 @@ def test_a_step_to_nan_is_undone() -> None:
     assert torch.equal(flat(model), before)
 
 
-# --------------------------------------------------------------------------------------------------- hooks and memory
+# --------------------------------------------------------------------------------- hooks and memory
 def test_no_pass_is_made_beside_the_users() -> None:
     """But for the looks at batches 1, 4, 16, ..."""
     model, calls = net(), list[int]()
@@ -324,12 +354,16 @@ def test_no_pass_is_made_beside_the_users() -> None:
 
 def hooks(*modules: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return sum(len(getattr(m, kind)) for module in modules for m in module.modules() for kind in kinds)
+    return sum(
+        len(getattr(m, kind)) for module in modules for m in module.modules() for kind in kinds
+    )
 
 
 @pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
 def test_hooks_are_gone_with_the_optimizer(kind: Any) -> None:
-    """At once, in the middle of a step, and without the garbage collector, while somebody may read the hooks."""
+    """At once, in the middle of a step, and without the garbage collector, while somebody may read
+    the hooks.
+    """
     model, loss = net(), nn.CrossEntropyLoss()
     with kind(model, loss) as optimizer:
         plain(optimizer, model, loss, *batch())
@@ -370,7 +404,9 @@ def tensors() -> int:
 
 
 @pytest.mark.usefixtures("new_objects_only")
-@pytest.mark.parametrize("options", [{}, {**ADAPTIVE, "damping": LevenbergMarquardt(1.0)}, {"reject": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {**ADAPTIVE, "damping": LevenbergMarquardt(1.0)}, {"reject": 2.0}], ids=str
+)
 @pytest.mark.parametrize("steps", [24, pytest.param(1008, marks=pytest.mark.slow)])
 def test_tensors_do_not_grow(options: dict[str, Any], steps: int) -> None:
     model, loss, counts = net(), nn.CrossEntropyLoss(), []
@@ -384,25 +420,35 @@ def test_tensors_do_not_grow(options: dict[str, Any], steps: int) -> None:
     assert max(counts[1:]) <= counts[0]
 
 
-# ------------------------------------------------------------------------------ what belongs to PyTorch's optimizers
+# ------------------------------------------------------------- what belongs to PyTorch's optimizers
 
 
 @pytest.mark.parametrize(
-    "make", [lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k), lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10)]
+    "make",
+    [
+        lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10),
+    ],
 )
 def test_schedulers(make: Callable[[Any], Any]) -> None:
-    """Those of PyTorch set learning rate and momentum as they set SGD's, and they are what the next step takes.
+    """Those of PyTorch set learning rate and momentum as they set SGD's, and they are what the next
+    step takes.
 
     A tensor stays the option that it is: what is written to it has an effect.
     """
     model, lr = net(), torch.tensor(0.1, dtype=torch.float64)
-    optimizer, sgd = KFACOptimizer(model, CE, lr), torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+    optimizer, sgd = (
+        KFACOptimizer(model, CE, lr),
+        torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9),
+    )  # type: ignore[arg-type]
     schedulers = [make(o) for o in (optimizer, sgd)]
     for step in range(5):
         plain(optimizer, model, CE, *batch(seed=step))
         sgd.step()
         for option in ("lr", "momentum"):
-            assert getattr(optimizer.last_step, option) == [pytest.approx(sgd.param_groups[0][option], rel=1e-14)]
+            assert getattr(optimizer.last_step, option) == [
+                pytest.approx(sgd.param_groups[0][option], rel=1e-14)
+            ]
         assert optimizer.param_groups[0]["lr"] is lr
         for scheduler in schedulers:
             scheduler.step()
@@ -417,7 +463,9 @@ def test_warming_up_is_a_plain_mean() -> None:
     torch.testing.assert_close(optimizer.curvature.operator.to_dense(), K.to_dense())
     plain(optimizer, model, CE, *batches[3])
     assert optimizer.last_step.examples == 12
-    with pytest.raises(ValueError, match=r"warmup\(\.\.\.\) averages means before the first step; 1 steps"):
+    with pytest.raises(
+        ValueError, match=r"warmup\(\.\.\.\) averages means before the first step; 1 steps"
+    ):
         optimizer.warmup(batches)
 
 

@@ -1,4 +1,6 @@
-"""What is said to somebody whose training loop, arguments or network the K-FAC optimizer can't use."""
+"""What is said to somebody whose training loop, arguments or network the K-FAC optimizer can't
+use.
+"""
 
 from __future__ import annotations
 
@@ -57,23 +59,43 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (made(decay=2.0), ValueError, "decay=2.0"),
     (made(power=1.0), ValueError, "power"),
     (made(power=-0.5), ValueError, "A norm constraint in the damped norm is for inverses"),
-    (made(nn.CrossEntropyLoss(reduction="sum"), decay=1.0), ValueError, "would add up the curvature of all steps"),
+    (
+        made(nn.CrossEntropyLoss(reduction="sum"), decay=1.0),
+        ValueError,
+        "would add up the curvature of all steps",
+    ),
     (made(params=[]), ValueError, "empty parameter list"),
     (made(foreach=True), TypeError, "unexpected keyword argument 'foreach'"),
     (made(weight="w"), UnsupportedError, "can't see whether your gradients have weights"),
     (made(nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
-    (lambda: KFACOptimizer(net().parameters(), CE), TypeError, "The model is a generator; expected"),
-    (lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE), ValueError, "only real floating-point"),
+    (
+        lambda: KFACOptimizer(net().parameters(), CE),
+        TypeError,
+        "The model is a generator; expected",
+    ),
+    (
+        lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE),
+        ValueError,
+        "only real floating-point",
+    ),
     (
         lambda: made()().add_param_group({"params": nn.Parameter(torch.zeros(2))}),
         ValueError,
         "recorded for parameters that come later; give all to the constructor",
     ),
     (of_kinds(lr=0.2), ValueError, r"one block.*\(0\.1, .* and \(0\.2, .*in one group"),
-    (of_kinds(weight_decay=WeightDecay(0.1, "coupled")), ValueError, "one block.*possible if it is decoupled, a"),
+    (
+        of_kinds(weight_decay=WeightDecay(0.1, "coupled")),
+        ValueError,
+        "one block.*possible if it is decoupled, a",
+    ),
     (lambda: LM(0.0), ValueError, "initial=0"),
     (lambda: LM(1.0, interval=0), ValueError, "interval=0"),
-    (lambda: LM(1.0, thresholds=(0.5, 0.5)), ValueError, "The second threshold=0.5; expected a number above 0.5"),
+    (
+        lambda: LM(1.0, thresholds=(0.5, 0.5)),
+        ValueError,
+        "The second threshold=0.5; expected a number above 0.5",
+    ),
     (lambda: LM(1.0, min=1.0, max=0.1), ValueError, "max=0.1"),
     (lambda: LM(1e-5), ValueError, "initial=1e-05; expected a number at least 0.0001"),
     (lambda: NormConstraint(1.0, "all"), ValueError, "of='all'"),  # type: ignore[arg-type]
@@ -92,7 +114,7 @@ def test_decoupled_weight_decay_may_differ_within_a_block() -> None:
     of_kinds(weight_decay=0.1)()
 
 
-# ------------------------------------------------------------------------------------------ steps that saw no batch
+# -------------------------------------------------------------------------- steps that saw no batch
 def without_gradients(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         output = model(X)
@@ -113,7 +135,9 @@ def after_evaluating(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tens
 UNHEARD: list[Callable[..., Tensor]] = [
     lambda model, loss, X, y: loss(model.eval()(X), y),
     without_gradients,
-    lambda model, loss, X, y: loss(functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, X), y),
+    lambda model, loss, X, y: loss(
+        functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, X), y
+    ),
     lambda model, loss, X, y: nn.CrossEntropyLoss()(model(X), y),
     lambda model, loss, X, y: loss(model(X)[:, :2], y % 2),
     lambda model, loss, X, y: loss(copy.deepcopy(model)(X), y),
@@ -129,7 +153,9 @@ def test_steps_that_have_heard_no_batch(call: Callable[..., Tensor]) -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer, (X, y) = KFACOptimizer(model, loss, **EXACT), batch()
     call(model, loss, X, y).backward()
-    with pytest.raises(RuntimeError, match=r"No batch was recorded(?s:.*)listen(?s:.*)strict=False"):
+    with pytest.raises(
+        RuntimeError, match=r"No batch was recorded(?s:.*)listen(?s:.*)strict=False"
+    ):
         optimizer.step()
     model.train()
     plain(optimizer, model, loss, X, y)
@@ -155,7 +181,7 @@ def test_steps_without_a_batch() -> None:
     assert len(optimizer.last_step.left_alone) == 4
 
 
-# --------------------------------------------------------------------------------------------------- in other places
+# ---------------------------------------------------------------------------------- in other places
 
 
 def assigned(X: Tensor, y: Tensor) -> None:
@@ -171,7 +197,11 @@ def step_on(X: Tensor, y: Tensor) -> None:
 
 
 PLACES: list[tuple[Callable[..., None], type[Exception], str]] = [
-    (assigned, ValueError, r"other tensors in place of its parameters.*assign=True.*a new optimizer"),
+    (
+        assigned,
+        ValueError,
+        r"other tensors in place of its parameters.*assign=True.*a new optimizer",
+    ),
     (
         lambda X, y: step_on(X, torch.full_like(y, -100)),
         ValueError,
@@ -196,7 +226,9 @@ def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
         CE(model(batch()[0]), batch()[1]).backward()
         if refused:
             model[0].bias.grad = None
-            with pytest.raises(ValueError, match=r"one block of the curvature, only \['0.weight'\] have a gradient"):
+            with pytest.raises(
+                ValueError, match=r"one block of the curvature, only \['0.weight'\] have a gradient"
+            ):
                 optimizer.step()
         else:
             optimizer._hooks.forget()
@@ -206,17 +238,27 @@ def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
 
 
-# -------------------------------------------------------------------------------------------------------- batch norm
-@pytest.mark.filterwarnings("ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal")
-@pytest.mark.parametrize("options", [{}, {"default": EKFAC}, {"damping": LM(0.1, interval=1), "reject": 2.0}], ids=str)
+# --------------------------------------------------------------------------------------- batch norm
+@pytest.mark.filterwarnings(
+    "ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal"
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"default": EKFAC}, {"damping": LM(0.1, interval=1), "reject": 2.0}], ids=str
+)
 def test_batch_norm_is_trained_by_default(options: dict[str, Any]) -> None:
     """With the diagonal of the gradients of each example as the pass has them."""
     torch.manual_seed(0)
     layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
-    model, loss, X = nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), torch.randn(30, 1, 4, 4).double()
+    model, loss, X = (
+        nn.Sequential(*layers).double(),
+        nn.CrossEntropyLoss(),
+        torch.randn(30, 1, 4, 4).double(),
+    )
     y = X.flatten(1)[:, :3].argmax(1)
     before = loss(model(X), y).item()
-    with KFACOptimizer(model, loss, lr=0.3, norm_constraint=1e-1, vectors="empirical", **options) as optimizer:
+    with KFACOptimizer(
+        model, loss, lr=0.3, norm_constraint=1e-1, vectors="empirical", **options
+    ) as optimizer:
         h, z = model[0](X).detach(), model[0](X).detach().requires_grad_()
         h = nn.functional.batch_norm(h, None, None, training=True)
         out = nn.functional.batch_norm(z, None, None, model[1].weight, model[1].bias, training=True)
@@ -226,7 +268,9 @@ def test_batch_norm_is_trained_by_default(options: dict[str, Any]) -> None:
         rows = torch.cat([(out.grad * h).sum((2, 3)), out.grad.sum((2, 3))], 1)
         K = optimizer.curvature.refreshed.operator
         found = K.layouts["1"].split(K.blocks["1"].diagonal()[:, None])
-        torch.testing.assert_close(torch.cat([t.flatten() for t in found.values()]), rows.square().mean(0))
+        torch.testing.assert_close(
+            torch.cat([t.flatten() for t in found.values()]), rows.square().mean(0)
+        )
         for _ in range(20):
             plain(optimizer, model, loss, X, y)
         assert optimizer.last_step.left_alone == []
@@ -234,12 +278,19 @@ def test_batch_norm_is_trained_by_default(options: dict[str, Any]) -> None:
 
 
 def test_batch_norm_between_layers() -> None:
-    model, loss = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double(), nn.CrossEntropyLoss()
-    optimizer = KFACPreconditioner(model, loss, params=[*model[0].parameters(), *model[2].parameters()])
+    model, loss = (
+        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double(),
+        nn.CrossEntropyLoss(),
+    )
+    optimizer = KFACPreconditioner(
+        model, loss, params=[*model[0].parameters(), *model[2].parameters()]
+    )
     plain(optimizer, model, loss, *batch())
 
 
-@pytest.mark.filterwarnings("ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal")
+@pytest.mark.filterwarnings(
+    "ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal"
+)
 def test_parameters_read_around_batch_norm_belong_to_another_optimizer() -> None:
     class Scaled(nn.Sequential):
         def __init__(self) -> None:
@@ -250,9 +301,14 @@ def test_parameters_read_around_batch_norm_belong_to_another_optimizer() -> None
             return self.scale * super().forward(x)
 
     model, loss = Scaled().double(), nn.CrossEntropyLoss()
-    with KFACOptimizer(model, loss) as optimizer, pytest.raises(UnsupportedError, match="read around it to another"):
+    with (
+        KFACOptimizer(model, loss) as optimizer,
+        pytest.raises(UnsupportedError, match="read around it to another"),
+    ):
         plain(optimizer, model, loss, *batch())
     scale = model.scale.detach().clone()
-    with KFACOptimizer(model, loss, params=[p for p in model.parameters() if p is not model.scale]) as optimizer:
+    with KFACOptimizer(
+        model, loss, params=[p for p in model.parameters() if p is not model.scale]
+    ) as optimizer:
         plain(optimizer, model, loss, *batch())
     assert model.scale.equal(scale)

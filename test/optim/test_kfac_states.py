@@ -50,7 +50,9 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> Non
 @pytest.mark.parametrize("make", [net, Twisted])
 @pytest.mark.parametrize("at", [3, 5])
 def test_resuming_is_exact(name: str, make: Callable[..., nn.Module], at: int) -> None:
-    """Bit for bit, through bytes, in a network that was made anew; also with a scheduler, and heads that take turns."""
+    """Bit for bit, through bytes, in a network that was made anew; also with a scheduler, and heads
+    that take turns.
+    """
 
     def made() -> tuple[nn.Module, KFACOptimizer, Any]:
         model = make().double()
@@ -63,7 +65,10 @@ def test_resuming_is_exact(name: str, make: Callable[..., nn.Module], at: int) -
         optimizer.warmup([batch(seed=k + 50) for k in range(3)])
     train(straight, optimizer, scheduler, range(at))
     stored = io.BytesIO()
-    torch.save([straight.state_dict(), optimizer.state_dict(), scheduler and scheduler.state_dict()], stored)
+    torch.save(
+        [straight.state_dict(), optimizer.state_dict(), scheduler and scheduler.state_dict()],
+        stored,
+    )
     train(straight, optimizer, scheduler, range(at, 9))
     stored.seek(0)
     of_model, of_optimizer, of_scheduler = torch.load(stored, weights_only=True)
@@ -78,7 +83,9 @@ def test_resuming_is_exact(name: str, make: Callable[..., nn.Module], at: int) -
 
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_state_between_micro_batches(listens: bool) -> None:
-    """Statistics of both are one update after resuming, too; gradients are the user's to keep; no step changes it."""
+    """Statistics of both are one update after resuming, too; gradients are the user's to keep; no
+    step changes it.
+    """
     straight, resumed = net(), net(seed=9)
     optimizer, again = (KFACOptimizer(model, CE, **EXACT) for model in (straight, resumed))
     (listening if listens else plain)(optimizer, straight, CE, *batch())
@@ -94,7 +101,9 @@ def test_a_state_between_micro_batches(listens: bool) -> None:
         assert one.last_step.examples == 24
     dense = [one.curvature.operator.to_dense() for one in (optimizer, again)]
     assert torch.equal(*dense)
-    assert all(torch.equal(t["velocity"], kept[name]["velocity"]) for name, t in stored["state"].items())
+    assert all(
+        torch.equal(t["velocity"], kept[name]["velocity"]) for name, t in stored["state"].items()
+    )
 
 
 def test_the_state_shows_the_velocity_of_now() -> None:

@@ -1,4 +1,6 @@
-"""Directions are those of dense algebra, in every mode and with every solver; the optimizer takes them."""
+"""Directions are those of dense algebra, in every mode and with every solver; the optimizer takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, UnsupportedError
+from curvlinops_plus.errors import (
+    CurvatureWarning,
+    NumericsError,
+    SingularMatrixError,
+    UnsupportedError,
+)
 from curvlinops_plus.optim import StochasticReconfiguration, fisher_inverse
 from curvlinops_plus.optim import stochastic_reconfiguration as sr
 from curvlinops_plus.optim.reconfiguration.damped_solve import smoothed_pseudo_inverse
 from curvlinops_plus.optim.reconfiguration.scores import LogAmplitude
 
-from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, rbm, real_net
+from .amplitudes import (
+    C128,
+    F64,
+    PROBLEMS,
+    Net,
+    Problem,
+    close,
+    complex_rbm,
+    dense,
+    flat,
+    normal,
+    rbm,
+    real_net,
+)
 
 problems = pytest.mark.parametrize("name", PROBLEMS)
 LAMBDA = 1e-2
@@ -38,28 +58,44 @@ def exact(
     momentum: float = 0.0,
     phi: Any = 0.0,
 ) -> Tensor:
-    """`(S + M)⁻¹ (Ō* ε̄ + μ M φ)` with `M = λ + ε diag(S)`: SPRING's minimisation, in the space of parameters."""
+    """`(S + M)⁻¹ (Ō* ε̄ + μ M φ)` with `M = λ + ε diag(S)`: SPRING's minimisation, in the space of
+    parameters.
+    """
     O, target = dense(problem, weights)
     S = O.T @ O
     M = damping * torch.eye(len(S), dtype=F64) + diagonal_shift * torch.diag(S.diagonal())
-    return torch.linalg.solve(S + M, O.T @ target + momentum * M @ (phi + torch.zeros(len(S), dtype=F64)))
+    return torch.linalg.solve(
+        S + M, O.T @ target + momentum * M @ (phi + torch.zeros(len(S), dtype=F64))
+    )
 
 
 @problems
 @pytest.mark.parametrize(("mode", "solver"), WAYS)
 def test_every_way_gives_the_direction(name: str, mode: str, solver: Any) -> None:
     """Of each amplitude; with other further options in each case."""
-    problem, number = PROBLEMS[name](), len(WAYS) * [*PROBLEMS].index(name) + WAYS.index((mode, solver))
+    problem, number = (
+        PROBLEMS[name](),
+        len(WAYS) * [*PROBLEMS].index(name) + WAYS.index((mode, solver)),
+    )
     psi, O = LogAmplitude(problem.log_psi, problem.params, problem.amplitude), dense(problem)[0]
     phi = normal(O.shape[1], seed=4)
-    options: dict[str, Any] = {"weights": normal(len(problem.samples), seed=7).square() if number % 2 else None}
+    options: dict[str, Any] = {
+        "weights": normal(len(problem.samples), seed=7).square() if number % 2 else None
+    }
     options |= {"diagonal_shift": 0.05 * (number % 4 == 2), "momentum": 0.9 * (number % 5 < 2)}
-    given: dict[str, Any] = {"chunk_size": 4 if number % 3 == 1 else None, "previous": psi.write(phi)}
+    given: dict[str, Any] = {
+        "chunk_size": 4 if number % 3 == 1 else None,
+        "previous": psi.write(phi),
+    }
     given |= {"tol": 1e-14, "max_iter": 2000} if solver == "cg" else {}
     args = (*problem.args, problem.costs, LAMBDA, mode)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*missed", CurvatureWarning)  # 1e-14 asks for all there is
-        direction, report = sr(*args, solver=solver, amplitude=problem.amplitude, **options, **given)
+        warnings.filterwarnings(
+            "ignore", ".*missed", CurvatureWarning
+        )  # 1e-14 asks for all there is
+        direction, report = sr(
+            *args, solver=solver, amplitude=problem.amplitude, **options, **given
+        )
     assert close(flat(direction), exact(problem, **options, phi=phi), 1e-9)
     assert type(direction) is type(problem.params)
     assert (report.mode, report.solver) == (mode, solver)
@@ -68,17 +104,25 @@ def test_every_way_gives_the_direction(name: str, mode: str, solver: Any) -> Non
 
 
 def test_a_diagonal_shift_without_damping() -> None:
-    """A parameter in other units moves by the same amount, in those units; one without effect stays."""
+    """A parameter in other units moves by the same amount, in those units; one without effect
+    stays.
+    """
     x, costs, scale = normal(30, 2), normal(30, seed=1), torch.tensor([1.0, 1e3], dtype=F64)
-    one = sr(lambda p, x: x @ p[0], [normal(2), normal(3)], x, costs, 0.0, diagonal_shift=0.1).direction
-    other = sr(lambda p, x: x @ (p[0] * scale), [normal(2)], x, costs, 0.0, diagonal_shift=0.1).direction
+    one = sr(
+        lambda p, x: x @ p[0], [normal(2), normal(3)], x, costs, 0.0, diagonal_shift=0.1
+    ).direction
+    other = sr(
+        lambda p, x: x @ (p[0] * scale), [normal(2)], x, costs, 0.0, diagonal_shift=0.1
+    ).direction
     assert close(other[0] * scale, one[0])
     assert not bool(one[1].any())
 
 
 @pytest.mark.parametrize("amplitude", ["real", "complex", "holomorphic"])
 def test_half_of_the_gradient_of_an_energy(amplitude: Any) -> None:
-    """The convention: with |ψ|² enumerated, `δ = (S + λ)⁻¹ ∇⟨E⟩ / 2`, the gradient by autodiff of the quotient."""
+    """The convention: with |ψ|² enumerated, `δ = (S + λ)⁻¹ ∇⟨E⟩ / 2`, the gradient by autodiff of
+    the quotient.
+    """
     H = normal(9, 9, seed=3, dtype=F64 if amplitude == "real" else C128)
     H, problem = H + H.mH, real_net(9, 6) if amplitude == "real" else complex_rbm(9, amplitude)
     params = {name: p.detach().clone().requires_grad_() for name, p in problem.params.items()}
@@ -89,7 +133,9 @@ def test_half_of_the_gradient_of_an_energy(amplitude: Any) -> None:
     energy = (psi.conj() @ H @ psi / (psi.conj() @ psi)).real
     gradient = dict(zip(params, torch.autograd.grad(energy, list(params.values()))))
     local, weights = ((H @ psi) / psi).detach(), psi.detach().abs().square()
-    direction, _ = sr(log_psi, params, problem.samples, local, LAMBDA, amplitude=amplitude, weights=weights)
+    direction, _ = sr(
+        log_psi, params, problem.samples, local, LAMBDA, amplitude=amplitude, weights=weights
+    )
     inverse = fisher_inverse(log_psi, params, LAMBDA, mode="dense", amplitude=amplitude)
     assert close(flat(inverse(gradient, problem.samples, weights)), 2 * flat(direction))
 
@@ -102,7 +148,9 @@ def test_fisher_inverse_in_every_mode(name: str) -> None:
     expected = torch.linalg.solve(O.T @ O + LAMBDA * torch.eye(len(g), dtype=F64), g)
     psi = LogAmplitude(problem.log_psi, problem.params, problem.amplitude)
     for mode in MODES:
-        inverse: Any = fisher_inverse(problem.log_psi, problem.params, LAMBDA, mode=mode, amplitude=problem.amplitude)
+        inverse: Any = fisher_inverse(
+            problem.log_psi, problem.params, LAMBDA, mode=mode, amplitude=problem.amplitude
+        )
         assert inverse.report is None
         assert close(inverse(g, problem.samples), expected)  # flat in, flat out
         found = inverse(psi.write(g), problem.samples)
@@ -119,9 +167,14 @@ def test_fisher_inverse_reads_parameters_anew() -> None:
     with torch.no_grad():
         problem.params["first.weight"].mul_(2)
     assert not close(inverse(g, problem.samples), before, 1e-3)
-    assert close(inverse(g, problem.samples), fisher_inverse(problem.log_psi, problem.params)(g, problem.samples))
+    assert close(
+        inverse(g, problem.samples),
+        fisher_inverse(problem.log_psi, problem.params)(g, problem.samples),
+    )
     with pytest.warns(CurvatureWarning, match="iteration limit 0"):
-        assert close(fisher_inverse(problem.log_psi, None, max_iter=0)(g, problem.samples), g, 1e-14)
+        assert close(
+            fisher_inverse(problem.log_psi, None, max_iter=0)(g, problem.samples), g, 1e-14
+        )
 
 
 @pytest.mark.parametrize(("n", "width", "mode"), [(9, 6, "kernel"), (60, 4, "dense")])
@@ -136,7 +189,9 @@ def test_auto_by_sizes(n: int, width: int, mode: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"curvlinops_plus.optim.reconfiguration.damped_solve.{limit}", 5)
         assert (chosen(), chosen("cholesky")) == ("lazy", "dense")
         monkeypatch.undo()
-    assert sr(*problem.args, problem.costs, LAMBDA, "lazy").report.iterations <= n + 2  # no more than samples
+    assert (
+        sr(*problem.args, problem.costs, LAMBDA, "lazy").report.iterations <= n + 2
+    )  # no more than samples
 
 
 def test_no_damping_with_enough_samples() -> None:
@@ -145,10 +200,16 @@ def test_no_damping_with_enough_samples() -> None:
         args = (*problem.args, problem.costs, 0.0, mode)
         direction, report = sr(*args, solver=solver, amplitude="complex")
         assert close(flat(direction), exact(problem, 0.0), 1e-6 if mode == "lazy" else 1e-8)
-        assert (report.mode, report.solver) == (mode if mode != "auto" else "dense", "cg" if solver == "cg" else "pinv")
+        assert (report.mode, report.solver) == (
+            mode if mode != "auto" else "dense",
+            "cg" if solver == "cg" else "pinv",
+        )
         if solver != "cg":
             O, _ = dense(problem)
-            assert (report.rank, report.condition) == (O.shape[1], pytest.approx(float(torch.linalg.cond(O)) ** 2))
+            assert (report.rank, report.condition) == (
+                O.shape[1],
+                pytest.approx(float(torch.linalg.cond(O)) ** 2),
+            )
 
 
 def testsmoothed_pseudo_inverse() -> None:
@@ -165,7 +226,10 @@ def testsmoothed_pseudo_inverse() -> None:
     assert (rank, condition) == (5, pytest.approx(1.3 / 0.4))
     x, costs = normal(30, 4, dtype=torch.float32), normal(30, seed=1, dtype=torch.float32)
     x, costs = torch.cat([x, x]), torch.cat([costs, costs])  # a kernel of half the rank
-    with pytest.warns(CurvatureWarning, match=r"the kernel \[60, 60\] with damping 1.0e-12 is not positive definite"):
+    with pytest.warns(
+        CurvatureWarning,
+        match=r"the kernel \[60, 60\] with damping 1.0e-12 is not positive definite",
+    ):
         direction, report = sr(Net(6, torch.float32), None, x, costs, 1e-12, "kernel")
     assert (report.solver, report.rank < 60, report.condition > 1e3) == ("pinv", True, True)
     assert all(bool(torch.isfinite(d).all()) for d in direction)
@@ -185,7 +249,9 @@ def test_float32(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_costs(mode: Any) -> None:
-    """Equal ones give no direction; of any number type; a function of the parameters alone changes nothing."""
+    """Equal ones give no direction; of any number type; a function of the parameters alone changes
+    nothing.
+    """
     problem, other = real_net(9, 6), complex_rbm(12, "complex")
     direction, report = sr(*problem.args, torch.full((9,), -2.5), mode=mode)
     assert not any(bool(d.any()) for d in direction.values())
@@ -199,12 +265,14 @@ def test_costs(mode: Any) -> None:
         return other.log_psi(params, x) + 3j * params["a"].sum() + params["W"].abs().square().sum()
 
     for costs in (other.costs, other.costs.real, other.costs.real + 0j):
-        found = sr(log_psi, other.params, other.samples, costs, LAMBDA, mode, amplitude="complex").direction
+        found = sr(
+            log_psi, other.params, other.samples, costs, LAMBDA, mode, amplitude="complex"
+        ).direction
         expected = sr(*other.args, costs + 0j, LAMBDA, "dense", amplitude="complex").direction
         assert close(flat(found), flat(expected))
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 NET = real_net(9, 6)
 X, E = NET.samples, NET.costs
 ARGS, ONES, INF = (*NET.args, E), torch.ones(4, dtype=F64), float("inf")
@@ -222,11 +290,23 @@ def optimizer(**options: Any) -> Callable[[], Any]:
 
 
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (ValueError, r"at least two samples with a positive weight, got 1 of 1", lambda: sr(*NET.args[:2], X[:1], E[:1])),
+    (
+        ValueError,
+        r"at least two samples with a positive weight, got 1 of 1",
+        lambda: sr(*NET.args[:2], X[:1], E[:1]),
+    ),
     (ValueError, r"at least two samples.*got 1 of 9", lambda: sr(*ARGS, weights=[1] + 8 * [0])),
     (ValueError, r"not negative; 1 of 9 samples \(8\)", lambda: sr(*ARGS, weights=[1] * 8 + [-1])),
-    (ValueError, r"Expected 9 real weights, one per sample; got .* shape \[2\]", lambda: sr(*ARGS, weights=[1, 1])),
-    (NumericsError, r"local_costs is NaN .* 2 of 9 samples \(1, 4\).*clip", lambda: sr(*NET.args, E.where(~NAN, INF))),
+    (
+        ValueError,
+        r"Expected 9 real weights, one per sample; got .* shape \[2\]",
+        lambda: sr(*ARGS, weights=[1, 1]),
+    ),
+    (
+        NumericsError,
+        r"local_costs is NaN .* 2 of 9 samples \(1, 4\).*clip",
+        lambda: sr(*NET.args, E.where(~NAN, INF)),
+    ),
     (
         NumericsError,
         r"log ψ is NaN or infinite for 2 of 9 samples \(1, 4\)",
@@ -235,62 +315,158 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (
         NumericsError,
         r"derivatives of log ψ are NaN or infinite for 1 of 3 samples \(5\)",
-        lambda: sr(lambda p, x: (p[0] * x).sqrt(), [ONES[0]], (torch.arange(9) != 5).to(F64), E, chunk_size=3),
+        lambda: sr(
+            lambda p, x: (p[0] * x).sqrt(),
+            [ONES[0]],
+            (torch.arange(9) != 5).to(F64),
+            E,
+            chunk_size=3,
+        ),
     ),
     (
         NumericsError,
         r"S \[1, 1\] has 1 entries that are NaN or infinite",
-        lambda: sr(lambda p, x: p[0] * x, [torch.tensor(1.0)], torch.tensor([1e25, -1e25]), E[:2], mode="dense"),
+        lambda: sr(
+            lambda p, x: p[0] * x,
+            [torch.tensor(1.0)],
+            torch.tensor([1e25, -1e25]),
+            E[:2],
+            mode="dense",
+        ),
     ),
-    (ValueError, r"local_costs of shape \[9\], one for each sample, got \[9, 1\]", lambda: sr(*NET.args, E[:, None])),
+    (
+        ValueError,
+        r"local_costs of shape \[9\], one for each sample, got \[9, 1\]",
+        lambda: sr(*NET.args, E[:, None]),
+    ),
     (ValueError, r'mode="kernel" needs a positive damping', lambda: sr(*ARGS, 0.0, "kernel")),
-    (ValueError, r'mode="kernel" needs a positive', lambda: fisher_inverse(*NET.args[:2], 0.0, mode="kernel")),
-    (SingularMatrixError, r"S of 37 real parameters .* have rank 8 at most. Add a damping", lambda: sr(*ARGS, 0.0)),
+    (
+        ValueError,
+        r'mode="kernel" needs a positive',
+        lambda: fisher_inverse(*NET.args[:2], 0.0, mode="kernel"),
+    ),
+    (
+        SingularMatrixError,
+        r"S of 37 real parameters .* have rank 8 at most. Add a damping",
+        lambda: sr(*ARGS, 0.0),
+    ),
     (SingularMatrixError, r"S of 37 real parameters is singular", lambda: sr(*ARGS, 0.0, "lazy")),
     (
         SingularMatrixError,
         r"S is singular: 1 of its 2 eigenvalues count as zero.*Add a damping",
         lambda: sr(lambda p, x: x[:, 0] * (p[0] + p[1]), [ONES[0]] * 2, X, E, 0.0),
     ),
-    (ValueError, r"damping to be a finite number of at least 0, got nan", lambda: sr(*ARGS, float("nan"))),
-    (ValueError, r"momentum to be at least 0 and below 1, got 1.0", lambda: sr(*ARGS, momentum=1.0)),
-    (ValueError, r"mode to be one of \['lazy', 'dense', .* got 'qgt'", lambda: sr(*ARGS, mode="qgt")),
+    (
+        ValueError,
+        r"damping to be a finite number of at least 0, got nan",
+        lambda: sr(*ARGS, float("nan")),
+    ),
+    (
+        ValueError,
+        r"momentum to be at least 0 and below 1, got 1.0",
+        lambda: sr(*ARGS, momentum=1.0),
+    ),
+    (
+        ValueError,
+        r"mode to be one of \['lazy', 'dense', .* got 'qgt'",
+        lambda: sr(*ARGS, mode="qgt"),
+    ),
     (ValueError, r"solver to be None, .* got 'lu'", lambda: sr(*ARGS, solver="lu")),
-    (ValueError, r"solver to be .* got 'cholesky'", lambda: sr(*ARGS, mode="lazy", solver="cholesky")),
-    (ValueError, r"amplitude to be one of \['real', .* got 'imaginary'", lambda: sr(*ARGS, amplitude="imaginary")),
-    (ValueError, r"needs complex parameters, and .* are real. Use", lambda: sr(*ARGS, amplitude="holomorphic")),
-    (ValueError, r"needs a complex log ψ", holomorphic(lambda p, x: (x.to(C128) @ p[0]).abs(), ONES.to(C128))),
-    (ValueError, r"violate the Cauchy-Riemann", holomorphic(lambda p, x: x.to(C128) @ p[0].conj(), ONES.to(C128))),
+    (
+        ValueError,
+        r"solver to be .* got 'cholesky'",
+        lambda: sr(*ARGS, mode="lazy", solver="cholesky"),
+    ),
+    (
+        ValueError,
+        r"amplitude to be one of \['real', .* got 'imaginary'",
+        lambda: sr(*ARGS, amplitude="imaginary"),
+    ),
+    (
+        ValueError,
+        r"needs complex parameters, and .* are real. Use",
+        lambda: sr(*ARGS, amplitude="holomorphic"),
+    ),
+    (
+        ValueError,
+        r"needs a complex log ψ",
+        holomorphic(lambda p, x: (x.to(C128) @ p[0]).abs(), ONES.to(C128)),
+    ),
+    (
+        ValueError,
+        r"violate the Cauchy-Riemann",
+        holomorphic(lambda p, x: x.to(C128) @ p[0].conj(), ONES.to(C128)),
+    ),
     (
         ValueError,
         r"violate the Cauchy-Riemann",  # one of several parameters is enough
-        holomorphic(lambda p, x: x.to(C128) @ p[0] + p[1].conj() * x.square().sum(1), ONES.to(C128), ONES[0].to(C128)),
+        holomorphic(
+            lambda p, x: x.to(C128) @ p[0] + p[1].conj() * x.square().sum(1),
+            ONES.to(C128),
+            ONES[0].to(C128),
+        ),
     ),
-    (ValueError, r"log_psi returned \[9, 4\] for 9 samples", lambda: sr(lambda p, x: x * p[0], [ONES], X, E)),
+    (
+        ValueError,
+        r"log_psi returned \[9, 4\] for 9 samples",
+        lambda: sr(lambda p, x: x * p[0], [ONES], X, E),
+    ),
     (
         ValueError,
         r"returned .*tuple.* 9 samples.*return log\|ψ\|",
         lambda: sr(lambda p, x: (x, x), [ONES], X, E),
     ),
-    (TypeError, r"`params` of a function to be a list, .* got tensor", lambda: sr(lambda p, x: x @ p, ONES, X, E)),
+    (
+        TypeError,
+        r"`params` of a function to be a list, .* got tensor",
+        lambda: sr(lambda p, x: x @ p, ONES, X, E),
+    ),
     (TypeError, r"`params` of a .* got \[\]", lambda: sr(lambda p, x: x @ p, [], X, E)),
     (ValueError, r"is not a parameter of the model", lambda: sr(NET.log_psi, [ONES], X, E)),
-    (ValueError, r"along their first axis; got the lengths \{9, 3\}", lambda: sr(*NET.args[:2], (X, ONES[:3]), E)),
+    (
+        ValueError,
+        r"along their first axis; got the lengths \{9, 3\}",
+        lambda: sr(*NET.args[:2], (X, ONES[:3]), E),
+    ),
     (UnsupportedError, r"draws random numbers", lambda: sr(RANDOM, None, X, E)),
-    (ValueError, r"Expected more than 1 value per channel when training", lambda: sr(NORMED, None, X, E)),
+    (
+        ValueError,
+        r"Expected more than 1 value per channel when training",
+        lambda: sr(NORMED, None, X, E),
+    ),
     (
         UnsupportedError,
         r"function of one sample",
         lambda: sr(lambda p, x: (x @ p[0]).log_softmax(0), [ONES], X, E),
     ),
-    (ValueError, r"expected", lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES))),
+    (
+        ValueError,
+        r"expected",
+        lambda: sr(*ARGS, momentum=0.5, previous=dict.fromkeys(NET.params, ONES)),
+    ),
     (ValueError, r"missing \['decay'", lambda: fisher_inverse(*NET.args[:2])({}, X)),
-    (ValueError, r"Expected one vector, got 2 columns", lambda: fisher_inverse(*NET.args[:2])(torch.ones(37, 2), X)),
-    (NumericsError, r"grad has NaN", lambda: fisher_inverse(*NET.args[:2])(torch.full((37,), INF), X)),
+    (
+        ValueError,
+        r"Expected one vector, got 2 columns",
+        lambda: fisher_inverse(*NET.args[:2])(torch.ones(37, 2), X),
+    ),
+    (
+        NumericsError,
+        r"grad has NaN",
+        lambda: fisher_inverse(*NET.args[:2])(torch.full((37,), INF), X),
+    ),
     (ValueError, 'norm to be "euclidean" or "fisher", got \'max\'', optimizer(norm="max")),
     (ValueError, "lr to be a finite number of at least 0, got -1", optimizer(lr=-1)),
-    (ValueError, "norm_constraint to be a finite number of at least 0, got -1", optimizer(norm_constraint=-1)),
-    (ValueError, r"damping to be .* at least 0, got -1\.0", lambda: optimizer(damping=lambda step: -1.0)().step(X, E)),
+    (
+        ValueError,
+        "norm_constraint to be a finite number of at least 0, got -1",
+        optimizer(norm_constraint=-1),
+    ),
+    (
+        ValueError,
+        r"damping to be .* at least 0, got -1\.0",
+        lambda: optimizer(damping=lambda step: -1.0)().step(X, E),
+    ),
 ]
 
 
@@ -302,19 +478,24 @@ def test_refused(error: type[Exception], words: str, call: Callable[[], Any]) ->
 
 def test_lazy_says_when_it_did_not_get_there() -> None:
     problem = real_net(60, 4)
-    for options, words in (({}, "cg in mode 'lazy' ended at a .*: iteration limit 2"), ({"tol": 1e-14}, "CG missed")):
+    for options, words in (
+        ({}, "cg in mode 'lazy' ended at a .*: iteration limit 2"),
+        ({"tol": 1e-14}, "CG missed"),
+    ):
         with pytest.warns(CurvatureWarning, match=words):
             sr(*problem.args, problem.costs, 1e-6, "lazy", max_iter=2, **options)
 
 
-# --------------------------------------------------------------------------------------------------------- optimizer
+# ---------------------------------------------------------------------------------------- optimizer
 def batches(n: int = 9) -> list[tuple[Tensor, Tensor]]:
     return [(normal(n, 4, seed=100 + k), normal(n, seed=200 + k)) for k in range(12)]
 
 
 @problems
 def test_steps(name: str) -> None:
-    """Directions times the learning rate, with schedules of it and of the damping, and SPRING's momentum."""
+    """Directions times the learning rate, with schedules of it and of the damping, and SPRING's
+    momentum.
+    """
     problem, previous, seen = PROBLEMS[name](), None, []
     lr, momentum = 0.3, 0.0 if name.startswith("module") else 0.6
     psi = LogAmplitude(problem.log_psi, problem.params, problem.amplitude)
@@ -324,12 +505,16 @@ def test_steps(name: str) -> None:
         seen.append(step)
         return 1e-2 * 0.5**step
 
-    sro = StochasticReconfiguration(problem.log_psi, problem.params, lr, damping, momentum, amplitude=problem.amplitude)
+    sro = StochasticReconfiguration(
+        problem.log_psi, problem.params, lr, damping, momentum, amplitude=problem.amplitude
+    )
     scheduler = ExponentialLR(sro, gamma=0.5)
     for k in range(3):
         given = (*problem.args, problem.costs * (k + 1), 1e-2 * 0.5**k)
         previous, _ = sr(*given, momentum=momentum, previous=previous, amplitude=problem.amplitude)
-        for key, d in zip(values, previous.values() if isinstance(previous, dict) else previous, strict=True):
+        for key, d in zip(
+            values, previous.values() if isinstance(previous, dict) else previous, strict=True
+        ):
             values[key] -= lr * 0.5**k * d
         mean = sro.step(problem.samples, problem.costs * (k + 1))
         scheduler.step()
@@ -347,12 +532,28 @@ def test_norm_constraint(norm: Any, mode: Any, diagonal_shift: float) -> None:
     """`|δ|²`, or `|Ō δ|² + λ |δ|²`, of the step; longer ones alone are shortened."""
     problem, limit = real_net(9, 6), 1e-4
     O, _ = dense(problem)
-    M = O.T @ O + 1e-3 * torch.eye(37, dtype=F64) + diagonal_shift * torch.diag((O.T @ O).diagonal())
-    metric, ends, start = torch.eye(37, dtype=F64) if norm == "euclidean" else M, [], flat(problem.params).clone()
+    M = (
+        O.T @ O
+        + 1e-3 * torch.eye(37, dtype=F64)
+        + diagonal_shift * torch.diag((O.T @ O).diagonal())
+    )
+    metric, ends, start = (
+        torch.eye(37, dtype=F64) if norm == "euclidean" else M,
+        [],
+        flat(problem.params).clone(),
+    )
     for bound in (limit, 1e6, None):
         each = real_net(9, 6)
-        options = {"lr": 0.5, "mode": mode, "norm": norm, "diagonal_shift": diagonal_shift, "norm_constraint": bound}
-        StochasticReconfiguration(each.log_psi, each.params, **options).step(each.samples, each.costs)
+        options = {
+            "lr": 0.5,
+            "mode": mode,
+            "norm": norm,
+            "diagonal_shift": diagonal_shift,
+            "norm_constraint": bound,
+        }
+        StochasticReconfiguration(each.log_psi, each.params, **options).step(
+            each.samples, each.costs
+        )
         ends.append(flat(each.params))
     step = ends[0] - start
     assert float(step @ metric @ step) == pytest.approx(limit, rel=1e-9)
@@ -362,10 +563,18 @@ def test_norm_constraint(norm: Any, mode: Any, diagonal_shift: float) -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, C128])
 def test_resumes_bit_for_bit(kind: torch.dtype) -> None:
     def made() -> tuple[Any, StochasticReconfiguration]:
-        params: Any = {"a": normal(4, seed=1, dtype=kind), "W": normal(4, 3, seed=2, dtype=kind), "b": normal(3)}
+        params: Any = {
+            "a": normal(4, seed=1, dtype=kind),
+            "W": normal(4, 3, seed=2, dtype=kind),
+            "b": normal(3),
+        }
         net = rbm if kind is C128 else Net(6, kind)
         params = params if kind is C128 else dict(net.named_parameters())
-        options: dict[str, Any] = {"lr": 0.1, "damping": lambda step: 1e-2 * 0.9**step, "momentum": 0.9}
+        options: dict[str, Any] = {
+            "lr": 0.1,
+            "damping": lambda step: 1e-2 * 0.9**step,
+            "momentum": 0.9,
+        }
         options |= {"norm_constraint": 1e-2, "amplitude": "complex" if kind is C128 else "real"}
         return params, StochasticReconfiguration(net, params, **options)
 
@@ -395,11 +604,15 @@ def test_what_does_not_change() -> None:
     net.decay.grad = torch.ones((), dtype=F64)
     sro, (x, costs) = StochasticReconfiguration(net, [net.first.weight], momentum=0.5), batches()[0]
     sro.step(x, costs)
-    assert [name for name, p in net.named_parameters() if not torch.equal(p, before[name])] == ["first.weight"]
+    assert [name for name, p in net.named_parameters() if not torch.equal(p, before[name])] == [
+        "first.weight"
+    ]
     assert net.first.weight.grad is None
     assert float(net.decay.grad) == 1
     moved, state = net.first.weight.detach().clone(), copy.deepcopy(sro.state_dict())
-    with pytest.raises(NumericsError, match=r"local_costs is NaN or infinite for 1 of 9 samples \(3\)"):
+    with pytest.raises(
+        NumericsError, match=r"local_costs is NaN or infinite for 1 of 9 samples \(3\)"
+    ):
         sro.step(x, costs.index_fill(0, torch.tensor([3]), torch.inf))
     assert torch.equal(net.first.weight, moved)
     assert sro.param_groups[0]["steps"] == state["param_groups"][0]["steps"]

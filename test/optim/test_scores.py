@@ -1,4 +1,6 @@
-"""`S` and `Ō` are those of their definitions: for all kinds of amplitudes, in all representations."""
+"""`S` and `Ō` are those of their definitions: for all kinds of amplitudes, in all
+representations.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,27 @@ from torch import Tensor, nn
 
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
-from curvlinops_plus.optim.reconfiguration.scores import Ensemble, LogAmplitude, Scores, recorded_kernel
+from curvlinops_plus.optim.reconfiguration.scores import (
+    Ensemble,
+    LogAmplitude,
+    Scores,
+    recorded_kernel,
+)
 
-from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net, tensors
+from .amplitudes import (
+    C128,
+    F64,
+    PROBLEMS,
+    Net,
+    Problem,
+    close,
+    complex_rbm,
+    dense,
+    flat,
+    normal,
+    real_net,
+    tensors,
+)
 
 problems = pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -23,14 +43,18 @@ def fisher(problem: Problem, **options: Any) -> CenteredFisherLinearOperator:
 
 
 def ensemble(problem: Problem, **options: Any) -> Ensemble:
-    return Ensemble(LogAmplitude(problem.log_psi, problem.params, problem.amplitude), problem.samples, **options)
+    return Ensemble(
+        LogAmplitude(problem.log_psi, problem.params, problem.amplitude), problem.samples, **options
+    )
 
 
 @pytest.mark.one_in(2)
 @problems
 @pytest.mark.parametrize("weighted", [False, True])
 def test_covariance_by_definition(make: Callable[[], Problem], weighted: bool) -> None:
-    """With the parameters of when it was made, whatever becomes of these; and derivatives of quadratic forms."""
+    """With the parameters of when it was made, whatever becomes of these; and derivatives of
+    quadratic forms.
+    """
     problem = make()
     weights = normal(len(problem.samples), seed=7).square() if weighted else None
     O, _ = dense(problem, weights)
@@ -70,11 +94,17 @@ def test_samples_may_be_trees() -> None:
     x = problem.samples
 
     def log_psi(params: Any, samples: Any) -> Tensor:
-        return torch.func.functional_call(problem.log_psi, params, (samples["x"] + samples["more"][0],))
+        return torch.func.functional_call(
+            problem.log_psi, params, (samples["x"] + samples["more"][0],)
+        )
 
-    S = CenteredFisherLinearOperator(log_psi, problem.params, {"x": x - 1, "more": (torch.ones_like(x),)}, chunk_size=4)
+    S = CenteredFisherLinearOperator(
+        log_psi, problem.params, {"x": x - 1, "more": (torch.ones_like(x),)}, chunk_size=4
+    )
     assert close(S.to_dense(), fisher(problem).to_dense())
-    assert close(S @ torch.ones(S.shape[1], dtype=F64), fisher(problem) @ torch.ones(S.shape[1], dtype=F64))
+    assert close(
+        S @ torch.ones(S.shape[1], dtype=F64), fisher(problem) @ torch.ones(S.shape[1], dtype=F64)
+    )
 
 
 def test_a_function_that_vmap_refuses() -> None:
@@ -83,7 +113,9 @@ def test_a_function_that_vmap_refuses() -> None:
         return torch.stack(out)
 
     params, x = [torch.tensor(0.5, dtype=F64), torch.tensor(2.0, dtype=F64)], normal(7, 3)
-    J = torch.stack([torch.where(x[:, 0] > 0, x.sum(1), 0.0), torch.where(x[:, 0] > 0, 0.0, x[:, 1] ** 2)], 1)
+    J = torch.stack(
+        [torch.where(x[:, 0] > 0, x.sum(1), 0.0), torch.where(x[:, 0] > 0, 0.0, x[:, 1] ** 2)], 1
+    )
     centred = J - J.mean(0)
     S = CenteredFisherLinearOperator(log_psi, params, x, stored=True)
     assert close(S.to_dense(), centred.T @ centred / 7)
@@ -94,7 +126,9 @@ def test_parameters_that_do_nothing() -> None:
     x = normal(5)
     for stored in (False, True):
         S = CenteredFisherLinearOperator(lambda p, x: p[1] * x, params, x, stored=stored)
-        assert close(S.to_dense(), torch.diag(torch.tensor([0, 0, 0, float(x.var(correction=0))], dtype=F64)))
+        assert close(
+            S.to_dense(), torch.diag(torch.tensor([0, 0, 0, float(x.var(correction=0))], dtype=F64))
+        )
         assert close(S @ torch.ones(4, dtype=F64), S.to_dense() @ torch.ones(4, dtype=F64))
 
 
@@ -136,7 +170,11 @@ def test_kernel_from_layers(make: Callable[[], nn.Module]) -> None:
 
 
 def test_nothing_of_the_users_changes() -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)).double().eval()
+    net = (
+        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1))
+        .double()
+        .eval()
+    )
     net[0].weight.requires_grad_(False)
     net[4].weight.grad = torch.ones_like(net[4].weight)
     before = {name: t.clone() for name, t in net.state_dict().items()}
@@ -161,7 +199,9 @@ def test_every_device(device: torch.device) -> None:
         assert found[0].device.type == device.type
     problem = complex_rbm(9, "holomorphic")
     params = {name: p.to(device) for name, p in problem.params.items()}
-    S = CenteredFisherLinearOperator(problem.log_psi, params, problem.samples.to(device), amplitude="holomorphic")
+    S = CenteredFisherLinearOperator(
+        problem.log_psi, params, problem.samples.to(device), amplitude="holomorphic"
+    )
     assert close(S.to_dense().cpu(), fisher(problem).to_dense())
 
 
@@ -177,6 +217,12 @@ def test_holomorphic_is_the_complex_matrix() -> None:
         named = operator @ dict(zip(problem.params, v, strict=True))
         assert list(named) == list(problem.params)
         assert close(flat(named), torch.view_as_real(expected).flatten())
-        assert close(torch.cat([t.flatten() for t in operator @ [2j * t for t in v]]), 2j * expected)
-        real = operator @ [torch.view_as_real(torch.stack([t, 2j * t], -1)).movedim(-1, t.ndim) for t in v]
-        assert close(torch.cat([t[..., 0, 1].flatten() for t in real]), (2j * expected).real)  # real vectors stay real
+        assert close(
+            torch.cat([t.flatten() for t in operator @ [2j * t for t in v]]), 2j * expected
+        )
+        real = operator @ [
+            torch.view_as_real(torch.stack([t, 2j * t], -1)).movedim(-1, t.ndim) for t in v
+        ]
+        assert close(
+            torch.cat([t[..., 0, 1].flatten() for t in real]), (2j * expected).real
+        )  # real vectors stay real

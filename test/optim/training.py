@@ -24,7 +24,9 @@ def batch(n: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Twisted(nn.Module):
-    """Layers whose matrices take axes of their parameters apart, one of which is called by turns."""
+    """Layers whose matrices take axes of their parameters apart, one of which is called by
+    turns.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Batch norm in training mode, in training loops: it mixes examples and is known for it; what else does is refused."""
+"""Batch norm in training mode, in training loops: it mixes examples and is known for it; what else
+does is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def normed(**options: Any) -> nn.Module:
 def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = (X, Y)) -> None:
     """Two steps of a training loop."""
     params = [p for p in model.parameters() if p.requires_grad]
-    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), (), params), approximation)
+    estimator = CurvatureEstimator(
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), (), params), approximation
+    )
     for _ in range(2):
         if not listening:
             with unchanged(model):
@@ -40,7 +44,9 @@ def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = 
 @pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
 @pytest.mark.parametrize("listening", [False, True])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
-def test_no_false_alarm(options: dict[str, Any], approximation: Any, listening: bool, dtype: torch.dtype) -> None:
+def test_no_false_alarm(
+    options: dict[str, Any], approximation: Any, listening: bool, dtype: torch.dtype
+) -> None:
     estimate(normed(**options).to(dtype), approximation, listening, (X.to(dtype), Y))
 
 

@@ -1,4 +1,6 @@
-"""The self-check: what a layer's recorded calls don't say is right nevertheless, or refused without being asked."""
+"""The self-check: what a layer's recorded calls don't say is right nevertheless, or refused without
+being asked.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,24 @@ X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), t
 
 def risk_of(model: nn.Module, data: Any = None, **options: Any) -> EmpiricalRisk:
     """A small classification problem."""
-    return EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, Y)] if data is None else data, **options)
+    return EmpiricalRisk(
+        model, nn.CrossEntropyLoss(), [(X, Y)] if data is None else data, **options
+    )
 
 
 def exact(model: nn.Module, data: Any = None) -> Tensor:
     params = list(model.parameters())
-    return GGNLinearOperator(model, nn.CrossEntropyLoss(), params, [(X, Y)] if data is None else data).to_dense()
+    return GGNLinearOperator(
+        model, nn.CrossEntropyLoss(), params, [(X, Y)] if data is None else data
+    ).to_dense()
 
 
 class Around(nn.Module):
     """Something strange between two linear layers."""
 
-    def __init__(self, middle: Callable[[Any, Tensor], Tensor] | None = None, **modules: nn.Module) -> None:
+    def __init__(
+        self, middle: Callable[[Any, Tensor], Tensor] | None = None, **modules: nn.Module
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.calls, self.strange = nn.Linear(4, 6), nn.Linear(6, 3), 0, middle
@@ -72,7 +80,9 @@ def scaled(run: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 
 class Forces(Around):
-    """Energy and forces: the forward pass differentiates, so the layers are read by a backward pass too."""
+    """Energy and forces: the forward pass differentiates, so the layers are read by a backward pass
+    too.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -86,7 +96,9 @@ class OtherWeights(Around):
     """Calls a layer with other tensors than its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(functional_call(self.a, {"weight": 2 * self.a.weight, "bias": self.a.bias}, (x,)).tanh())
+        return self.b(
+            functional_call(self.a, {"weight": 2 * self.a.weight, "bias": self.a.bias}, (x,)).tanh()
+        )
 
 
 def set_around(factor: float) -> Callable[[Any, Tensor], Tensor]:
@@ -123,23 +135,41 @@ def of_one_weight(self: Any, h: Tensor) -> Tensor:
 STRANGE: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "forces": (Forces, "something differentiated in the forward pass"),
     "other weights": (OtherWeights, None),
-    "norm read outside": (lambda: Around(lambda self, h: self.n(h) * self.n.weight, n=nn.LayerNorm(6)), None),
+    "norm read outside": (
+        lambda: Around(lambda self, h: self.n(h) * self.n.weight, n=nn.LayerNorm(6)),
+        None,
+    ),
     "scale read by the parent": (
         lambda: Around(lambda self, h: self.scale(h) + self.scale.gamma, scale=Scale()),
         None,
     ),
-    "attribute around the call": (lambda: Around(set_around(3.0), scale=Scale()), r"layer 'scale' \(Scale\)"),
-    "number of examples": (scaled(lambda self, x: x * self.gamma / len(x)), "depend on each other.*`len"),
-    "statistics by hand": (scaled(lambda self, x: (x - x.mean(0)) * self.gamma), "depend on each other"),
+    "attribute around the call": (
+        lambda: Around(set_around(3.0), scale=Scale()),
+        r"layer 'scale' \(Scale\)",
+    ),
+    "number of examples": (
+        scaled(lambda self, x: x * self.gamma / len(x)),
+        "depend on each other.*`len",
+    ),
+    "statistics by hand": (
+        scaled(lambda self, x: (x - x.mean(0)) * self.gamma),
+        "depend on each other",
+    ),
     "counter": (scaled(counted), "Two evaluations of the model"),
     "noise": (
         lambda: Around(lambda self, h: h + torch.randn_like(h)),
         "Two evaluations",
     ),
-    "examples attend to each other": (lambda: Around(lambda self, h: h.cumsum(0)), "3 of 7 examples.*depend"),
+    "examples attend to each other": (
+        lambda: Around(lambda self, h: h.cumsum(0)),
+        "3 of 7 examples.*depend",
+    ),
     "examples change places": (lambda: Around(swapped), "layer 'a'"),
     "flipped examples": (lambda: Around(of_one_weight), "layer 'a'"),
-    "halves through two layers": (lambda: Around(halves, one=nn.Linear(6, 6), other=nn.Linear(6, 6)), ""),
+    "halves through two layers": (
+        lambda: Around(halves, one=nn.Linear(6, 6), other=nn.Linear(6, 6)),
+        "",
+    ),
 }
 
 
@@ -156,7 +186,9 @@ def test_right_or_refused(name: str, approximation: Any) -> None:
         close(K.trace, exact(model).trace(), 1e-6 if "half" in name else 1e-9)
 
 
-@pytest.mark.parametrize("name", ["forces", "other weights", "norm read outside", "scale read by the parent"])
+@pytest.mark.parametrize(
+    "name", ["forces", "other weights", "norm read outside", "scale read by the parent"]
+)
 def test_frozen_parameters_too(name: str) -> None:
     make, words = STRANGE[name]
     model = make()
@@ -171,7 +203,9 @@ def test_frozen_parameters_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("N", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["attribute around the call", "examples change places", "statistics by hand"])
+@pytest.mark.parametrize(
+    "name", ["attribute around the call", "examples change places", "statistics by hand"]
+)
 def test_batches_of_any_size_and_estimators(name: str, N: int) -> None:
     model, batch = STRANGE[name][0](), (X[:N], Y[:N])
     estimator = CurvatureEstimator(risk_of(model, ()), DiagonalBlock)
@@ -187,10 +221,12 @@ def test_batches_of_any_size_and_estimators(name: str, N: int) -> None:
 def test_half_precision_is_no_excuse(dtype: torch.dtype) -> None:
     model, data = Around(set_around(3.0), scale=Scale()), [(X.to(dtype), Y)]
     expected = exact(model).trace()
-    close(curvature(risk_of(model.to(dtype), data), DiagonalBlock).trace.to(expected), expected, 0.05)
+    close(
+        curvature(risk_of(model.to(dtype), data), DiagonalBlock).trace.to(expected), expected, 0.05
+    )
 
 
-# --------------------------------------------------------------------------------------------------- when it is looked
+# -------------------------------------------------------------------------------- when it is looked
 class Later(nn.Module):
     """Mixes examples in batches whose number, from one, is among these."""
 
@@ -257,7 +293,9 @@ def test_buffers_that_a_training_pass_wrote_stay() -> None:
     """The look at a few examples leaves running statistics as the user's own pass left them."""
     torch.manual_seed(0)
     norm = nn.InstanceNorm1d(5, track_running_stats=True)
-    model = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 5, 1), norm, nn.Flatten(), nn.Linear(20, 3)).double()
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 5, 1), norm, nn.Flatten(), nn.Linear(20, 3)
+    ).double()
     estimator = CurvatureEstimator(risk_of(model, ()), KFAC)
     expected = [b.clone() for b in model.buffers()]
     with estimator.listen((X, Y)):
@@ -282,7 +320,7 @@ def test_dropout_in_training_mode(approximation: Any) -> None:
     loss.backward()
 
 
-# ------------------------------------------------------------------------------------------------- no false alarms
+# ---------------------------------------------------------------------------------- no false alarms
 def test_inputs_and_models_that_take_the_whole_batch_only() -> None:
     class Table(Around):
         def forward(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -30,7 +30,9 @@ VECTORS = [Exact(), MonteCarlo(samples=2), Empirical()]
 
 
 def net(before: float, after: float) -> nn.Module:
-    """A network in float16; gradients are about `before * after` times as large below as at the output."""
+    """A network in float16; gradients are about `before * after` times as large below as at the
+    output.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
     with torch.no_grad():
@@ -40,17 +42,23 @@ def net(before: float, after: float) -> nn.Module:
     return model.half()
 
 
-def risk_of(model: nn.Module, X: Tensor = X, y: Tensor = Y, loss: nn.Module | None = None) -> EmpiricalRisk:
+def risk_of(
+    model: nn.Module, X: Tensor = X, y: Tensor = Y, loss: nn.Module | None = None
+) -> EmpiricalRisk:
     dtype = next(model.parameters()).dtype
     return EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), [(X.to(dtype), y)])
 
 
-def blocks(model: nn.Module, approximation: Any, vectors: Vectors, **options: Any) -> dict[str, Tensor]:
+def blocks(
+    model: nn.Module, approximation: Any, vectors: Vectors, **options: Any
+) -> dict[str, Tensor]:
     K = curvature(risk_of(model, **options), approximation, vectors=vectors)
     return {name: block.to_dense() for name, block in K.blocks.items()}
 
 
-def require_like_twin(model: nn.Module, approximation: Any, vectors: Vectors, rtol: float, **options: Any) -> None:
+def require_like_twin(
+    model: nn.Module, approximation: Any, vectors: Vectors, rtol: float, **options: Any
+) -> None:
     ours = blocks(model, approximation, vectors, **options)
     theirs = blocks(copy.deepcopy(model).double(), approximation, vectors, **options)
     for name, block in ours.items():
@@ -92,7 +100,9 @@ def test_autocast_to_float16() -> None:
                 return self.net(x).float()
 
     model = net(1e-3, 1e-3).float()
-    ours, theirs = (blocks(m, KFAC, Exact()) for m in (Inside(model), copy.deepcopy(model).double()))
+    ours, theirs = (
+        blocks(m, KFAC, Exact()) for m in (Inside(model), copy.deepcopy(model).double())
+    )
     for mine, twin in zip(ours.values(), theirs.values(), strict=True):
         assert torch.dist(mine.double(), twin) <= 2e-2 * twin.norm()
 
@@ -110,7 +120,9 @@ EXACT: dict[str, Any] = {
 @pytest.mark.parametrize("length", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("factor", [1.0, 30.0])
 def test_exact_operators_are_finite_where_they_are(name: str, length: float, factor: float) -> None:
-    """Vectors, and what is backpropagated, are multiplied by powers of two; a Hessian of large gradients is refused."""
+    """Vectors, and what is backpropagated, are multiplied by powers of two; a Hessian of large
+    gradients is refused.
+    """
     model, loss = net(factor, factor), nn.MSELoss(reduction="sum")
     twin, y = copy.deepcopy(model).double(), torch.ones(32, 3)
     v = length * torch.cos(torch.arange(sum(p.numel() for p in model.parameters())))

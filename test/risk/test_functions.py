@@ -1,4 +1,5 @@
-"""Weights that functions read, rather than modules: `F.linear(x, self.w)`, `x @ W.T + b`, tied decoders, and more.
+"""Weights that functions read, rather than modules: `F.linear(x, self.w)`, `x @ W.T + b`, tied
+decoders, and more.
 
 Every model is compared with one backward pass per example and output number of the model itself.
 """
@@ -40,7 +41,8 @@ Run = Callable[[Any, Tensor], Tensor]
 
 
 class Own(nn.Module):
-    """Parameters of the given shapes, submodules, and a forward pass that does what it likes with them.
+    """Parameters of the given shapes, submodules, and a forward pass that does what it likes with
+    them.
 
     Args:
         run: The forward pass.
@@ -69,7 +71,10 @@ def qkv(s: Any, x: Tensor) -> Tensor:
 
 def uneven(s: Any, x: Tensor) -> Tensor:
     """Rows of a weight that is read in parts and as a whole."""
-    first, second = F.linear(x, s.l.weight[:4], s.l.bias[:4]), F.linear(x, s.l.weight[3:], s.l.bias[3:])
+    first, second = (
+        F.linear(x, s.l.weight[:4], s.l.bias[:4]),
+        F.linear(x, s.l.weight[3:], s.l.bias[3:]),
+    )
     return s.o(torch.tanh(first * second + s.l(x)[..., 1:5]))
 
 
@@ -83,7 +88,19 @@ def in_no_mask(s: Any, x: Tensor) -> Tensor:
     """Attention by the function, with the weights of a module that is never called."""
     x, a = x.transpose(0, 1), s.a
     out = F.multi_head_attention_forward(
-        x, x, x, 4, 2, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0, a.out_proj.weight, a.out_proj.bias
+        x,
+        x,
+        x,
+        4,
+        2,
+        a.in_proj_weight,
+        a.in_proj_bias,
+        None,
+        None,
+        False,
+        0.0,
+        a.out_proj.weight,
+        a.out_proj.bias,
     )
     return s.o(out[0].transpose(0, 1)).sum(1)
 
@@ -108,7 +125,9 @@ def cached_outside(s: Any, x: Tensor) -> Tensor:
 
 
 class Bias(nn.Module):
-    """Attention with a learned bias for each distance, shared by all examples and handed on to the next one."""
+    """Attention with a learned bias for each distance, shared by all examples and handed on to the
+    next one.
+    """
 
     def __init__(self, table: bool) -> None:
         super().__init__()
@@ -119,7 +138,9 @@ class Bias(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = (f(x).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if bias is None:
-            distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs().clamp(max=4)
+            distance = (
+                (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs().clamp(max=4)
+            )
             bias = self.table(distance).permute(2, 0, 1)[None]
         assert bias is not None
         return ((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2), bias
@@ -161,7 +182,11 @@ def shares(name: str) -> Callable[[], nn.Module]:
 
 def one_bias() -> nn.Module:
     """Two linear layers with one weight, of which one has a bias."""
-    model = Own(lambda s, x: s.o(torch.tanh(s.plain(torch.tanh(s.biased(x))))), biased=linear(3, 3), o=linear(3, 2))
+    model = Own(
+        lambda s, x: s.o(torch.tanh(s.plain(torch.tanh(s.biased(x))))),
+        biased=linear(3, 3),
+        o=linear(3, 2),
+    )
     model.plain = linear(3, 3, bias=False)
     model.plain.weight = model.biased.weight
     return model
@@ -176,21 +201,34 @@ TOKENS = torch.randint(7, (5, 4), generator=seeded(9))
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "functions": (lambda: Own(mlp, w=(4, 3), b=(4,), v=(2, 4)), ROWS, "w v"),
     "functions on sequences": (lambda: Own(mlp, w=(4, 3), b=(4,), v=(2, 4)), SEQUENCES, "w v"),
-    "matmul": (lambda: Own(lambda s, x: torch.tanh(x @ s.w + s.b) @ s.v.T, w=(3, 4), b=(4,), v=(2, 4)), ROWS, "w v"),
+    "matmul": (
+        lambda: Own(lambda s, x: torch.tanh(x @ s.w + s.b) @ s.v.T, w=(3, 4), b=(4,), v=(2, 4)),
+        ROWS,
+        "w v",
+    ),
     "matmul on sequences": (
-        lambda: Own(lambda s, x: torch.matmul(torch.tanh(s.b + x @ s.w), s.v.mT), w=(3, 4), b=(4,), v=(2, 4)),
+        lambda: Own(
+            lambda s, x: torch.matmul(torch.tanh(s.b + x @ s.w), s.v.mT), w=(3, 4), b=(4,), v=(2, 4)
+        ),
         SEQUENCES,
         "w v",
     ),
     "addmm and mm": (
-        lambda: Own(lambda s, x: torch.addmm(s.b, x, s.w).tanh().mm(s.v), w=(3, 4), b=(4,), v=(4, 2)),
+        lambda: Own(
+            lambda s, x: torch.addmm(s.b, x, s.w).tanh().mm(s.v), w=(3, 4), b=(4,), v=(4, 2)
+        ),
         ROWS,
         "w v",
     ),
     "convolutions": (
         lambda: Own(
             lambda s, x: F.conv_transpose2d(
-                torch.tanh(F.conv2d(x, s.w, s.b, stride=2, padding=1, groups=2)), s.u, s.c, (2, 1), 1, dilation=2
+                torch.tanh(F.conv2d(x, s.w, s.b, stride=2, padding=1, groups=2)),
+                s.u,
+                s.c,
+                (2, 1),
+                1,
+                dilation=2,
             ).sum(3),
             w=(4, 1, 3, 2),
             b=(4,),
@@ -201,7 +239,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         "w",
     ),
     "embedding": (
-        lambda: Own(lambda s, x: s.o(torch.tanh(F.embedding(x, s.w, padding_idx=-1))).sum(1), w=(7, 4), o=linear(4, 2)),
+        lambda: Own(
+            lambda s, x: s.o(torch.tanh(F.embedding(x, s.w, padding_idx=-1))).sum(1),
+            w=(7, 4),
+            o=linear(4, 2),
+        ),
         TOKENS,
         "w o",
     ),
@@ -227,13 +269,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         "l o",
     ),
     "called and read": (
-        lambda: Own(lambda s, x: s.o(F.linear(torch.tanh(s.l(x)), s.l.weight)), l=linear(3, 3), o=linear(3, 2)),
+        lambda: Own(
+            lambda s, x: s.o(F.linear(torch.tanh(s.l(x)), s.l.weight)),
+            l=linear(3, 3),
+            o=linear(3, 2),
+        ),
         ROWS,
         "l o",
     ),
     "tied decoder": (
         lambda: Own(
-            lambda s, x: F.linear(torch.tanh(s.h(s.e(x))), s.e.weight).sum(1), e=nn.Embedding(7, 3), h=linear(3, 3)
+            lambda s, x: F.linear(torch.tanh(s.h(s.e(x))), s.e.weight).sum(1),
+            e=nn.Embedding(7, 3),
+            h=linear(3, 3),
         ),
         TOKENS,
         "e h",
@@ -254,7 +302,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         "l",
     ),
     "tied with two biases": (
-        lambda: Own(lambda s, x: F.linear(torch.tanh(s.l(x)), s.l.weight.t(), s.b), l=linear(3, 4), b=(3,)),
+        lambda: Own(
+            lambda s, x: F.linear(torch.tanh(s.l(x)), s.l.weight.t(), s.b), l=linear(3, 4), b=(3,)
+        ),
         ROWS,
         "",
     ),
@@ -279,7 +329,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     ),
     "low-rank": (
         lambda: Own(
-            lambda s, x: s.o(torch.tanh(s.l(x) + x @ s.a.T @ s.c.T)), l=linear(3, 4), a=(2, 3), c=(4, 2), o=linear(4, 2)
+            lambda s, x: s.o(torch.tanh(s.l(x) + x @ s.a.T @ s.c.T)),
+            l=linear(3, 4),
+            a=(2, 3),
+            c=(4, 2),
+            o=linear(4, 2),
         ),
         ROWS,
         "l a c o",
@@ -297,17 +351,28 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     ),
     "weights from inputs": (
         lambda: Own(
-            lambda s, x: s.o(torch.einsum("noi,ni->no", s.h(x).unflatten(1, (2, 3)), x)), h=linear(3, 6), o=linear(2, 2)
+            lambda s, x: s.o(torch.einsum("noi,ni->no", s.h(x).unflatten(1, (2, 3)), x)),
+            h=linear(3, 6),
+            o=linear(2, 2),
         ),
         ROWS,
         "h o",
     ),
     "norm's weight outside": (
-        lambda: Own(lambda s, x: s.o(s.n(s.l(x)) * s.n.weight), l=linear(3, 4), n=nn.LayerNorm(4), o=linear(4, 2)),
+        lambda: Own(
+            lambda s, x: s.o(s.n(s.l(x)) * s.n.weight),
+            l=linear(3, 4),
+            n=nn.LayerNorm(4),
+            o=linear(4, 2),
+        ),
         ROWS,
         "l o",
     ),
-    "weight in a norm": (lambda: Own(lambda s, x: s.l(x) / s.l.weight.norm(), l=linear(3, 2)), ROWS, ""),
+    "weight in a norm": (
+        lambda: Own(lambda s, x: s.l(x) / s.l.weight.norm(), l=linear(3, 2)),
+        ROWS,
+        "",
+    ),
     "attention by the function": (
         lambda: Own(in_no_mask, a=attention(), o=linear(4, 2)),
         normal(4, 3, 4),
@@ -316,15 +381,30 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "shared in_proj_weight": (shares("in_proj_weight"), normal(4, 3, 4), "a.out_proj c.out_proj o"),
     "shared out_proj.weight": (shares("out_proj.weight"), normal(4, 3, 4), "a.in_proj c.in_proj o"),
     "one bias": (one_bias, ROWS, "biased o"),
-    "functional_call with a multiple": (lambda: Own(scaled_call, l=linear(3, 3), o=linear(3, 2)), ROWS, "o"),
-    "weights swapped around a call": (lambda: Own(swapped, l=linear(3, 3), o=linear(3, 2)), ROWS, "l o"),
+    "functional_call with a multiple": (
+        lambda: Own(scaled_call, l=linear(3, 3), o=linear(3, 2)),
+        ROWS,
+        "o",
+    ),
+    "weights swapped around a call": (
+        lambda: Own(swapped, l=linear(3, 3), o=linear(3, 2)),
+        ROWS,
+        "l o",
+    ),
     "cached parametrization outside": (
         lambda: Own(cached_outside, l=parametrizations.weight_norm(linear(3, 3)), o=linear(3, 2)),
         ROWS,
         "o",
     ),
     "relative positions": (
-        lambda: Own(relative, first=Bias(True), second=Bias(False), body=linear(4, 3), o=linear(4, 2), scale=(4,)),
+        lambda: Own(
+            relative,
+            first=Bias(True),
+            second=Bias(False),
+            body=linear(4, 3),
+            o=linear(4, 2),
+            scale=(4,),
+        ),
         SEQUENCES,
         "",
     ),
@@ -339,7 +419,11 @@ def risk_of(name: str, model: nn.Module | None = None, **options: Any) -> Empiri
     with torch.no_grad():
         y = torch.sin(7 * model(X))
     return EmpiricalRisk(
-        model, nn.MSELoss(), [(X[:3], y[:3]), (X[3:], y[3:])], dict(model.named_parameters()), **options
+        model,
+        nn.MSELoss(),
+        [(X[:3], y[:3]), (X[3:], y[3:])],
+        dict(model.named_parameters()),
+        **options,
     )
 
 
@@ -351,10 +435,15 @@ def exact(risk: EmpiricalRisk) -> Tensor:
     for X, y in risk.data:
         for x in X:
             f = model(x[None]).flatten()
-            rows = [torch.autograd.grad(one, params, retain_graph=True, allow_unused=True) for one in f]
+            rows = [
+                torch.autograd.grad(one, params, retain_graph=True, allow_unused=True) for one in f
+            ]
             zeros = [torch.zeros_like(p) for p in params]
             J = torch.stack(
-                [torch.cat([(z if g is None else g).flatten() for g, z in zip(row, zeros)]) for row in rows]
+                [
+                    torch.cat([(z if g is None else g).flatten() for g, z in zip(row, zeros)])
+                    for row in rows
+                ]
             )
             total = total + 2 * J.T @ J
         numbers += y.numel()
@@ -399,7 +488,9 @@ def test_exact_blocks(name: str, frozen: bool) -> None:
 @every
 @pytest.mark.parametrize("separate", [False, True])
 def test_factors(name: str, separate: bool) -> None:
-    """The layers that have factors, and EKFAC's law: its trace is exact, and it is no worse than KFAC."""
+    """The layers that have factors, and EKFAC's law: its trace is exact, and it is no worse than
+    KFAC.
+    """
     risk, layers = risk_of(name), MODELS[name][2].split()
     K = curvature(risk, KFAC, separate_weight_and_bias=separate)
     E = curvature(risk, EKFAC, separate_weight_and_bias=separate)
@@ -413,7 +504,9 @@ def test_factors(name: str, separate: bool) -> None:
     K.verify()
 
 
-@pytest.mark.parametrize("name", ["functions", "matmul on sequences", "tied decoder", "called and read", "low-rank"])
+@pytest.mark.parametrize(
+    "name", ["functions", "matmul on sequences", "tied decoder", "called and read", "low-rank"]
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 def test_inside_activation_checkpointing(name: str, frozen: bool) -> None:
     model = MODELS[name][0]().requires_grad_(not frozen)
@@ -429,7 +522,9 @@ def test_inside_activation_checkpointing(name: str, frozen: bool) -> None:
     "name", ["functions", "matmul", "functions on sequences", "matmul on sequences", "addmm and mm"]
 )
 @pytest.mark.parametrize("separate", [False, True])
-def test_functions_are_like_modules(name: str, approximation: Any, vectors: Any, separate: bool) -> None:
+def test_functions_are_like_modules(
+    name: str, approximation: Any, vectors: Any, separate: bool
+) -> None:
     if "matmul" in name and not separate:
         return  # a bias that is added by itself has a block of its own
     risk = risk_of(name)
@@ -440,7 +535,10 @@ def test_functions_are_like_modules(name: str, approximation: Any, vectors: Any,
         for p, value in zip(twin.parameters(), stored):
             p.copy_(value)
     other = EmpiricalRisk(twin, nn.MSELoss(), risk.data)
-    K, L = (curvature(r, approximation, vectors=vectors, separate_weight_and_bias=separate) for r in (risk, other))
+    K, L = (
+        curvature(r, approximation, vectors=vectors, separate_weight_and_bias=separate)
+        for r in (risk, other)
+    )
     order = torch.cat([t.flatten() for t in _as_stored(risk)])
     close(K.to_dense()[order[:, None], order], L.to_dense())
 
@@ -463,7 +561,9 @@ def test_an_embedding_of_words_and_of_probabilities_is_one_product(approximation
 
     def dense(s: Any, x: Tensor) -> Tensor:
         word = F.one_hot(x, 7).double()
-        return s.o(torch.tanh(word @ s.e.weight + s.h(word @ s.e.weight).softmax(-1) @ s.e.weight)).sum(1)
+        return s.o(
+            torch.tanh(word @ s.e.weight + s.h(word @ s.e.weight).softmax(-1) @ s.e.weight)
+        ).sum(1)
 
     twin = copy.deepcopy(risk.model)
     twin.run = dense
@@ -472,7 +572,7 @@ def test_an_embedding_of_words_and_of_probabilities_is_one_product(approximation
     close(K, L)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 def test_data_that_can_be_read_once() -> None:
     name = "tied decoder"
     risk = risk_of(name)
@@ -488,13 +588,17 @@ def test_modules_that_cannot_be_run_with_other_values() -> None:
 
     model = Own(run, l=linear(3, 3))
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS)])
-    with pytest.raises(UnsupportedError, match=r"Own can't be run again.*\['l.bias'\].*leave these out of `params`"):
+    with pytest.raises(
+        UnsupportedError, match=r"Own can't be run again.*\['l.bias'\].*leave these out of `params`"
+    ):
         curvature(risk, DiagonalBlock).compute()
 
 
 def test_reads_outside_of_the_model_are_refused() -> None:
     model = Own(lambda s, x: s.l(x), l=linear(3, 2))
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS[:, :2])], output=lambda f: f * model.l.weight.norm())
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), [(ROWS, ROWS[:, :2])], output=lambda f: f * model.l.weight.norm()
+    )
     with pytest.raises(ValueError, match=r"layer 'l'.*\['l.weight'\].*something else read"):
         curvature(risk, DiagonalBlock).compute()
 
@@ -506,7 +610,9 @@ def test_an_attention_module_of_which_a_part_is_never_read() -> None:
 
     model, X = Own(run, a=attention(), o=linear(4, 2)), normal(4, 3, 4)
     data = [(X, torch.zeros(4, 2).double())]
-    with pytest.raises(ValueError, match=r"layer 'a.out_proj' .* was never called.*Leave them out of `params`"):
+    with pytest.raises(
+        ValueError, match=r"layer 'a.out_proj' .* was never called.*Leave them out of `params`"
+    ):
         curvature(EmpiricalRisk(model, nn.MSELoss(), data), KFAC).compute()
     read = {key: p for key, p in model.named_parameters() if "out_proj" not in key}
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, read), FullBlock)
@@ -514,7 +620,7 @@ def test_an_attention_module_of_which_a_part_is_never_read() -> None:
     K.verify()
 
 
-# --------------------------------------------------------------------------------------- estimators, states, functions
+# -------------------------------------------------------------------- estimators, states, functions
 @pytest.mark.parametrize("name", ["functions", "tied decoder", "low-rank, merged"])
 def test_estimators(name: str) -> None:
     risk = risk_of(name)
@@ -569,7 +675,7 @@ def test_blocks_have_different_names() -> None:
         curvature(risk, KFAC)
 
 
-# ------------------------------------------------------------------------------------------- tables for all examples
+# -------------------------------------------------------------------------- tables for all examples
 class Relative(nn.Module):
     """Attention whose scores get a bias for each distance, from a table that knows no examples."""
 
@@ -612,7 +718,9 @@ class Packed(nn.Module):
         self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, X: dict[str, Tensor]) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(X["x"], X["lengths"], batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            X["x"], X["lengths"], batch_first=True, enforce_sorted=False
+        )
         return self.head(self.lstm(packed)[1][0][-1])
 
 
@@ -636,15 +744,23 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("make", [Packed, Experts])
 @pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
-def test_layers_whose_rows_are_gathered_are_run_by_the_module_around(make: Callable[[], nn.Module]) -> None:
+def test_layers_whose_rows_are_gathered_are_run_by_the_module_around(
+    make: Callable[[], nn.Module],
+) -> None:
     torch.manual_seed(0)
     model = make().double()
     data = [
-        ({"x": torch.randn(n, 5, 3).double(), "lengths": torch.arange(n) % 3 + 2}, torch.arange(n) % 2) for n in (6, 5)
+        (
+            {"x": torch.randn(n, 5, 3).double(), "lengths": torch.arange(n) % 3 + 2},
+            torch.arange(n) % 2,
+        )
+        for n in (6, 5)
     ]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, batch_size_fn=lambda X: len(X["x"]))
     K = curvature(risk, EKFAC)
     close(K.trace, GGN(risk).to_dense().trace())
     assert K.risk.reads is not None
-    order = [*K.risk.reads.enclosing]  # else flat blocks would differ between processes, whose sets have other orders
+    order = [
+        *K.risk.reads.enclosing
+    ]  # else flat blocks would differ between processes, whose sets have other orders
     assert order == [key for key, _ in model.named_parameters() if key in order]

@@ -1,4 +1,6 @@
-"""Models that ask for their parameters in other ways than by an attribute, while others stand in their place."""
+"""Models that ask for their parameters in other ways than by an attribute, while others stand in
+their place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from curvlinops_plus.exact import GGN, GGNFactor, Hessian
 class Asks(nn.Module):
     """`W tanh(V x)`, whose `W` is read in a way of its own."""
 
-    def __init__(self, ask: Callable[[Any], Tensor], keep: Callable[[Tensor], Any] = lambda w: None) -> None:
+    def __init__(
+        self, ask: Callable[[Any], Tensor], keep: Callable[[Tensor], Any] = lambda w: None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.w, self.inner = nn.Parameter(torch.rand(2, 3)), nn.Linear(3, 3, bias=False)
@@ -40,7 +44,12 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 
 def _risk(model: nn.Module, params: Any = None) -> EmpiricalRisk:
     generator = torch.Generator().manual_seed(1)
-    data = [(torch.rand(6, 3, generator=generator).double(), torch.rand(6, 2, generator=generator).double())]
+    data = [
+        (
+            torch.rand(6, 3, generator=generator).double(),
+            torch.rand(6, 2, generator=generator).double(),
+        )
+    ]
     return EmpiricalRisk(model, nn.MSELoss(reduction="sum"), data, params)
 
 
@@ -57,13 +66,17 @@ def test_every_way_to_a_parameter_gives_the_replaced_one(name: str) -> None:
     model = Asks(WAYS[name])
     ((X, y),) = _risk(model).data  # type: ignore[misc]
     J, params = _jacobian(model, X), list(model.parameters())
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad((model(X) - y).square().sum(), params)])
+    gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad((model(X) - y).square().sum(), params)]
+    )
 
     def loss(W: Tensor, V: Tensor) -> Tensor:
         return (F.linear(F.linear(X, V).tanh(), W) - y).square().sum()
 
     rows = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in params))
-    H = torch.cat([torch.cat([b.reshape(p.numel(), -1) for b in row], 1) for p, row in zip(params, rows)])
+    H = torch.cat(
+        [torch.cat([b.reshape(p.numel(), -1) for b in row], 1) for p, row in zip(params, rows)]
+    )
     close(Jacobian(_risk(model)).to_dense(), J)
     close(GGN(_risk(model)).to_dense(), 2 * J.T @ J)
     factor = GGNFactor(_risk(model)).to_dense()
@@ -91,7 +104,9 @@ KEEPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
-def test_parameters_kept_elsewhere_are_refused_by_name(keep: Any, use: Callable[[EmpiricalRisk], Any]) -> None:
+def test_parameters_kept_elsewhere_are_refused_by_name(
+    keep: Any, use: Callable[[EmpiricalRisk], Any]
+) -> None:
     model = Asks(keep[1], keep[0])
     words = r"layer 'inner|layer ''|reads the parameters \['w'\] from elsewhere than the attributes.*nn\.ParameterList"
     with pytest.raises(UnsupportedError, match=words):
@@ -99,7 +114,9 @@ def test_parameters_kept_elsewhere_are_refused_by_name(keep: Any, use: Callable[
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "assigned": lambda m: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}, assign=True),
+    "assigned": lambda m: m.load_state_dict(
+        {k: 2 * v for k, v in m.state_dict().items()}, assign=True
+    ),
     "a new module": lambda m: setattr(m, "inner", nn.Linear(3, 3, bias=False).double()),
     "parametrized": lambda m: nn.utils.parametrizations.orthogonal(m.inner),
 }
@@ -125,7 +142,9 @@ def test_models_with_other_tensors_than_when_the_risk_was_made(
     risk = _risk(Asks(lambda m: m.w))
     use(risk)
     change(risk.model)
-    with pytest.raises(ValueError, match=r"has other tensors in place of its parameters or modules \['"):
+    with pytest.raises(
+        ValueError, match=r"has other tensors in place of its parameters or modules \['"
+    ):
         use(risk)
 
 

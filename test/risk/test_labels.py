@@ -33,7 +33,9 @@ class Output:
 
 
 class Language(nn.Module):
-    """A model of tokens that computes its own loss; `shift` says which, `factor` makes it another one."""
+    """A model of tokens that computes its own loss; `shift` says which, `factor` makes it another
+    one.
+    """
 
     def __init__(self, shift: bool, factor: float = 1.0) -> None:
         super().__init__()
@@ -73,8 +75,14 @@ def test_the_model_tells(shift: bool, reduction: str) -> None:
         close(g, said.gradient()[key])
     for kind in (GGN, Hessian):
         close(kind(EmpiricalRisk(model, loss, data())) @ v, kind(said) @ v)
-    close(curvature(EmpiricalRisk(model, loss, data()), DiagonalBlock).trace, curvature(said, DiagonalBlock).trace)
-    estimators = [CurvatureEstimator(EmpiricalRisk(model, loss, (), shift_labels=s), KFAC) for s in (None, shift)]
+    close(
+        curvature(EmpiricalRisk(model, loss, data()), DiagonalBlock).trace,
+        curvature(said, DiagonalBlock).trace,
+    )
+    estimators = [
+        CurvatureEstimator(EmpiricalRisk(model, loss, (), shift_labels=s), KFAC)
+        for s in (None, shift)
+    ]
     for estimator in estimators:
         estimator.update(data()[0])
     close(estimators[0].operator.trace, estimators[1].operator.trace)
@@ -86,7 +94,9 @@ def test_neither_is_refused_with_the_numbers() -> None:
     with pytest.raises(UnsupportedError, match=words):
         risk.loss()
     for said in (False, True):
-        assert EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data(), shift_labels=said).loss() > 0
+        assert (
+            EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data(), shift_labels=said).loss() > 0
+        )
     assert EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data(), check=False).loss() > 0
 
 
@@ -172,7 +182,9 @@ class Translates(Language):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_outputs_that_depend_on_labels(fails: bool) -> None:
-    with pytest.raises(UnsupportedError, match=r"Translates .*decoder_input_ids=model.prepare_decoder_input_ids"):
+    with pytest.raises(
+        UnsupportedError, match=r"Translates .*decoder_input_ids=model.prepare_decoder_input_ids"
+    ):
         EmpiricalRisk(Translates(fails), CE, data()).loss()
 
 
@@ -195,10 +207,18 @@ def test_outputs_by_position() -> None:
 
     class AsDict(Language):
         def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-            return {key: t for key, t in vars(super().forward(input_ids, labels)).items() if t is not None}
+            return {
+                key: t
+                for key, t in vars(super().forward(input_ids, labels)).items()
+                if t is not None
+            }
 
     (batch,) = data((5,))
-    for kind, pick in ((ByPosition, lambda o: o[0]), (AsTuple, lambda o: o[0]), (AsDict, lambda o: o["logits"])):
+    for kind, pick in (
+        (ByPosition, lambda o: o[0]),
+        (AsTuple, lambda o: o[0]),
+        (AsDict, lambda o: o["logits"]),
+    ):
         risk = EmpiricalRisk(kind(True), last_axis, [batch], output=pick, reduction="mean")
         risk.read(batch)
         assert risk.checked.shift is True
@@ -208,9 +228,11 @@ def last_axis(f: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(f.flatten(0, 1), y.flatten())
 
 
-# --------------------------------------------------------------------------- outputs with classes on the last axis
+# ------------------------------------------------------------ outputs with classes on the last axis
 class Plain(nn.Module):
-    """A model of `V` tokens that returns a dict, or a tensor, `[N, T, V]`; its own loss reads the last axis."""
+    """A model of `V` tokens that returns a dict, or a tensor, `[N, T, V]`; its own loss reads the
+    last axis.
+    """
 
     def __init__(self, V: int, shift: bool = True, logarithms: bool = False) -> None:
         super().__init__()
@@ -236,8 +258,12 @@ def texts(V: int, T: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("logarithms", [False, True])
 @pytest.mark.parametrize("said", [None, True])
-@pytest.mark.parametrize(("V", "T"), [(9, 4), (4, 5), (5, 5), (2, 3)])  # also such that axis 1 could hold the classes
-def test_shifted_labels_have_classes_on_the_last_axis(V: int, T: int, said: bool | None, logarithms: bool) -> None:
+@pytest.mark.parametrize(
+    ("V", "T"), [(9, 4), (4, 5), (5, 5), (2, 3)]
+)  # also such that axis 1 could hold the classes
+def test_shifted_labels_have_classes_on_the_last_axis(
+    V: int, T: int, said: bool | None, logarithms: bool
+) -> None:
     model, items = Plain(V, logarithms=logarithms), texts(V, T)
     loss = nn.NLLLoss() if logarithms else CE
     risk = EmpiricalRisk(model, loss, items, output=lambda out: out["scores"], shift_labels=said)
@@ -252,22 +278,32 @@ def test_shifted_labels_have_classes_on_the_last_axis(V: int, T: int, said: bool
         return
 
     pairs = [(item["input_ids"], item["labels"][:, 1:]) for item in items]
-    by_hand = EmpiricalRisk(model, CE, pairs, output=lambda out: out["scores"][:, :-1].movedim(-1, 1))
+    by_hand = EmpiricalRisk(
+        model, CE, pairs, output=lambda out: out["scores"][:, :-1].movedim(-1, 1)
+    )
     close(GGN(risk).to_dense(), GGN(by_hand).to_dense())
     close(curvature(risk, DiagonalBlock).trace, curvature(risk, EKFAC).trace)
 
 
 def test_shifted_labels_need_positions() -> None:
     model = nn.Sequential(nn.Linear(3, 4))
-    risk = EmpiricalRisk(model, CE, [(torch.rand(2, 3), torch.rand(2, 4).softmax(-1))], shift_labels=True)
-    with pytest.raises(ValueError, match=r"CrossEntropyLoss: labels are shifted .* of shape \[2, 4\]"):
+    risk = EmpiricalRisk(
+        model, CE, [(torch.rand(2, 3), torch.rand(2, 4).softmax(-1))], shift_labels=True
+    )
+    with pytest.raises(
+        ValueError, match=r"CrossEntropyLoss: labels are shifted .* of shape \[2, 4\]"
+    ):
         risk.loss()
 
 
 def test_classes_on_the_last_axis_are_not_read_from_axis_1() -> None:
-    """Without a shift, of as many tokens as classes, axis 1 is PyTorch's; the model's own loss tells of the other."""
+    """Without a shift, of as many tokens as classes, axis 1 is PyTorch's; the model's own loss
+    tells of the other.
+    """
     model, items = Plain(4, shift=False), texts(4, 4)
-    with pytest.raises((UnsupportedError, ValueError), match=r"Plain computes a loss of its own|say `output="):
+    with pytest.raises(
+        (UnsupportedError, ValueError), match=r"Plain computes a loss of its own|say `output="
+    ):
         EmpiricalRisk(model, CE, items, output=lambda out: out["scores"]).loss()
     moved = EmpiricalRisk(model, CE, items, output=lambda out: out["scores"].movedim(-1, 1)).loss()
     wide = torch.cat([item["labels"] for item in items])

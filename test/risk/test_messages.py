@@ -1,4 +1,6 @@
-"""Losses, data and outputs of a form that we can't take: what was expected, what came and what to do next."""
+"""Losses, data and outputs of a form that we can't take: what was expected, what came and what to
+do next.
+"""
 
 from __future__ import annotations
 
@@ -94,13 +96,33 @@ UNCOUNTED = r"Can't tell how many examples batch 0 has.*`batch_size_fn=lambda X:
 GAUSSIAN, TWO = nn.GaussianNLLLoss(), [(X, numbers(6, 2))]
 #: What is not as it should be, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"loss": nn.CrossEntropyLoss}, TypeError, r"is the class CrossEntropyLoss; expected an instance"),
+    (
+        {"loss": nn.CrossEntropyLoss},
+        TypeError,
+        r"is the class CrossEntropyLoss; expected an instance",
+    ),
     ({"loss": None}, TypeError, r"The loss is a NoneType; expected one as nn.MSELoss\(\)"),
-    ({"loss": "mse"}, TypeError, r"The loss is 'mse'; expected one as nn.MSELoss\(\).*a function of"),
-    ({"data": [(X, {"a": Y})]}, TypeError, "got a dict. .* for several targets give losses in their structure"),
+    (
+        {"loss": "mse"},
+        TypeError,
+        r"The loss is 'mse'; expected one as nn.MSELoss\(\).*a function of",
+    ),
+    (
+        {"data": [(X, {"a": Y})]},
+        TypeError,
+        "got a dict. .* for several targets give losses in their structure",
+    ),
     ({"data": None}, TypeError, r"`data` is a NoneType; expected an iterable of batches \(X, y\)"),
-    ({"data": TensorDataset(X, Y)}, TypeError, r"TensorDataset; .* Dataset.*DataLoader\(dataset, batch_size=...\)"),
-    ({"data": Counting([(X, Y)])}, TypeError, r"are batches already, DataLoader\(dataset, batch_size=None\)"),
+    (
+        {"data": TensorDataset(X, Y)},
+        TypeError,
+        r"TensorDataset; .* Dataset.*DataLoader\(dataset, batch_size=...\)",
+    ),
+    (
+        {"data": Counting([(X, Y)])},
+        TypeError,
+        r"are batches already, DataLoader\(dataset, batch_size=None\)",
+    ),
     (
         {"model": nn.Sequential(net(), nn.RReLU(0.1, 0.9))},
         RuntimeError,
@@ -112,12 +134,36 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ],
 ]
 EXACT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"loss": nn.HuberLoss(reduction="none"), "data": [(X, TARGET)]}, UnsupportedError, "is no scalar loss"),
-    ({"loss": lambda f, y: f.square()}, ValueError, r"<lambda> returned a tensor of shape \[6, 3\]; expected a 0-d"),
-    ({"loss": lambda f, y: 1.0}, TypeError, r"returned a float; expected a 0-d tensor.*without .item\(\)"),
-    ({"loss": detached}, ValueError, "loss detached does not depend on the model's output in a differentiable way"),
-    ({"model": nn.Sequential(net(4), Complex())}, UnsupportedError, r"complex\d+; expected real numbers.*view_as_real"),
-    ({"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO}, ValueError, r"a tuple; .*lambda o: o\[0\]`"),
+    (
+        {"loss": nn.HuberLoss(reduction="none"), "data": [(X, TARGET)]},
+        UnsupportedError,
+        "is no scalar loss",
+    ),
+    (
+        {"loss": lambda f, y: f.square()},
+        ValueError,
+        r"<lambda> returned a tensor of shape \[6, 3\]; expected a 0-d",
+    ),
+    (
+        {"loss": lambda f, y: 1.0},
+        TypeError,
+        r"returned a float; expected a 0-d tensor.*without .item\(\)",
+    ),
+    (
+        {"loss": detached},
+        ValueError,
+        "loss detached does not depend on the model's output in a differentiable way",
+    ),
+    (
+        {"model": nn.Sequential(net(4), Complex())},
+        UnsupportedError,
+        r"complex\d+; expected real numbers.*view_as_real",
+    ),
+    (
+        {"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO},
+        ValueError,
+        r"a tuple; .*lambda o: o\[0\]`",
+    ),
     (
         {"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO, "output": lambda o: o[0]},
         ValueError,
@@ -133,7 +179,8 @@ EXACT: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(
     ("kind", "given", "error", "words"),
-    [(kind, *row) for kind in KINDS for row in REFUSED] + [(kind, *row) for kind in KINDS[:2] for row in EXACT],
+    [(kind, *row) for kind in KINDS for row in REFUSED]
+    + [(kind, *row) for kind in KINDS[:2] for row in EXACT],
 )
 def test_refused(kind: Any, given: dict[str, Any], error: type[Exception], words: str) -> None:
     given = {"model": net(), "loss": CE, "data": [(X, Y)], **given}
@@ -149,7 +196,7 @@ def test_numbers_are_positive(name: str, number: Any) -> None:
         EmpiricalRisk(net(), CE, [(X, Y)], **{name: number})
 
 
-# ------------------------------------------------------------------------------------------------------ what is taken
+# ------------------------------------------------------------------------------------ what is taken
 class Divergence(nn.KLDivLoss):
     """From logits, which makes the loss curved in the output."""
 
@@ -177,7 +224,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": lambda f, y: f.square().mean()},
     ),
     "batchmean": (  # differ by a constant; batches of different sizes are one
-        {"loss": Divergence(reduction="batchmean"), "data": [(X[:4], TARGET[:4]), (X[4:], TARGET[4:])]},
+        {
+            "loss": Divergence(reduction="batchmean"),
+            "data": [(X[:4], TARGET[:4]), (X[4:], TARGET[4:])],
+        },
         {"data": [(X, TARGET)]},
     ),
     "a dataset of examples": ({"data": DataLoader(TensorDataset(X, Y), batch_size=4)}, {}),
@@ -199,7 +249,7 @@ def test_the_same(kind: Any, name: str) -> None:
     torch.testing.assert_close(product(kind, **one), product(kind, **other), rtol=1e-10, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------- determinism
+# -------------------------------------------------------------------------------------- determinism
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -225,11 +275,16 @@ def test_messages_of_several_losses_name_the_output() -> None:
 
     def risk(loss: Any, target: Any) -> EmpiricalRisk:
         split = lambda f: {"a": f[:, :2], "b": f[:, 2:]}  # noqa: E731
-        return EmpiricalRisk(model, {"a": loss, "b": MSE}, [(X, {"a": target, "b": y[:, 2:]})], output=split)
+        return EmpiricalRisk(
+            model, {"a": loss, "b": MSE}, [(X, {"a": target, "b": y[:, 2:]})], output=split
+        )
 
-    with pytest.raises(TypeError, match="output 'a': MSELoss needs a target that is a tensor, got a list"):
+    with pytest.raises(
+        TypeError, match="output 'a': MSELoss needs a target that is a tensor, got a list"
+    ):
         risk(MSE, y[:, :2].tolist()).gradient()
     with pytest.raises(
-        ValueError, match=r"returned a tensor of shape \[6, 2\]; expected a 0-d tensor, a single number"
+        ValueError,
+        match=r"returned a tensor of shape \[6, 2\]; expected a 0-d tensor, a single number",
     ):
         risk(lambda f, t: f - t, y[:, :2]).gradient()

@@ -15,7 +15,9 @@ DATA = [(torch.ones(4, 3), torch.zeros(4, 2))]
 def make(dtype: torch.dtype = torch.float32, **options) -> EmpiricalRisk:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
-    return EmpiricalRisk(model, nn.MSELoss(), [(X.to(dtype), y.to(dtype)) for X, y in DATA], **options)
+    return EmpiricalRisk(
+        model, nn.MSELoss(), [(X.to(dtype), y.to(dtype)) for X, y in DATA], **options
+    )
 
 
 def test_the_vector_is_a_copy_in_the_order_of_operators() -> None:
@@ -31,7 +33,9 @@ def test_the_vector_is_a_copy_in_the_order_of_operators() -> None:
     assert float(model[0].weight.detach().abs().sum()) > 0
 
 
-@pytest.mark.parametrize("kind", ["tensor", "numpy", "list", "tuple", "dict", "shuffled dict", "leaf"])
+@pytest.mark.parametrize(
+    "kind", ["tensor", "numpy", "list", "tuple", "dict", "shuffled dict", "leaf"]
+)
 def test_assigning_what_was_taken(kind) -> None:
     risk = make()
     model, v = risk.model, torch.arange(14.0)
@@ -48,7 +52,9 @@ def test_assigning_what_was_taken(kind) -> None:
     held = dict(model.named_parameters())
     assert risk.assign(given) is None
     assert torch.equal(risk.vector(), v)
-    assert all(held[key] is p and p.is_leaf and p.requires_grad for key, p in model.named_parameters())
+    assert all(
+        held[key] is p and p.is_leaf and p.requires_grad for key, p in model.named_parameters()
+    )
     assert torch.equal(model[0].bias.detach(), torch.tensor([6.0, 7.0]))
     twin = make()
     twin.model.load_state_dict(risk.space.unflatten(v))
@@ -70,8 +76,16 @@ def test_assigning_to_half_precision() -> None:
         (torch.zeros(14, 2), ValueError, r"expected a single vector \[14\], got 2 columns"),
         (torch.zeros(14, 1), ValueError, r"expected a single vector \[14\], got 1 columns"),
         (torch.zeros(14, dtype=torch.float64), TypeError, r"Expected the vector in torch.float32"),
-        ({"0.weight": torch.zeros(2, 3)}, ValueError, r"missing \['0.bias', '1.weight', '1.bias'\]"),
-        ([torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 2), torch.zeros(3)], ValueError, 'Tensor "1.bias"'),
+        (
+            {"0.weight": torch.zeros(2, 3)},
+            ValueError,
+            r"missing \['0.bias', '1.weight', '1.bias'\]",
+        ),
+        (
+            [torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 2), torch.zeros(3)],
+            ValueError,
+            'Tensor "1.bias"',
+        ),
         ("weights", TypeError, "got str"),
         (np.zeros(3), ValueError, r"Expected shape \[14\]"),
     ],
@@ -87,9 +101,13 @@ def test_what_does_not_fit_changes_nothing(given, error, words) -> None:
 def test_other_values_and_other_tensors_are_refused() -> None:
     risk = make()
     before = risk.vector()
-    other = EmpiricalRisk(risk.model, nn.MSELoss(), DATA, {key: p + 1 for key, p in risk.params.items()})
+    other = EmpiricalRisk(
+        risk.model, nn.MSELoss(), DATA, {key: p + 1 for key, p in risk.params.items()}
+    )
     assert torch.equal(other.vector(), before + 1)
-    with pytest.raises(ValueError, match=r"`params` holds other values of \['0.weight', '0.bias', '1.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"`params` holds other values of \['0.weight', '0.bias', '1.weight'\]"
+    ):
         other.assign(before)
     assert torch.equal(risk.vector(), before)
     risk.model[0].weight = nn.Parameter(torch.zeros(2, 3))

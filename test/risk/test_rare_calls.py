@@ -1,4 +1,6 @@
-"""Layers that are called in unusual ways: not in every batch, under checkpointing, keeping what they return."""
+"""Layers that are called in unusual ways: not in every batch, under checkpointing, keeping what
+they return.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,16 @@ def ggn(model: nn.Module, data: list[Any], params: list[Tensor]) -> Tensor:
     """Of the mean squared error, from one autograd call per output number."""
     total, count = torch.zeros(()), 0
     for X, y in data:
-        rows = [torch.autograd.grad(f, params, materialize_grads=True, retain_graph=True) for f in model(X).flatten()]
+        rows = [
+            torch.autograd.grad(f, params, materialize_grads=True, retain_graph=True)
+            for f in model(X).flatten()
+        ]
         J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
         total, count = total + 2 * J.T @ J, count + y.numel()
     return total / count
 
 
-# ------------------------------------------------------------------------------------- tied modules that are not called
+# ----------------------------------------------------------------- tied modules that are not called
 
 
 class Autoencoder(nn.Module):
@@ -61,7 +66,10 @@ class Autoencoder(nn.Module):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_role_that_is_not_called_in_a_batch(order: tuple[int, int]) -> None:
-    both = [(torch.tensor([0, 4, 2, 2]), normal(4, 5)), (normal(3, 3, seed=1), normal(3, 5, seed=2))]
+    both = [
+        (torch.tensor([0, 4, 2, 2]), normal(4, 5)),
+        (normal(3, 3, seed=1), normal(3, 5, seed=2)),
+    ]
     data, tied, apart = [both[k] for k in order], Autoencoder(True), Autoencoder(False)
     exact = ggn(tied, data, list(tied.parameters()))
     close(curvature(EmpiricalRisk(tied, nn.MSELoss(), data), FullBlock).to_dense(), exact)
@@ -75,10 +83,12 @@ def test_a_role_that_is_not_called_in_a_batch(order: tuple[int, int]) -> None:
         close(torch.kron(block.G.to_dense(), block.A.to_dense()), torch.kron(G, A), 1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- rows of a bias alone
+# ----------------------------------------------------------------------------- rows of a bias alone
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_of_a_bias_alone(masked: bool) -> None:
-    """Its matrix is a column, the rows that it multiplies are ones; where a position does not count they are zero."""
+    """Its matrix is a column, the rows that it multiplies are ones; where a position does not count
+    they are zero.
+    """
     model = set_numbers(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     data, keep = [(normal(5, 6, 3), normal(5, 6, 2))], normal(5, 6, seed=4) > 0
     options: dict[str, Any] = {"mask": lambda X, y: keep} if masked else {}

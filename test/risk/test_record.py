@@ -1,4 +1,6 @@
-"""Sending vectors one at a time, or many at once: the same numbers, whatever autograd can vectorise."""
+"""Sending vectors one at a time, or many at once: the same numbers, whatever autograd can
+vectorise.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ from curvlinops_plus.risk import sweep as sweep_file
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("approximation", ["KFAC", "FullBlock"])
-def test_streamed_is_batched(name: str, approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_is_batched(
+    name: str, approximation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = problem(name)
     batched, risk = p.made(approximation).to_dense(), p.risk()
     for at_once in (1, 2):
-        monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number, k=at_once: min(number, k))
+        monkeypatch.setattr(
+            sweep_file, "_vectors_at_once", lambda recorder, number, k=at_once: min(number, k)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)
             close(p.curvature(APPROXIMATIONS[approximation], risk=risk).to_dense(), batched, 1e-12)
@@ -56,10 +62,16 @@ def test_functions_that_cannot_be_vectorised(approximation: Any) -> None:
     p = problem("mlp")
     custom, plain = Squared(Square.apply).double(), Squared(torch.square).double()
     plain.load_state_dict(custom.state_dict())
-    one, other = (curvature(EmpiricalRisk(m, p.loss, p.data), approximation).to_dense() for m in (custom, plain))
+    one, other = (
+        curvature(EmpiricalRisk(m, p.loss, p.data), approximation).to_dense()
+        for m in (custom, plain)
+    )
     close(one, other, 1e-12)
     many = MonteCarlo(samples=7, seed=1)
-    one, other = (curvature(EmpiricalRisk(m, p.loss, p.data), KFAC, vectors=many).to_dense() for m in (custom, plain))
+    one, other = (
+        curvature(EmpiricalRisk(m, p.loss, p.data), KFAC, vectors=many).to_dense()
+        for m in (custom, plain)
+    )
     close(one, other, 1e-12)
 
 

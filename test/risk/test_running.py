@@ -1,4 +1,6 @@
-"""Running the user's model: its inputs, its modes, other threads, compiled callers, and what can't be run."""
+"""Running the user's model: its inputs, its modes, other threads, compiled callers, and what can't
+be run.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ NUMBERS: dict[str, Callable[[EmpiricalRisk], Any]] = {
 each_number = pytest.mark.parametrize("number", NUMBERS)
 
 
-# --------------------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------- inputs
 class Doubled(nn.Module):
     """Writes to its input."""
 
@@ -106,12 +108,14 @@ def test_models_that_write_to_their_input(way: str, number: str) -> None:
     with unchanged(model, given):
         close(NUMBERS[number](EmpiricalRisk(model, CE, given, **options)), expected)
     if way == "in place":  # a loader makes new batches each time
-        loader = DataLoader(TensorDataset(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])), 4)
+        loader = DataLoader(
+            TensorDataset(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])), 4
+        )
         with unchanged(model, data):
             close(NUMBERS[number](EmpiricalRisk(model, CE, loader)), expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- autocast
+# ----------------------------------------------------------------------------------------- autocast
 @each_number
 def test_numbers_do_not_depend_on_autocast_around_them(number: str) -> None:
     risk = EmpiricalRisk(net(torch.float32), CE, batches(torch.float32))
@@ -121,7 +125,7 @@ def test_numbers_do_not_depend_on_autocast_around_them(number: str) -> None:
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
-# -------------------------------------------------------------------------------------------------------------- threads
+# ------------------------------------------------------------------------------------------ threads
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +151,12 @@ THREADED = {
 
 def settings() -> tuple[Any, ...]:
     filters = list(warnings.filters)
-    return stance(), torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled(), filters
+    return (
+        stance(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        filters,
+    )
 
 
 def stance() -> Any:
@@ -157,7 +166,10 @@ def stance() -> Any:
 
 def test_another_thread_evaluates_the_model() -> None:
     model = Tokens().double().eval()
-    data = [(torch.arange(12).view(4, 3) % 9, torch.arange(4) % 3), (torch.arange(6).view(2, 3), torch.arange(2))]
+    data = [
+        (torch.arange(12).view(4, 3) % 9, torch.arange(4) % 3),
+        (torch.arange(6).view(2, 3), torch.arange(2)),
+    ]
     expected = {name: number(EmpiricalRisk(model, CE, data)) for name, number in THREADED.items()}
     X = data[0][0][:3]
     with torch.no_grad():
@@ -220,7 +232,9 @@ def test_risks_of_one_model_in_several_threads() -> None:
     assert type(model.out._parameters) is dict
     seen = []
     torch._dynamo.reset()  # no thread has left "force_eager" behind
-    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: seen.append(graph) or graph.forward)
+    compiled = torch.compile(
+        lambda x: x + 1, backend=lambda graph, inputs: seen.append(graph) or graph.forward
+    )
     compiled(torch.ones(2))
     assert len(seen) == 1
 
@@ -246,12 +260,18 @@ def test_another_thread_evaluates_the_model_of_an_estimator() -> None:
     close(estimates[1], estimates[0])
 
 
-# ------------------------------------------------------------------------------------------------------------- compiled
+# ----------------------------------------------------------------------------------------- compiled
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[None]:
-    """What was compiled for one test is there for the next; no function is compiled so often that it then isn't."""
+    """What was compiled for one test is there for the next; no function is compiled so often that
+    it then isn't.
+    """
     torch._dynamo.reset()
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"  # PyTorch 2.6
+    limit = (
+        "recompile_limit"
+        if hasattr(torch._dynamo.config, "recompile_limit")
+        else "cache_size_limit"
+    )  # PyTorch 2.6
     with torch._dynamo.config.patch({limit: 64}):
         yield
 
@@ -276,14 +296,20 @@ def test_inside_a_compiled_function(number: str) -> None:
         K.verify()
         return K.trace
 
-    more = {"loop": loop, "estimator": lambda risk: hutchinson_trace(H, num_matvecs=3), "verify": verified}
+    more = {
+        "loop": loop,
+        "estimator": lambda risk: hutchinson_trace(H, num_matvecs=3),
+        "verify": verified,
+    }
     function = {**NUMBERS, **more}[number]
     torch.manual_seed(0)
     expected = torch.as_tensor(function(risk))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         torch.manual_seed(0)
-        found = torch.compile(lambda risk: torch.as_tensor(function(risk)) * 2, backend="eager")(risk)
+        found = torch.compile(lambda risk: torch.as_tensor(function(risk)) * 2, backend="eager")(
+            risk
+        )
     close(found, 2 * expected)
 
 
@@ -307,7 +333,10 @@ def test_reentrant_checkpointing(first: bool) -> None:
         warnings.simplefilter("ignore")  # PyTorch's own
         _ = risk.loss()
         for number in ("gradient", "GGN", "GGN, dense", "Hessian", "Jacobian, transposed"):
-            with unchanged(model, data), pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"):
+            with (
+                unchanged(model, data),
+                pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"),
+            ):
                 NUMBERS[number](risk)
 
 
@@ -315,17 +344,25 @@ def test_parameters_without_derivatives() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(net())
-    with pytest.raises(UnsupportedError, match=r"A RecursiveScriptModule \(torch.jit\) holds parameters"):
+    with pytest.raises(
+        UnsupportedError, match=r"A RecursiveScriptModule \(torch.jit\) holds parameters"
+    ):
         EmpiricalRisk(scripted, CE, batches())
     model = nn.Sequential(scripted, nn.Linear(3, 3).double())
     with pytest.raises(UnsupportedError, match=r"A RecursiveScriptModule"):
         EmpiricalRisk(model, CE, batches())
-    risk = EmpiricalRisk(model, CE, batches(), list(model[1].parameters()))  # its parameters are constants
+    risk = EmpiricalRisk(
+        model, CE, batches(), list(model[1].parameters())
+    )  # its parameters are constants
     inputs = [(scripted(X).detach(), y) for X, y in batches()]
     close(GGN(risk).to_dense(), GGN(EmpiricalRisk(model[1], CE, inputs)).to_dense())
-    normed = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval())  # it holds buffers
+    normed = torch.jit.script(
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval()
+    )  # it holds buffers
     model = nn.Sequential(normed, nn.Linear(3, 3).double())
-    assert curvature(EmpiricalRisk(model, CE, batches(), list(model[1].parameters())), KFAC).trace > 0
+    assert (
+        curvature(EmpiricalRisk(model, CE, batches(), list(model[1].parameters())), KFAC).trace > 0
+    )
 
 
 def test_layers_of_width_zero() -> None:
@@ -340,9 +377,13 @@ def test_layers_of_width_zero() -> None:
 def test_weights_of_a_loss_that_require_a_gradient(loss: Any) -> None:
     weight = torch.tensor([1.0, 2.0, 3.0], dtype=F64)
     option = "weight" if loss is nn.CrossEntropyLoss else "pos_weight"
-    data = batches() if option == "weight" else [(X, torch.eye(3, dtype=F64)[y]) for X, y in batches()]
+    data = (
+        batches() if option == "weight" else [(X, torch.eye(3, dtype=F64)[y]) for X, y in batches()]
+    )
     for number in NUMBERS.values():
-        found = number(EmpiricalRisk(net(), loss(**{option: weight.clone().requires_grad_()}), data))
+        found = number(
+            EmpiricalRisk(net(), loss(**{option: weight.clone().requires_grad_()}), data)
+        )
         assert not torch.as_tensor(found).requires_grad
         close(found, number(EmpiricalRisk(net(), loss(**{option: weight}), data)))
 
@@ -369,7 +410,7 @@ def test_parameters_of_two_dtypes() -> None:
     curvature(EmpiricalRisk(model, CE, data), EKFAC).verify()
 
 
-# -------------------------------------------------------------------------------------------------- of a new process
+# --------------------------------------------------------------------------------- of a new process
 FIRST_OPERATOR = """
 import sys
 import torch
@@ -387,8 +428,12 @@ for name, model in {"known": known, "unknown": unknown}.items():
 """
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="PyTorch 2.6 loads its compiler by itself")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6"), reason="PyTorch 2.6 loads its compiler by itself"
+)
 def test_the_first_operators_load_neither_compiler_nor_sympy() -> None:
     """Which take a second, of a process that has nothing else to do with them."""
-    done = subprocess.run([sys.executable, "-c", FIRST_OPERATOR], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_OPERATOR], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["known", "unknown"]

@@ -1,4 +1,6 @@
-"""What is backpropagated: each kind by itself, the words that stand for them, and what is refused."""
+"""What is backpropagated: each kind by itself, the words that stand for them, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from curvlinops_plus.risk.vectors import (
 F64 = torch.float64
 
 
-def terms(loss: nn.Module, *shape: int, C: int = 3, seed: int = 0) -> tuple[Likelihood, Tensor, Tensor]:
+def terms(
+    loss: nn.Module, *shape: int, C: int = 3, seed: int = 0
+) -> tuple[Likelihood, Tensor, Tensor]:
     """A likelihood with outputs and targets [*shape, C]."""
     generator = torch.Generator().manual_seed(seed)
     f = torch.randn(*shape, C, dtype=F64, generator=generator)
@@ -36,7 +40,10 @@ def terms(loss: nn.Module, *shape: int, C: int = 3, seed: int = 0) -> tuple[Like
     if isinstance(loss, nn.CrossEntropyLoss):
         y = torch.randint(C, shape, generator=generator)
         return (likelihood, *likelihood.canonical(f, y, shape[0], class_axis=-1))
-    return (likelihood, *likelihood.canonical(f, torch.rand(f.shape, dtype=F64, generator=generator), shape[0]))
+    return (
+        likelihood,
+        *likelihood.canonical(f, torch.rand(f.shape, dtype=F64, generator=generator), shape[0]),
+    )
 
 
 def blocks(likelihood: Likelihood, F: Tensor, Y: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ def sent(vectors: Vectors, likelihood: Likelihood, F: Tensor, Y: Tensor, seed: i
     return found.flatten(2)
 
 
-# ------------------------------------------------------------------------------------------ curvature propagation
+# ---------------------------------------------------------------------------- curvature propagation
 
 LOSSES = {
     "ce": nn.CrossEntropyLoss(),
@@ -65,7 +72,9 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("shape", [(4,), (3, 2)], ids=["one term", "several terms"])
-def test_curvature_propagation_averages_to_the_hessian_of_all_terms(loss: str, shape: tuple[int, ...]) -> None:
+def test_curvature_propagation_averages_to_the_hessian_of_all_terms(
+    loss: str, shape: tuple[int, ...]
+) -> None:
     likelihood, F, Y = terms(LOSSES[loss], *shape)
     v = sent(CurvaturePropagation(4000), likelihood, F, Y) * 4000**0.5
     assert len(v) == 4000
@@ -85,15 +94,23 @@ def test_one_column_in_all_has_no_noise(loss: str) -> None:
     assert not torch.allclose(drawn.square()[0, :, :, None], expected, rtol=0.1)
 
 
-@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), samples=st.integers(1, 3), R=st.integers(1, 2))
-def test_signs_depend_on_the_examples_not_on_their_batches(sizes: list[int], samples: int, R: int) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    samples=st.integers(1, 3),
+    R=st.integers(1, 2),
+)
+def test_signs_depend_on_the_examples_not_on_their_batches(
+    sizes: list[int], samples: int, R: int
+) -> None:
     likelihood, F, Y = terms(nn.CrossEntropyLoss(), sum(sizes), R)
     for vectors in (CurvaturePropagation(samples, seed=1), Exact(signs=True, seed=1)):
         whole = torch.stack([*vectors.send(likelihood, F, Y, Draws(1))])
         draws, parts = Draws(1), []
         numbers = torch.arange(len(F)).split(sizes)
         for f, y, examples in zip(F.split(sizes), Y.split(sizes), numbers, strict=True):
-            parts.append(torch.stack([*vectors.send(likelihood, f, y, draws.of_examples(examples))]))
+            parts.append(
+                torch.stack([*vectors.send(likelihood, f, y, draws.of_examples(examples))])
+            )
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-14)
 
 
@@ -102,7 +119,11 @@ def test_signs_depend_on_the_examples_not_on_their_batches(sizes: list[int], sam
 
 def test_the_page_about_modes_lists_all_words() -> None:
     page = (Path(__file__).parents[2] / "docs" / "modes.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     found = {}
     for words, made, *_ in (row for row in rows if len(row) == 5):
         (call,) = re.findall("`(.*?)`", made)
@@ -116,10 +137,26 @@ def test_the_page_about_modes_lists_all_words() -> None:
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: as_vectors("ggn"), ValueError, "Unknown vectors: 'ggn'.*'type-2'.*'ggn_exact'"),
-    (lambda: as_vectors(MonteCarlo), TypeError, r"MonteCarlo'>\. Expected an object such as Exact\(\)"),  # type: ignore[arg-type]
-    (lambda: MonteCarlo(samples=0), ValueError, "MonteCarlo needs at least one sample, got samples=0"),
-    (lambda: CurvaturePropagation(samples=0), ValueError, "CurvaturePropagation needs at least one sample"),
-    (lambda: Exact(matrix="hessian"), ValueError, r"Exact\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\""),
+    (
+        lambda: as_vectors(MonteCarlo),
+        TypeError,
+        r"MonteCarlo'>\. Expected an object such as Exact\(\)",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: MonteCarlo(samples=0),
+        ValueError,
+        "MonteCarlo needs at least one sample, got samples=0",
+    ),
+    (
+        lambda: CurvaturePropagation(samples=0),
+        ValueError,
+        "CurvaturePropagation needs at least one sample",
+    ),
+    (
+        lambda: Exact(matrix="hessian"),
+        ValueError,
+        r"Exact\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\"",
+    ),
     (lambda: MonteCarlo(samples=1.5), TypeError, "MonteCarlo needs an integer, got samples=1.5"),  # type: ignore[arg-type]
 ]
 
@@ -130,7 +167,7 @@ def test_refused(make: Any, error: type[Exception], words: str) -> None:
         make()
 
 
-# ------------------------------------------------------------------------------------------ GGN or Fisher
+# ------------------------------------------------------------------------------------ GGN or Fisher
 
 
 @pytest.mark.parametrize("word", ["ggn_exact", "ggn_curvature_prop"])
@@ -138,11 +175,20 @@ def test_the_ggn_is_refused_where_only_the_fisher_is_there(word: str) -> None:
     vectors = as_vectors(word)
     name = type(vectors).__name__
     cases: list[tuple[Any, str]] = [
-        (nn.GaussianNLLLoss(), "GaussianNLLLoss has a Hessian in mean and variance that is indefinite"),
-        (nn.PoissonNLLLoss(log_input=False), "PoissonNLLLoss with log_input=False .* depends on the targets"),
+        (
+            nn.GaussianNLLLoss(),
+            "GaussianNLLLoss has a Hessian in mean and variance that is indefinite",
+        ),
+        (
+            nn.PoissonNLLLoss(log_input=False),
+            "PoissonNLLLoss with log_input=False .* depends on the targets",
+        ),
         (nn.NLLLoss(), "NLLLoss is linear in the log-probabilities"),
         (nn.BCELoss(), "BCELoss has a Hessian in the probabilities"),
-        (FromDistribution(lambda f: torch.distributions.Gamma(f.exp(), 1.0)), "FromDistribution may have a Hessian"),
+        (
+            FromDistribution(lambda f: torch.distributions.Gamma(f.exp(), 1.0)),
+            "FromDistribution may have a Hessian",
+        ),
     ]
     F = torch.zeros(2, 1, 4, dtype=F64)
     for loss, words in cases:
@@ -155,7 +201,9 @@ def test_the_ggn_is_refused_where_only_the_fisher_is_there(word: str) -> None:
     for loss in (*LOSSES.values(), nn.CrossEntropyLoss(label_smoothing=0.1)):
         vectors.check(likelihood_of(loss))
     risk = EmpiricalRisk(
-        nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)), nn.NLLLoss(), [(torch.ones(4, 3), torch.arange(4) % 2)]
+        nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)),
+        nn.NLLLoss(),
+        [(torch.ones(4, 3), torch.arange(4) % 2)],
     )
     with pytest.raises(UnsupportedError, match="NLLLoss is linear in the log-probabilities"):
         curvature(risk, KFAC, vectors=vectors)

@@ -1,4 +1,6 @@
-"""Parameters as the blocks of a curvature see them: one vector for each group of options, in which steps are taken."""
+"""Parameters as the blocks of a curvature see them: one vector for each group of options, in which
+steps are taken.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,25 @@ def norm(tensors: list[Tensor]) -> float:
 
 
 class Products:
-    """The products of all blocks with their parts of some vectors; what is done entry by entry for all at once."""
+    """The products of all blocks with their parts of some vectors; what is done entry by entry for
+    all at once.
+    """
 
     def __init__(self, K: BlockDiagonal, names: Sequence[Sequence[str]]) -> None:
         self._sizes = [[K.layouts[name].dim for name in group] for group in names]
-        #: Places of `(G ⊗ A) diag(values) (G ⊗ A)ᵀ` and of `G ⊗ A`; their shapes and both factors, transposed and not.
+        #: Places of `(G ⊗ A) diag(values) (G ⊗ A)ᵀ` and of `G ⊗ A`; their shapes and both factors,
+        #: transposed and not.
         self._bases: dict[int, tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]] = {}
         self._factors: dict[int, tuple[torch.Size, Tensor, Tensor]] = {}
         self._values: list[Tensor] = []
         self._others = {}
         for n, block in enumerate(K.blocks[name] for group in names for name in group):
             pair = block.basis if isinstance(block, Eigendecomposed) else block
-            if not (isinstance(pair, Kronecker) and isinstance(pair.G, Dense) and isinstance(pair.A, Dense)):
+            if not (
+                isinstance(pair, Kronecker)
+                and isinstance(pair.G, Dense)
+                and isinstance(pair.A, Dense)
+            ):
                 self._others[n] = block
                 continue
             G, A = pair.G.matrix, pair.A.matrix
@@ -47,7 +56,9 @@ class Products:
 
     def of(self, vectors: Vectors) -> Vectors:
         """`K v`."""
-        parts = [part for v, sizes in zip(vectors, self._sizes, strict=True) for part in v.split(sizes)]
+        parts = [
+            part for v, sizes in zip(vectors, self._sizes, strict=True) for part in v.split(sizes)
+        ]
         inner = [Gt @ parts[n].view(shape) @ A for n, (shape, _, A, Gt, _) in self._bases.items()]
         if inner:
             _foreach_mul_(inner, self._values)
@@ -62,14 +73,16 @@ class Products:
 
 
 class Flat:
-    """Parameters that move together, as vectors: one for each option group, with its blocks one behind the other.
+    """Parameters that move together, as vectors: one for each option group, with its blocks one
+    behind the other.
 
-    A block's part is the row-major vector of its matrix (`Layout`), which is what its curvature multiplies. So sums and
-    norms take one call for a whole group, and blocks are multiplied without copies.
+    A block's part is the row-major vector of its matrix (`Layout`), which is what its curvature
+    multiplies. So sums and norms take one call for a whole group, and blocks are multiplied without
+    copies.
 
-    The update is `δ = lr · u` with the velocity `u ← μ u - P g`. Beside vectors stand their products with the
-    curvature, `C u ← μ C u - C P g` with `C P g = g - λ P g`, so that norm constraints cost no products, except after
-    a refresh.
+    The update is `δ = lr · u` with the velocity `u ← μ u - P g`. Beside vectors stand their
+    products with the curvature, `C u ← μ C u - C P g` with `C P g = g - λ P g`, so that norm
+    constraints cost no products, except after a refresh.
 
     Args:
         K: The curvature `C` of the last refresh.
@@ -109,18 +122,22 @@ class Flat:
             have = [key for key in layout.names if key in groups]
             if 0 < len(have) < len(layout.names):
                 raise ValueError(
-                    f"Of the parameters {layout.names}, which are one block of the curvature, only {have} have a "
-                    "gradient. Freeze the others before the optimizer is made, or leave them out of its `params`."
+                    f"Of the parameters {layout.names}, which are one block of the curvature, only "
+                    f"{have} have a gradient. Freeze the others before the optimizer is made, or "
+                    "leave them out of its `params`."
                 )
             if have:
                 found.setdefault(groups[have[0]], []).append(name)
         self.known, self.given = K.layouts.keys(), groups.keys()
         self.groups, self.blocks = list(found), list(found.values())
-        #: Key of a parameter to where its entries are: number of the vector, shape, strides, offset.
+        #: Key of a parameter to where its entries are: number of the vector, shape, strides,
+        #: offset.
         places: dict[str, tuple[int, torch.Size, tuple[int, ...], int]] = {}
         sizes = [[K.layouts[name].dim for name in names] for names in self.blocks]
         for k, names in enumerate(self.blocks):
-            for name, part in zip(names, torch.empty(sum(sizes[k]), device="meta").split(sizes[k]), strict=True):
+            for name, part in zip(
+                names, torch.empty(sum(sizes[k]), device="meta").split(sizes[k]), strict=True
+            ):
                 for key, t in K.layouts[name].views(part).items():
                     places[key] = k, t.shape, t.stride(), int(t.storage_offset())
         self.keys, self._places = list(places), list(places.values())
@@ -129,7 +146,9 @@ class Flat:
         #: Parameters with an axis that the matrix takes apart.
         self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
         like = {"dtype": dtype, "device": K.device}
-        self.gradient, self.displacement = ([torch.zeros(sum(n), **like) for n in sizes] for _ in range(2))
+        self.gradient, self.displacement = (
+            [torch.zeros(sum(n), **like) for n in sizes] for _ in range(2)
+        )
         self.velocity = [torch.zeros(2, sum(n), **like) for n in sizes]
         self.direction: Vectors = []
         self._entries, self._moves = self._views(self.gradient), self._views(self.displacement)
@@ -139,7 +158,11 @@ class Flat:
         for p, t in zip(self.params, self._views(self.velocity), strict=True):
             if "velocity" in (kept := state.get(p) or {}):
                 self._known &= "curved_velocity" in kept
-                t.copy_(torch.stack((kept["velocity"], kept.get("curved_velocity", kept["velocity"]))).view(t.shape))
+                t.copy_(
+                    torch.stack(
+                        (kept["velocity"], kept.get("curved_velocity", kept["velocity"]))
+                    ).view(t.shape)
+                )
 
     def renew(self, K: BlockDiagonal) -> None:
         """Take another curvature of the same blocks."""
@@ -147,11 +170,14 @@ class Flat:
         self._products: Products | None = None
         self._P: tuple[BlockDiagonal, Products] | None = None
 
-    # ---------------------------------------------------------------------------------------- parameters and vectors
+    # ----------------------------------------------------------------------- parameters and vectors
     def _views(self, vectors: Vectors) -> list[Tensor]:  # each [*lead, n]
         """The entries of each parameter, with axes that the matrix takes apart taken apart."""
         lead, first = vectors[0].shape[:-1], [v.stride()[:-1] for v in vectors]
-        return [vectors[k].as_strided(lead + shape, first[k] + strides, at) for k, shape, strides, at in self._places]
+        return [
+            vectors[k].as_strided(lead + shape, first[k] + strides, at)
+            for k, shape, strides, at in self._places
+        ]
 
     def _taken_apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         tensors = list(tensors)
@@ -160,7 +186,9 @@ class Flat:
         return tensors
 
     def split(self, vectors: Vectors) -> list[Tensor]:  # each [*lead, n]
-        """Tensors `[*lead, *shape]` in the order of the parameters, as views where strides allow."""
+        """Tensors `[*lead, *shape]` in the order of the parameters, as views where strides
+        allow.
+        """
         tensors, lead = self._views(vectors), vectors[0].shape[:-1]
         for i in self._apart:
             tensors[i] = tensors[i].reshape(*lead, *self.params[i].shape)
@@ -169,9 +197,11 @@ class Flat:
     def keep(self, state: MutableMapping[Any, dict[str, Tensor]]) -> None:
         """Show the velocity as entries of each parameter's state."""
         for p, t in zip(self.params, self.split(self.velocity), strict=True):
-            state[p] = {"velocity": t[0], "curved_velocity": t[1]} if self._known else {"velocity": t[0]}
+            state[p] = (
+                {"velocity": t[0], "curved_velocity": t[1]} if self._known else {"velocity": t[0]}
+            )
 
-    # --------------------------------------------------------------------------------------------------------- a step
+    # --------------------------------------------------------------------------------------- a step
     def precondition(
         self,
         gradient: Mapping[str, Tensor],
@@ -196,7 +226,9 @@ class Flat:
             _foreach_neg_(self.gradient)
         coupled = [o.coupled for o in self.options]
         if any(coupled):
-            for entries, p, (k, *_) in zip(self._entries, self._taken_apart(self.params), self._places, strict=True):
+            for entries, p, (k, *_) in zip(
+                self._entries, self._taken_apart(self.params), self._places, strict=True
+            ):
                 entries.add_(p, alpha=coupled[k])
         if self._P is None or self._P[0] is not P:
             self._P = P, Products(P, self.blocks)
@@ -217,26 +249,34 @@ class Flat:
 
         Args:
             w: Factors of both directions.
-            undoable: Whether `undo` may take it back, and what is added to the parameters afterwards.
+            undoable: Whether `undo` may take it back, and what is added to the parameters
+                afterwards.
 
         Returns:
             Whether there is such weight decay.
         """
         if undoable:
-            self._before = [p.clone() for p in self.params], [u.clone() for u in self.velocity], self._known
+            self._before = (
+                [p.clone() for p in self.params],
+                [u.clone() for u in self.velocity],
+                self._known,
+            )
         for u, d, o in zip(self.velocity, self.direction, self.options, strict=True):
             u.mul_(w[1] * o.rates[1]).sub_(d, alpha=w[0])
         self._bound("update", self.velocity)
         for step, u, o in zip(self.displacement, self.velocity, self.options, strict=True):
             torch.mul(u[0], o.rates[0], out=step)
         if any(self._shrink):
-            places = zip(self._moves, self._taken_apart(self.params), self._places, self._shrink, strict=True)
+            places = zip(
+                self._moves, self._taken_apart(self.params), self._places, self._shrink, strict=True
+            )
             for entries, p, (k, *_), η in places:
                 entries.sub_(p, alpha=w[0] * self.options[k].rates[0] * η)
         return any(self._shrink)
 
     def _bound(self, of: str, vectors: Vectors) -> None:
-        """Shorten what is longer than its norm constraint allows; groups with the same one are bounded as one vector.
+        """Shorten what is longer than its norm constraint allows; groups with the same one are
+        bounded as one vector.
 
         Args:
             of: "step" for the directions, "update" for the velocities.
@@ -248,7 +288,9 @@ class Flat:
             curved = c.norm != "euclidean" and of == "update"
             square = self._square(vectors, c.norm, at) if self._known or not curved else 0.0
             if not square > 0 and curved:  # as after the curvature was renewed
-                for u, product in zip(self.velocity, self.curved([u[0] for u in self.velocity]), strict=True):
+                for u, product in zip(
+                    self.velocity, self.curved([u[0] for u in self.velocity]), strict=True
+                ):
                     u[1] = product
                 self._known, square = True, self._square(vectors, c.norm, at)
             if (factor := c.factor(square)) < 1:

@@ -1,4 +1,6 @@
-"""How the batches of training loops are recorded: by hooks on a model and on its losses, or in `listen`."""
+"""How the batches of training loops are recorded: by hooks on a model and on its losses, or in
+`listen`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_use
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
 from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
 
-# Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
+# Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where
+# none comes.
 _WAITING = 4
 
 
@@ -49,9 +52,10 @@ class _Call:
 class Hooks:
     """Records the batches of a step.
 
-    A call of the model in training mode with gradients is recorded if its step updates the statistics or evaluates
-    its batches once more. Calls that no loss is applied to are dropped, and so are outputs that were written to. A call
-    whose input or output can't be read, such as one for features, belongs to no loss.
+    A call of the model in training mode with gradients is recorded if its step updates the
+    statistics or evaluates its batches once more. Calls that no loss is applied to are dropped, and
+    so are outputs that were written to. A call whose input or output can't be read, such as one for
+    features, belongs to no loss.
 
     Args:
         model: What is called, which may be a wrapper.
@@ -74,17 +78,24 @@ class Hooks:
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
         self.unreadable: Exception | None = None
-        self._unreadable = WeakIdKeyDictionary()  # tensors that such calls have returned, to the reason
+        self._unreadable = (
+            WeakIdKeyDictionary()
+        )  # tensors that such calls have returned, to the reason
         self.keeps = self.paused = False
         self._open: _Call | None = None  # the call that the model is in
         self._waiting: list[_Call] = []
-        self._factors: dict[int, list[Tensor]] = {}  # index of a loss to what it was multiplied with in the first step
+        self._factors: dict[
+            int, list[Tensor]
+        ] = {}  # index of a loss to what it was multiplied with in the first step
         losses, contexts = [one.loss for one in estimator.risk.losses], ExitStack()
         if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
             for handle in (
                 model.register_forward_pre_hook(_hook(self._enter), with_kwargs=True),
                 model.register_forward_hook(_hook(self._leave), always_call=True),
-                *(m.register_forward_hook(_hook(self._loss, i), with_kwargs=True) for i, m in enumerate(losses)),
+                *(
+                    m.register_forward_hook(_hook(self._loss, i), with_kwargs=True)
+                    for i, m in enumerate(losses)
+                ),
             ):
                 contexts.callback(handle.remove)
         #: Remove all hooks.
@@ -94,7 +105,12 @@ class Hooks:
         """What was recorded until now belongs to no step any more."""
         for call in self._waiting:
             call.heard.close()
-        self._waiting, self.batches, self.error, self._before = [], 0, None, self._estimator.examples
+        self._waiting, self.batches, self.error, self._before = (
+            [],
+            0,
+            None,
+            self._estimator.examples,
+        )
         self.kept.clear()
         self._unreadable.clear()
         self.unreadable = None
@@ -117,16 +133,25 @@ class Hooks:
     def keep(self, batch: Batch, start: PassStart) -> None:
         """Keep a batch for evaluating it once more."""
         # A loader may fill the same memory anew for the next batch of the step.
-        self.kept.append((replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y)), start))
+        self.kept.append(
+            (replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y)), start)
+        )
 
     @property
     def _deaf(self) -> bool:
-        """Whether a call is none of the user's loop: our own passes, calls again in backward passes."""
+        """Whether a call is none of the user's loop: our own passes, calls again in backward
+        passes.
+        """
         return self.paused or own_passes.depth > 0 or torch._C._current_graph_task_id() != -1
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         due, estimator = self.due, self._estimator
-        if self._deaf or not module.training or not torch.is_grad_enabled() or not (due or self.keeps):
+        if (
+            self._deaf
+            or not module.training
+            or not torch.is_grad_enabled()
+            or not (due or self.keeps)
+        ):
             return
         if self._open is not None:  # a call that was interrupted, or has called the model itself
             self._open.heard.close()
@@ -167,7 +192,14 @@ class Hooks:
         if len(self._waiting) > _WAITING:
             self._waiting.pop(0).heard.close()
 
-    def _loss(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+    def _loss(
+        self,
+        index: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: Any,
+    ) -> None:
         if not (self._waiting or self._unreadable) or self._deaf:
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
@@ -189,13 +221,17 @@ class Hooks:
         if len(call.targets) < len(risk.losses):  # others will be called on this output
             return
         self._waiting.remove(call)
-        self.error = None  # of a batch that no step was taken for, as after an overflow that a gradient scaler has seen
+        # of a batch that no step was taken for, as after an overflow that a gradient scaler has
+        # seen
+        self.error = None
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
             self.keep(replace(call.heard.batch, y=y), call.start)
         if call.due:
             try:
-                call.heard.add(y, 1.0 if self.batches else None)  # several batches of a step are one update
+                call.heard.add(
+                    y, 1.0 if self.batches else None
+                )  # several batches of a step are one update
                 self.batches += 1
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error
@@ -210,24 +246,33 @@ class Hooks:
             factors = [abs(float(g)) / loss.weight for g in found if g.numel() == 1]
             if not all(map(_is_part, factors)) and not _is_part(sum(factors)):
                 warn(
-                    f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, and the curvature is "
-                    "that without this factor. Give the optimizer (loss, weight), or divide the damping by it.",
+                    f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, "
+                    "and the curvature is that without this factor. Give the optimizer (loss, "
+                    "weight), or divide the damping by it.",
                     CurvatureWarning,
                     stacklevel=level_of_user(),
                 )
         self._factors = {}
 
 
-def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by their names."""
     named = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        named |= value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        named |= (
+            value
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            else {name: value}
+        )
     return named
 
 
 def _is_part(factor: float) -> bool:
-    """Whether it is 1/k, as of micro-batches, or a power of two, as of gradient scalers; or nothing."""
+    """Whether it is 1/k, as of micro-batches, or a power of two, as of gradient scalers; or
+    nothing.
+    """
     if not isfinite(factor) or factor == 0:
         return True
     k = max(1.0, round(1 / factor))

@@ -45,27 +45,31 @@ Inverse = Literal["exact", "factored"]
 class KFACPreconditioner(TiedOptimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
 
-    `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
-    rewrites `.grad` and leaves parameters alone. Training loops are recorded as by `KFACOptimizer`. Gradients of
-    parameters without curvature stay as they are.
+    `K` is a block-diagonal curvature that is updated by the batches of training, as by
+    `CurvatureEstimator`. `step()` rewrites `.grad` and leaves parameters alone. Training loops are
+    recorded as by `KFACOptimizer`. Gradients of parameters without curvature stay as they are.
 
     Args:
         model: The network.
         loss: The loss, or several, as for `EmpiricalRisk`.
         damping: `λ`, or a function of the number of steps before.
-        params: Parameters, or groups of them with options of their own (`damping`, `norm_constraint`); default: all
-            that require a gradient. Parameters of one block belong in one group.
+        params: Parameters, or groups of them with options of their own (`damping`,
+            `norm_constraint`); default: all that require a gradient. Parameters of one block belong
+            in one group.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update.
         statistics_every: Steps between two updates of the statistics.
         inverse_every: Steps between two refreshes of the inverse.
-        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
-            between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions;
+            "factored" splits `λ` between the factors of each Kronecker product, with the damping of
+            the refresh, and is cheaper.
         power: Of `K + λI`, below 0.
-        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`; None: no limit. Before
-            an optimizer with momentum give one, such as 1e-2 for `lr=0.1`: else steps get too long.
-        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
+        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`;
+            None: no limit. Before an optimizer with momentum give one, such as 1e-2 for `lr=0.1`:
+            else steps get too long.
+        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes
+            the old ones.
         risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
 
     Raises:
@@ -103,11 +107,13 @@ class KFACPreconditioner(TiedOptimizer):
     _reject: float | None = None
 
     def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
-        """Look at the model before Python counts arguments: other optimizers take parameters, and no loss."""
+        """Look at the model before Python counts arguments: other optimizers take parameters, and
+        no loss.
+        """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"The model is a {type(model).__name__}; expected the nn.Module itself, before the loss: "
-                f"{cls.__name__}(model, loss, ...). Some of its parameters alone are params=."
+                f"The model is a {type(model).__name__}; expected the nn.Module itself, before the "
+                f"loss: {cls.__name__}(model, loss, ...). Some of its parameters alone are params=."
             )
         return super().__new__(cls)
 
@@ -133,9 +139,13 @@ class KFACPreconditioner(TiedOptimizer):
         one_of("inverse", inverse, "exact", "factored")
         number("-power", -power, strict=True)
         if inverse == "factored" and power != -1:
-            raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
+            raise ValueError(
+                f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.'
+            )
         if "weight" in risk_options:
-            raise UnsupportedError("weight=: an optimizer can't see whether your gradients have weights of examples.")
+            raise UnsupportedError(
+                "weight=: an optimizer can't see whether your gradients have weights of examples."
+            )
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         self._schedule = damping if callable(damping) else None
@@ -144,11 +154,16 @@ class KFACPreconditioner(TiedOptimizer):
             params.values() if isinstance(params, Mapping) else params,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
-        risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
+        risk_options = {
+            "processes": wrapped_processes(model),
+            **risk_options,
+        }  # replicas must not drift apart
         own = [p for group in self.param_groups for p in group["params"]]
         risk = EmpiricalRisk(model, loss, (), own, **risk_options)
         if decay == 1 and risk.losses.reduction == "sum":
-            raise ValueError('decay=1 with reduction="sum" would add up the curvature of all steps; give one below 1.')
+            raise ValueError(
+                'decay=1 with reduction="sum" would add up the curvature of all steps; give one below 1.'
+            )
         #: The statistics.
         self.curvature = CurvatureEstimator(
             risk,
@@ -158,12 +173,21 @@ class KFACPreconditioner(TiedOptimizer):
             decay=decay,
             leave_out_uncalled=True,
         )
-        self._strict, self._inverse, self._power, self._inverse_every = strict, inverse, power, inverse_every
+        self._strict, self._inverse, self._power, self._inverse_every = (
+            strict,
+            inverse,
+            power,
+            inverse_every,
+        )
         self._hooks = Hooks(model, self.curvature, statistics_every)
         self._keys = {p: key for key, p in risk.params.items()}
         #: Key of a parameter to the number of its group.
-        self._groups = {self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]}
-        self._refreshed: dict[str, float] | None = None  # the dampings of the last refresh, by block
+        self._groups = {
+            self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]
+        }
+        self._refreshed: dict[str, float] | None = (
+            None  # the dampings of the last refresh, by block
+        )
         #: The inverse with these dampings of blocks, for these options.
         self._P: tuple[Any, dict[str, float], BlockDiagonal] | None = None
         self._flat: Flat | None = None
@@ -175,12 +199,22 @@ class KFACPreconditioner(TiedOptimizer):
     def _read_options(self) -> None:
         """Read the options of all groups where some have changed."""
         raw = [
-            [float(v) if isinstance(v, Tensor) else v for name, v in group.items() if name != "params"]
+            [
+                float(v) if isinstance(v, Tensor) else v
+                for name, v in group.items()
+                if name != "params"
+            ]
             for group in self.param_groups
         ]
         if raw != self._raw:
-            read = ["damping", "norm_constraint"]  # all else is of the optimizer that takes the step, if another does
-            groups = [dict(g) if self._moves else {name: g[name] for name in read} for g in self.param_groups]
+            read = [
+                "damping",
+                "norm_constraint",
+            ]  # all else is of the optimizer that takes the step, if another does
+            groups = [
+                dict(g) if self._moves else {name: g[name] for name in read}
+                for g in self.param_groups
+            ]
             self._check_options([GroupOptions(group) for group in groups])
             self._raw = raw
 
@@ -189,15 +223,19 @@ class KFACPreconditioner(TiedOptimizer):
         self._options = options
         for c in (each.norm_constraint for each in options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
-                raise ValueError(f"A norm constraint in the {c.norm} norm is for inverses, and not for power=.")
+                raise ValueError(
+                    f"A norm constraint in the {c.norm} norm is for inverses, and not for power=."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: no layer is recorded for parameters that the optimizer was made without."""
         if hasattr(self, "curvature"):
-            raise ValueError("No layer is recorded for parameters that come later; give all to the constructor.")
+            raise ValueError(
+                "No layer is recorded for parameters that come later; give all to the constructor."
+            )
         super().add_param_group(param_group)
 
-    # ------------------------------------------------------------------------------------------------------- batches
+    # -------------------------------------------------------------------------------------- batches
     @property
     def steps(self) -> int:
         """Steps that were taken."""
@@ -207,11 +245,13 @@ class KFACPreconditioner(TiedOptimizer):
     def listen(self, batch: Any) -> Iterator[None]:
         """Record a batch for the statistics of this step from your forward pass.
 
-        For losses that are functions, and models that are called inside of other code: call the model once in here, and
-        go backward afterwards. Several batches before a step are one update, each weighed by its examples.
+        For losses that are functions, and models that are called inside of other code: call the
+        model once in here, and go backward afterwards. Several batches before a step are one
+        update, each weighed by its examples.
 
         Args:
-            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
+            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with
+                "labels".
 
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
@@ -219,7 +259,10 @@ class KFACPreconditioner(TiedOptimizer):
         """
         hooks, risk, due = self._hooks, self.curvature.risk, self._hooks.due
         start = PassStart.now(risk.model) if hooks.keeps else None
-        with self.paused(), self.curvature.listen(batch, 1.0 if hooks.batches else None) if due else nullcontext():
+        with (
+            self.paused(),
+            self.curvature.listen(batch, 1.0 if hooks.batches else None) if due else nullcontext(),
+        ):
             yield
         hooks.batches += due
         if start is not None:
@@ -234,21 +277,28 @@ class KFACPreconditioner(TiedOptimizer):
         finally:
             self._hooks.paused = before
 
-    def warmup(self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False) -> None:
-        """Add batches to the statistics, with equal weights, without moving parameters: before the first step.
+    def warmup(
+        self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False
+    ) -> None:
+        """Add batches to the statistics, with equal weights, without moving parameters: before the
+        first step.
 
         Args:
             batches: As for `listen`; the model is run on each.
             steps: How many of them; default: all.
 
         Raises:
-            ValueError: If a step was taken already, or the loss is a sum, whose batches would be added up.
+            ValueError: If a step was taken already, or the loss is a sum, whose batches would be
+                added up.
 
         Source: kfac_jax's burn-in.
         """
         reduction = self.curvature.risk.losses.reduction
         if self.steps or reduction == "sum":
-            raise ValueError(f"warmup(...) averages means before the first step; {self.steps} steps, {reduction!r}.")
+            raise ValueError(
+                f"warmup(...) averages means before the first step; {self.steps} steps, "
+                f"{reduction!r}."
+            )
         for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
             self.curvature.update(batch, decay=1.0)
         self._hooks.forget()
@@ -264,24 +314,24 @@ class KFACPreconditioner(TiedOptimizer):
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------- steps
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step.
 
         Args:
-            closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
-                once.
+            closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns
+                the loss. Called once.
 
         Returns:
             What the closure returned.
 
         Raises:
             RuntimeError: If statistics were due, and no batch was recorded since the last step.
-            NumericsError: If a gradient or a statistic is NaN or infinite; parameters and velocities have not changed
-                then.
-            ValueError: If some parameters of a block have a gradient, and others have none; or the model holds other
-                tensors than when the optimizer was made.
+            NumericsError: If a gradient or a statistic is NaN or infinite; parameters and
+                velocities have not changed then.
+            ValueError: If some parameters of a block have a gradient, and others have none; or the
+                model holds other tensors than when the optimizer was made.
         """
         loss = None
         if closure is not None:
@@ -293,7 +343,9 @@ class KFACPreconditioner(TiedOptimizer):
                 for group in self.param_groups:
                     group["damping"] = self._schedule(self.steps)
             self._read_options()
-            self.last_step = StepReport(self._hooks.steps, damping=[options.damping for options in self._options])
+            self.last_step = StepReport(
+                self._hooks.steps, damping=[options.damping for options in self._options]
+            )
             try:
                 self._finish_and_step(self.last_step)
             finally:
@@ -304,13 +356,16 @@ class KFACPreconditioner(TiedOptimizer):
 
     def _finish_and_step(self, report: StepReport) -> None:
         found = {self._keys[p]: p.grad for group in self.param_groups for p in group["params"]}
-        gradients = {key: g.to_dense() if g.is_sparse else g for key, g in found.items() if g is not None}
+        gradients = {
+            key: g.to_dense() if g.is_sparse else g for key, g in found.items() if g is not None
+        }
         heard, kept, uncalled, error = self._finish_statistics()
         if gradients and not isfinite(norm(list(gradients.values()))):
             bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
             error = NumericsError(
-                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters have not changed. "
-                "Did the loss diverge (a larger damping or a smaller lr helps), or has the batch a NaN?"
+                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters "
+                "have not changed. Did the loss diverge (a larger damping or a smaller lr helps), "
+                "or has the batch a NaN?"
             )
         if error is not None:
             if self._reject is None:
@@ -320,19 +375,21 @@ class KFACPreconditioner(TiedOptimizer):
         if (self._hooks.keeps and not kept) or (required and not heard):
             if self._hooks.unreadable is not None:
                 raise RuntimeError(
-                    "No batch was recorded since the last step, as a call of the model can't be read: "
-                    f"{self._hooks.unreadable}"
+                    "No batch was recorded since the last step, as a call of the model can't be "
+                    f"read: {self._hooks.unreadable}"
                 ) from self._hooks.unreadable
             names = ", ".join(one.title for one in self.curvature.risk.losses)
             raise RuntimeError(
-                "No batch was recorded since the last step. Recorded are calls of the model, in training mode and with "
-                f"gradients, and then of {names}, as the optimizer was given it, on what the model returned. For "
-                "losses that are functions, and for outputs that are changed before the loss:\n"
-                "    with optimizer.listen((X, y)):\n        output = model(X)\n"
-                "    function(output, y).backward()\nstrict=False steps with the statistics of before."
+                "No batch was recorded since the last step. Recorded are calls of the model, in "
+                f"training mode and with gradients, and then of {names}, as the optimizer was "
+                "given it, on what the model returned. For losses that are functions, and for "
+                "outputs that are changed before the loss:\n    with optimizer.listen((X, y)):\n   "
+                "     output = model(X)\n    function(output, y).backward()\nstrict=False steps "
+                "with the statistics of before."
             )
         if self._hooks.steps == 0 and self.curvature.risk.processes.world == 1:
-            self._hooks.warn_of_factors()  # several processes multiply parts of different size with other numbers
+            # several processes multiply parts of different size with other numbers
+            self._hooks.warn_of_factors()
         report.examples, report.left_alone = self._hooks.examples, list(self._keys.values())
         if gradients and (flat := self._precondition(gradients, uncalled, report)) is not None:
             report.left_alone = [key for key in report.left_alone if key not in flat.keys]
@@ -342,15 +399,21 @@ class KFACPreconditioner(TiedOptimizer):
         """What all processes have recorded. Collective.
 
         Returns:
-            Whether a batch was added, and whether one was kept, in any of them; layers that none has called yet; the
-            error of a batch that could not be added.
+            Whether a batch was added, and whether one was kept, in any of them; layers that none
+            has called yet; the error of a batch that could not be added.
         """
-        hooks, processes, uncalled = self._hooks, self.curvature.risk.processes, set(self.curvature.uncalled)
+        hooks, processes, uncalled = (
+            self._hooks,
+            self.curvature.risk.processes,
+            set(self.curvature.uncalled),
+        )
         if processes.world == 1:
             return hooks.batches > 0, bool(hooks.kept), uncalled, hooks.error
         own = hooks.error, hooks.batches, bool(hooks.kept), self.curvature.called_in_step, uncalled
         errors, batches, kept, called, of_processes = zip(*processes.gather(own), strict=True)
-        if any(batches) and not hooks.batches:  # else the moving averages of the processes would weigh differently
+        if (
+            any(batches) and not hooks.batches
+        ):  # else the moving averages of the processes would weigh differently
             self.curvature.add_nothing()
         self.curvature.enter(set[int]().union(*called))
         found = [
@@ -362,11 +425,16 @@ class KFACPreconditioner(TiedOptimizer):
 
     def _raise_damping(self, report: StepReport) -> None:
         """The step is rejected."""
-        report.rejected, limit = True, float("inf") if self._levenberg is None else self._levenberg.max
+        report.rejected, limit = (
+            True,
+            float("inf") if self._levenberg is None else self._levenberg.max,
+        )
         for group in self.param_groups:
             group["damping"] = min(group["damping"] * self._reject, limit)
 
-    def _precondition(self, gradients: Mapping[str, Tensor], uncalled: set[str], report: StepReport) -> Flat | None:
+    def _precondition(
+        self, gradients: Mapping[str, Tensor], uncalled: set[str], report: StepReport
+    ) -> Flat | None:
         """Begin a step with `P g`; None if no parameter with a gradient has a curvature yet.
 
         Args:
@@ -375,10 +443,15 @@ class KFACPreconditioner(TiedOptimizer):
         """
         curvature = self.curvature
         known = 0 if self._refreshed is None else len(curvature.refreshed.plan)
-        report.refreshed = known < len(curvature.plan) - len(uncalled) or self._hooks.steps % self._inverse_every == 0
+        report.refreshed = (
+            known < len(curvature.plan) - len(uncalled)
+            or self._hooks.steps % self._inverse_every == 0
+        )
         if report.refreshed:
             called = [entry.layer for entry in curvature.plan if entry.layer.name not in uncalled]
-            dampings = self._dampings({group.name: group.layout for layer in called for group in layer.groups})
+            dampings = self._dampings(
+                {group.name: group.layout for layer in called for group in layer.groups}
+            )
             curvature.refresh(self._of_blocks(dampings))
             self._refreshed, self._P = dampings, None
             for kept in self.state.values():
@@ -394,9 +467,14 @@ class KFACPreconditioner(TiedOptimizer):
             if not any(key in gradients for layout in K.layouts.values() for key in layout.names):
                 self._flat = None
                 return None
-            groups, params = {key: self._groups[key] for key in gradients}, {key: p for p, key in self._keys.items()}
+            groups, params = (
+                {key: self._groups[key] for key in gradients},
+                {key: p for p, key in self._keys.items()},
+            )
             self._flat = flat = Flat(K, groups, params, self.state, curvature.risk.dtype)
-            for p in set(self.state) - set(flat.params):  # what is kept of the others is a part of larger tensors
+            for p in set(self.state) - set(
+                flat.params
+            ):  # what is kept of the others is a part of larger tensors
                 self.state[p] = {name: t.clone() for name, t in self.state[p].items()}
             self._keep(flat)
         if self._P is None or self._P[0] is not self._options:
@@ -404,7 +482,11 @@ class KFACPreconditioner(TiedOptimizer):
             P = None if self._P is None or self._P[1] != dampings else self._P[2]
             if P is None:
                 λ = self._of_blocks(dampings)
-                P = curvature.inverse(λ) if self._power == -1 else curvature.refreshed.power(self._power, λ)
+                P = (
+                    curvature.inverse(λ)
+                    if self._power == -1
+                    else curvature.refreshed.power(self._power, λ)
+                )
                 assert isinstance(P, BlockDiagonal)
             self._P = self._options, dampings, P
         λ = [self._P[1][names[0]] for names in flat.blocks]
@@ -412,16 +494,21 @@ class KFACPreconditioner(TiedOptimizer):
         return flat
 
     def _dampings(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
-        """The damping of each block, with weight decay in the curvature; refuses options that differ within one."""
+        """The damping of each block, with weight decay in the curvature; refuses options that
+        differ within one.
+        """
         found = {}
         for name, layout in layouts.items():
-            first, *others = (self._options[k] for k in dict.fromkeys(self._groups[key] for key in layout.names))
+            first, *others = (
+                self._options[k] for k in dict.fromkeys(self._groups[key] for key in layout.names)
+            )
             for other in others:
                 if other.of_blocks != first.of_blocks:
                     raise ValueError(
-                        f"The parameters {list(layout.names)} are one block of the curvature, and (lr, momentum, "
-                        f"damping with weight decay, norm constraint) are {first.of_blocks} and {other.of_blocks}. Put "
-                        "them in one group. Weight decay of weights alone is possible if it is decoupled, a number."
+                        f"The parameters {list(layout.names)} are one block of the curvature, and "
+                        "(lr, momentum, damping with weight decay, norm constraint) are "
+                        f"{first.of_blocks} and {other.of_blocks}. Put them in one group. Weight "
+                        "decay of weights alone is possible if it is decoupled, a number."
                     )
             found[name] = first.shift
         return found
@@ -445,9 +532,10 @@ class KFACPreconditioner(TiedOptimizer):
             else:
                 p.grad.copy_(d)  # in place: it may be a view of another's buffer
 
-    # --------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue bit for bit, in tensors and plain Python; statistics under "curvature".
+        """All that is needed to continue bit for bit, in tensors and plain Python; statistics under
+        "curvature".
 
         Parameters have their names in it, so their order does not matter.
         """
@@ -461,9 +549,13 @@ class KFACPreconditioner(TiedOptimizer):
             return value.clone() if isinstance(value, Tensor) else value
 
         return state | {
-            "state": {names[i]: {name: plain(t) for name, t in kept.items()} for i, kept in state["state"].items()},
+            "state": {
+                names[i]: {name: plain(t) for name, t in kept.items()}
+                for i, kept in state["state"].items()
+            },
             "param_groups": [
-                {name: plain(value) for name, value in group.items()} | {"params": [names[i] for i in group["params"]]}
+                {name: plain(value) for name, value in group.items()}
+                | {"params": [names[i] for i in group["params"]]}
                 for group in state["param_groups"]
             ],
             "steps": self.steps,
@@ -481,7 +573,10 @@ class KFACPreconditioner(TiedOptimizer):
         own = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
         theirs = [group["params"] for group in state_dict["param_groups"]]
         if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
-            raise ValueError(f"The state is of groups with the parameters {theirs}, and this optimizer has {own}.")
+            raise ValueError(
+                f"The state is of groups with the parameters {theirs}, and this optimizer has "
+                f"{own}."
+            )
         self.curvature.load_state_dict(state_dict["curvature"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group in self.param_groups:
@@ -489,8 +584,12 @@ class KFACPreconditioner(TiedOptimizer):
                 if isinstance(value := group.get(name), Mapping):
                     group[name] = kind(**value)
         params = {key: p for p, key in self._keys.items()}
-        for key, kept in state_dict["state"].items():  # PyTorch would cast it to the parameters' dtype
-            self.state[params[key]] = {name: t.to(params[key].device, copy=True) for name, t in kept.items()}
+        for key, kept in state_dict[
+            "state"
+        ].items():  # PyTorch would cast it to the parameters' dtype
+            self.state[params[key]] = {
+                name: t.to(params[key].device, copy=True) for name, t in kept.items()
+            }
         self._hooks.load(state_dict["steps"], *state_dict["heard"])
         self._refreshed, self._flat, self._P, self._raw = state_dict["dampings"], None, None, None
         self._read_options()
@@ -499,22 +598,24 @@ class KFACPreconditioner(TiedOptimizer):
 class KFACOptimizer(KFACPreconditioner):
     """K-FAC: steps along the gradient, times the inverse of a curvature that follows training.
 
-    A step is, in this order: statistics of the batch (they are added in its forward pass); a new inverse, if it is due;
-    `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ = -lr · P g + momentum · v`, shortened by the
-    norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before,
-    scaled by the ratio of the learning rates, as in `torch.optim.SGD`: it does not go on when a schedule ends.
+    A step is, in this order: statistics of the batch (they are added in its forward pass); a new
+    inverse, if it is due; `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ =
+    -lr · P g + momentum · v`, shortened by the norm constraint; `θ ← θ + δ` and `v ← δ`; the
+    damping's adaptation. The velocity `v` is the update before, scaled by the ratio of the learning
+    rates, as in `torch.optim.SGD`: it does not go on when a schedule ends.
 
-    Options of parameter groups, read in every step, so that schedulers may change them: `lr`, `momentum`,
-    `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
-    group.
+    Options of parameter groups, read in every step, so that schedulers may change them: `lr`,
+    `momentum`, `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's
+    weight and bias) belong in one group.
 
-    Nothing about a training loop changes: hooks on the model and on the loss module record the calls, in training mode
-    with gradients enabled. They are removed by `close()`, at the end of `with KFACOptimizer(...) as optimizer:`, and
-    with the optimizer. For losses that are functions, or outputs that are changed before the loss, see `listen`.
-    Several batches before a step are one update. `step(closure)` is PyTorch's.
+    Nothing about a training loop changes: hooks on the model and on the loss module record the
+    calls, in training mode with gradients enabled. They are removed by `close()`, at the end of
+    `with KFACOptimizer(...) as optimizer:`, and with the optimizer. For losses that are functions,
+    or outputs that are changed before the loss, see `listen`. Several batches before a step are one
+    update. `step(closure)` is PyTorch's.
 
-    Parameters without gradient, or of layers that no batch has called yet, don't change. Steps that don't call a
-    layer don't change its curvature.
+    Parameters without gradient, or of layers that no batch has called yet, don't change. Steps that
+    don't call a layer don't change its curvature.
 
     Args:
         model: The network.
@@ -522,35 +623,40 @@ class KFACOptimizer(KFACPreconditioner):
         lr: `α`, or "adaptive": the minimum of the quadratic model.
         momentum: `μ`, or "adaptive".
         damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
-        params: Parameters, or groups of them with options of their own; default: all that require a gradient.
+        params: Parameters, or groups of them with options of their own; default: all that require a
+            gradient.
         approximation, default: As for `curvature`.
         vectors: What is backpropagated for the statistics; default: `MonteCarlo()`.
-        decay: Of the statistics' moving average, per update; batches are weighted by numbers of examples, or loss
-            terms. Below 1 if losses are sums.
+        decay: Of the statistics' moving average, per update; batches are weighted by numbers of
+            examples, or loss terms. Below 1 if losses are sums.
         statistics_every: Steps between two updates of the statistics.
-        inverse_every: Steps between two refreshes of the inverse; one comes earlier for a layer that was never called.
-        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
-            between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
+        inverse_every: Steps between two refreshes of the inverse; one comes earlier for a layer
+            that was never called.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions;
+            "factored" splits `λ` between the factors of each Kronecker product, with the damping of
+            the refresh, and is cheaper.
         power: Of `K + λI`, below 0.
-        norm_constraint: A number bounds the whole update, `⟨δ, (K + λ) δ⟩ <= c`, with the `K` of the last refresh and
-            the `λ` of the step; `NormConstraint` has other ways.
-            "auto" is 1e-3, and None with adaptive coefficients.
+        norm_constraint: A number bounds the whole update, `⟨δ, (K + λ) δ⟩ <= c`, with the `K` of
+            the last refresh and the `λ` of the step; `NormConstraint` has other ways. "auto" is
+            1e-3, and None with adaptive coefficients.
         weight_decay: A number is decoupled, as in AdamW; `WeightDecay` has other kinds.
-        quadratic_model: Curvature of the quadratic model: the "blocks", or the "exact" GGN of the step's batches.
-            Default: blocks for the damping's adaptation, exact for adaptive coefficients.
-        reject: Undo steps that raise the loss of their batches, and multiply the damping by this number. The loss is
-            then evaluated before and after every step.
+        quadratic_model: Curvature of the quadratic model: the "blocks", or the "exact" GGN of the
+            step's batches. Default: blocks for the damping's adaptation, exact for adaptive
+            coefficients.
+        reject: Undo steps that raise the loss of their batches, and multiply the damping by this
+            number. The loss is then evaluated before and after every step.
         maximize: Go up instead of down.
-        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
+        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes
+            the old ones.
         risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
 
     Raises:
         ValueError: If an option is out of range, or options contradict each other.
         TypeError: If an option has another type; later, if a scheduler drives what is adaptive.
 
-    Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition (or Cholesky
-    decomposition) per factor, and a product with `K` for the norm constraint; a step multiplies every gradient by two
-    or four matrices.
+    Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition
+    (or Cholesky decomposition) per factor, and a product with `K` for the norm constraint; a step
+    multiplies every gradient by two or four matrices.
 
     Source: Martens and Grosse 2015, arXiv 1503.05671; kfac_jax, whose trajectories it reproduces.
 
@@ -600,7 +706,9 @@ class KFACOptimizer(KFACPreconditioner):
             norm_constraint = None if adaptive else 1e-3
         one_of("quadratic_model", quadratic_model or "blocks", "blocks", "exact")
         if reject is not None and (number("reject", reject, low=1.0) and callable(damping)):
-            raise ValueError("reject= multiplies the damping, which is a schedule here; give a number.")
+            raise ValueError(
+                "reject= multiplies the damping, which is a schedule here; give a number."
+            )
         self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
         self._reject, self._sign = reject, -1 if maximize else 1
         self._exact_model = quadratic_model == "exact" or (quadratic_model is None and adaptive)
@@ -626,19 +734,29 @@ class KFACOptimizer(KFACPreconditioner):
     def _check_options(self, options: list[GroupOptions]) -> None:
         super()._check_options(options)
         self._adaptive = any("adaptive" in each.coefficients for each in options)
-        if self.trust is None and (self._adaptive or self._levenberg is not None or self._reject is not None):
+        if self.trust is None and (
+            self._adaptive or self._levenberg is not None or self._reject is not None
+        ):
             self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
         self._hooks.keeps = self._looks_again
         for name, values in zip(("lr", "momentum"), zip(*(each.coefficients for each in options))):
             if "adaptive" in values and len(set(values)) > 1:
-                raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
+                raise ValueError(
+                    f"{name} is adaptive in one group and a number in another; one value serves "
+                    "all then."
+                )
         if self._adaptive and any(each.norm_constraint is not None for each in options):
-            raise ValueError("Adaptive coefficients and a norm constraint can't both choose the length of a step.")
+            raise ValueError(
+                "Adaptive coefficients and a norm constraint can't both choose the length of a "
+                "step."
+            )
 
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
-        return self._levenberg is not None and (self._hooks.steps + 1) % self._levenberg.interval == 0
+        return (
+            self._levenberg is not None and (self._hooks.steps + 1) % self._levenberg.interval == 0
+        )
 
     @property
     def _looks_again(self) -> bool:
@@ -649,7 +767,10 @@ class KFACOptimizer(KFACPreconditioner):
         if self.trust is not None and self._adaptive:
             model = self.trust.model(flat, flat.along())
             w = model.minimizer(
-                [None if any(o.coefficients[k] == "adaptive" for o in flat.options) else 1.0 for k in (0, 1)]
+                [
+                    None if any(o.coefficients[k] == "adaptive" for o in flat.options) else 1.0
+                    for k in (0, 1)
+                ]
             )
         report.lr, report.momentum = (sorted({w[k] * rate[k] for rate in rates}) for k in (0, 1))
         shrinks = flat.combine(w, undoable=self._reject is not None)
@@ -661,7 +782,12 @@ class KFACOptimizer(KFACPreconditioner):
         self._move_and_look(self.trust, flat, model, w, report)
 
     def _move_and_look(
-        self, trust: Trust, flat: Flat, model: QuadraticModel, w: Sequence[float], report: StepReport
+        self,
+        trust: Trust,
+        flat: Flat,
+        model: QuadraticModel,
+        w: Sequence[float],
+        report: StepReport,
     ) -> None:
         """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step.
 
@@ -670,7 +796,9 @@ class KFACOptimizer(KFACPreconditioner):
             w: the displacement in its coordinates.
         """
         rule = self._levenberg
-        report.quadratic_change = predicted = model.change(w, rule is not None and rule.include_damping)
+        report.quadratic_change = predicted = model.change(
+            w, rule is not None and rule.include_damping
+        )
         report.loss = self._objective(trust)
         flat.move()
         report.new_loss = self._objective(trust)
@@ -683,7 +811,9 @@ class KFACOptimizer(KFACPreconditioner):
                 group["damping"] = rule.adapted(float(group["damping"]), report.rho)
 
     def _objective(self, trust: Trust) -> float:
-        """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
+        """The loss of this step's batches at the parameters of now, with weight decay that is part
+        of it.
+        """
         value = self._sign * trust.loss()
         for options, group in zip(self._options, self.param_groups, strict=True):
             if decay := options.in_curvature:

@@ -1,5 +1,5 @@
-"""Policies of the K-FAC optimizer: how damping adapts, how long an update may be, what weight decay means; and what a
-step has done."""
+"""Policies of the K-FAC optimizer: how damping adapts, how long an update may be, what weight decay
+means; and what a step has done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from math import inf, isfinite, isnan
 from typing import Any, Literal
 
 
-def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
+def number(
+    name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False
+) -> float:
     """A number in `[low, high]`, or above `low` if `strict`; 0-d tensors are numbers.
 
     Raises:
@@ -17,7 +19,10 @@ def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: b
     """
     found = float(value)
     if not low <= found <= high or (strict and found == low):
-        bounds = f"{'above' if strict else 'at least'} {low:g}{f' and at most {high:g}' if high < inf else ''}"
+        bounds = (
+            f"{'above' if strict else 'at least'} "
+            f"{low:g}{f' and at most {high:g}' if high < inf else ''}"
+        )
         raise ValueError(f"{name}={found:g}; expected a number {bounds}.")
     return found
 
@@ -37,17 +42,19 @@ def as_policy(kind: Callable[[float], Any], value: Any) -> Any:
 class LevenbergMarquardt:
     """Damping that follows how well the quadratic model predicts the change of the loss.
 
-    After every `interval`-th step the ratio `ρ = (L(θ + δ) - L(θ)) / q(δ)` of the real to the predicted change, both on
-    the batch of that step, decides: below the first threshold the damping is divided by `decay ** interval`, above the
-    second one multiplied by it. A loss that is not finite counts as a bad prediction. The next step uses the result.
+    After every `interval`-th step the ratio `ρ = (L(θ + δ) - L(θ)) / q(δ)` of the real to the
+    predicted change, both on the batch of that step, decides: below the first threshold the damping
+    is divided by `decay ** interval`, above the second one multiplied by it. A loss that is not
+    finite counts as a bad prediction. The next step uses the result.
 
     Args:
         initial: `λ` of the first step, from `min` to `max`.
         interval: Steps between two decisions.
         decay: By how much the damping may change per step, in (0, 1].
         thresholds: Between these the damping stays.
-        min: `λ` never gets smaller. The ratio is measured on the batch that the step was made for, so it stays near 1
-            when `λ` vanishes, and steps are noise along directions without curvature: kfac_jax's 1e-8 bounds nothing.
+        min: `λ` never gets smaller. The ratio is measured on the batch that the step was made for,
+            so it stays near 1 when `λ` vanishes, and steps are noise along directions without
+            curvature: kfac_jax's 1e-8 bounds nothing.
         max: `λ` never gets larger.
         include_damping: Whether `q` has the term `λ/2 |δ|²`.
 
@@ -90,12 +97,13 @@ class NormConstraint:
 
     Args:
         c: The bound.
-        of: "update" bounds the whole update `δ = -α P g + μ v`, momentum included. "step" bounds the part `α P g`, as
-            kfac_jax does; momentum may then multiply it by up to `1 / (1 - μ)`.
+        of: "update" bounds the whole update `δ = -α P g + μ v`, momentum included. "step" bounds
+            the part `α P g`, as kfac_jax does; momentum may then multiply it by up to `1 / (1 -
+            μ)`.
         norm: "damped" is `⟨δ, (C + λ) δ⟩`, "fisher" `⟨δ, C δ⟩`, "euclidean" `⟨δ, δ⟩`.
 
-    Source: Ba et al. 2017, "Distributed second-order optimization using Kronecker-factored approximations", section 5,
-    for `of="step"`.
+    Source: Ba et al. 2017, "Distributed second-order optimization using Kronecker-factored
+    approximations", section 5, for `of="step"`.
 
     Example:
         >>> NormConstraint(1e-3).factor(4e-3)
@@ -122,9 +130,10 @@ class WeightDecay:
 
     Args:
         strength: `η`.
-        kind: "decoupled" shrinks parameters by `lr · η` beside the update, as AdamW. "coupled" adds `η θ` to the
-            gradient and `η I` to the curvature: what is minimised is the loss plus `η/2 |θ|²`. "in_loss" is for a loss
-            that has this term already: `η I` is added to the curvature alone.
+        kind: "decoupled" shrinks parameters by `lr · η` beside the update, as AdamW. "coupled" adds
+            `η θ` to the gradient and `η I` to the curvature: what is minimised is the loss plus
+            `η/2 |θ|²`. "in_loss" is for a loss that has this term already: `η I` is added to the
+            curvature alone.
 
     Example:
         >>> WeightDecay(1e-2, "coupled").kind
@@ -153,12 +162,18 @@ class GroupOptions:
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         given = {"lr": group.get("lr", 1.0), "momentum": group.get("momentum", 0.0)}
-        self.coefficients: list[Any] = [v if v == "adaptive" else number(name, v) for name, v in given.items()]
+        self.coefficients: list[Any] = [
+            v if v == "adaptive" else number(name, v) for name, v in given.items()
+        ]
         self.rates = [1.0 if v == "adaptive" else float(v) for v in self.coefficients]
         self.damping = number("damping", group["damping"])
-        self.norm_constraint: NormConstraint | None = as_policy(NormConstraint, group["norm_constraint"])
+        self.norm_constraint: NormConstraint | None = as_policy(
+            NormConstraint, group["norm_constraint"]
+        )
         decay = as_policy(WeightDecay, group.get("weight_decay")) or WeightDecay(0.0)
-        self.decoupled, self.coupled = (decay.strength * (decay.kind == kind) for kind in ("decoupled", "coupled"))
+        self.decoupled, self.coupled = (
+            decay.strength * (decay.kind == kind) for kind in ("decoupled", "coupled")
+        )
         self.in_curvature = decay.strength - self.decoupled
         self.shift = self.damping + self.in_curvature
         self.of_blocks = (*self.coefficients, self.shift, self.norm_constraint)
@@ -179,7 +194,8 @@ class StepReport:
         scale: What the update was multiplied with by the norm constraint; 1 if it was short enough.
         loss: The loss of the step's batches before the update, None where it was not needed.
         new_loss: The same after it.
-        quadratic_change: The change of the loss that the quadratic model predicts, None where it was not needed.
+        quadratic_change: The change of the loss that the quadratic model predicts, None where it
+            was not needed.
         rho: `(new_loss - loss) / quadratic_change`.
         rejected: Whether the update was undone.
         left_alone: Parameters without gradient, or without curvature yet.

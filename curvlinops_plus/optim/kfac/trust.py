@@ -1,4 +1,6 @@
-"""What looks at the loss of a step's batches again: coefficients of a quadratic model, and how far to trust it."""
+"""What looks at the loss of a step's batches again: coefficients of a quadratic model, and how far
+to trust it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from curvlinops_plus.risk.batches import Batch
 
 @dataclass(frozen=True)
 class QuadraticModel:
-    """`q(w) = ½ wᵀ (A + R + D) w + bᵀ w`, the change of the loss along `Σ w_i v_i`; all matrices `[k, k]` in float64.
+    """`q(w) = ½ wᵀ (A + R + D) w + bᵀ w`, the change of the loss along `Σ w_i v_i`; all matrices
+    `[k, k]` in float64.
 
     Attributes:
         curvature: `A_ij = ⟨v_i, C v_j⟩`.
@@ -50,7 +53,9 @@ class QuadraticModel:
         w = torch.tensor([value or 0.0 for value in fixed], dtype=torch.float64)
         if free:
             at = torch.tensor(free)
-            w[at] = torch.linalg.lstsq(M[at][:, at], -(self.slope + M @ w)[at, None], driver="gelsd").solution[:, 0]
+            w[at] = torch.linalg.lstsq(
+                M[at][:, at], -(self.slope + M @ w)[at, None], driver="gelsd"
+            ).solution[:, 0]
         return w.tolist()
 
     def change(self, w: Sequence[float], include_damping: bool = False) -> float:
@@ -61,15 +66,19 @@ class QuadraticModel:
 
 
 class Trust:
-    """The batches of a step, evaluated once more from the random state and buffers that they were first seen with.
+    """The batches of a step, evaluated once more from the random state and buffers that they were
+    first seen with.
 
     Args:
         estimator: The statistics.
         batches: Of the step of now, with what their forward passes began with.
-        exact: Whether the quadratic model has the exact GGN of the batches instead of the statistics.
+        exact: Whether the quadratic model has the exact GGN of the batches instead of the
+            statistics.
     """
 
-    def __init__(self, estimator: CurvatureEstimator, batches: Sequence[tuple[Batch, PassStart]], exact: bool) -> None:
+    def __init__(
+        self, estimator: CurvatureEstimator, batches: Sequence[tuple[Batch, PassStart]], exact: bool
+    ) -> None:
         self._estimator, self._batches, self._exact = estimator, batches, exact
         self._risk = estimator.risk.with_data(self)
 
@@ -89,15 +98,26 @@ class Trust:
 
     def model(self, flat: Flat, directions: Sequence[Vectors]) -> QuadraticModel:
         """The quadratic model of this step's loss along some directions."""
-        rows = flat.split([torch.stack(parts) for parts in zip(*directions, strict=True)])  # each [k, *shape]
+        rows = flat.split(
+            [torch.stack(parts) for parts in zip(*directions, strict=True)]
+        )  # each [k, *shape]
         V, k = dict(zip(flat.keys, rows, strict=True)), len(directions)
-        C, params = self._ggn if self._exact else self._estimator.operator, self._estimator.risk.params
-        V = {key: V[key] if key in V else params[key].new_zeros((k, *params[key].shape)) for key in C.in_space.names}
+        C, params = (
+            self._ggn if self._exact else self._estimator.operator,
+            self._estimator.risk.params,
+        )
+        V = {
+            key: V[key] if key in V else params[key].new_zeros((k, *params[key].shape))
+            for key in C.in_space.names
+        }
         A = C.quadratic_form(V).double().cpu()
         vectors = [torch.stack((*v, g)) for *v, g in zip(*directions, flat.gradient, strict=True)]
         table = torch.stack([v[:k] @ v.mT for v in vectors]).double().cpu()  # [groups, k, k + 1]
         R, D = (
             (torch.tensor(factors, dtype=table.dtype) @ table[..., :k].flatten(1)).view(k, k)
-            for factors in ([o.in_curvature for o in flat.options], [o.damping for o in flat.options])
+            for factors in (
+                [o.in_curvature for o in flat.options],
+                [o.damping for o in flat.options],
+            )
         )
         return QuadraticModel((A + A.T) / 2, R, D, table[..., k].sum(0))

@@ -1,11 +1,10 @@
-"""`S`, the covariance of log-derivatives, and damped solves with it, in the space of the parameters or of the samples.
+"""`S`, the covariance of log-derivatives, and damped solves with it, in the space of the parameters
+or of the samples.
 
-| mode | what is formed | solvers (the first is the default) |
-| --- | --- | --- |
-| "lazy" | nothing | "cg" |
-| "dense" | derivatives `Ō`, and `S` [P, P] | "cholesky", "cg" |
-| "kernel" | derivatives `Ō`, and `Ō Ōᵀ` [n·c, n·c] | "cholesky", "cg" |
-| "auto" | by sizes: the kernel if P > n·c, else dense; lazy if both are large | the default of that mode |
+| mode | what is formed | solvers (the first is the default) | | --- | --- | --- | | "lazy" |
+nothing | "cg" | | "dense" | derivatives `Ō`, and `S` [P, P] | "cholesky", "cg" | | "kernel" |
+derivatives `Ō`, and `Ō Ōᵀ` [n·c, n·c] | "cholesky", "cg" | | "auto" | by sizes: the kernel if P >
+n·c, else dense; lazy if both are large | the default of that mode |
 """
 
 from __future__ import annotations
@@ -42,38 +41,47 @@ _STORED_BYTES = 2**32
 
 
 class CenteredFisherLinearOperator(LinearOperator):
-    """`S = Cov(∇ log|ψ|)`, the covariance of log-derivatives over samples; also called quantum geometric tensor.
+    """`S = Cov(∇ log|ψ|)`, the covariance of log-derivatives over samples; also called quantum
+    geometric tensor.
 
-    With `p = |ψ|²/Z` the score is `2 (O - ⟨O⟩)`, so that `S` is ¼ of the Fisher matrix of `p`; for `log ψ = log p` (any
-    log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
-    `log ψ` changes nothing: normalisation does not matter.
+    With `p = |ψ|²/Z` the score is `2 (O - ⟨O⟩)`, so that `S` is ¼ of the Fisher matrix of `p`; for
+    `log ψ = log p` (any log-density with samples from it) `S` is the Fisher matrix itself. Adding a
+    function of the parameters alone to `log ψ` changes nothing: normalisation does not matter.
 
-    It multiplies tensors like the parameters, also one list or dict of complex tensors; as a flat vector a
-    complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
-    is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
+    It multiplies tensors like the parameters, also one list or dict of complex tensors; as a flat
+    vector a complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For
+    a holomorphic amplitude that is the complex matrix `S = Cov(O*, O)` on complex vectors; for a
+    complex one its real part, `Re⟨O* O⟩ - …`.
 
     The matrix is that of the parameters' values when it was made.
 
     Args:
-        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
-        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
-        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
-        weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
-            divided by their sum.
-        chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log
+            ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a
+            gradient.
+        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with
+            `weights`.
+        weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an
+            enumeration; divided by their sum.
+        chunk_size: How many samples are differentiated at once; None: all. Does not change the
+            result.
         amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
-        stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
+        stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two
+            matrix products.
 
     Raises:
         ValueError: If arguments do not fit each other, or fewer than two samples count.
         NumericsError: If `log ψ` or its derivatives are NaN or infinite; names the samples.
         UnsupportedError: If `log ψ` is random, or mixes samples.
 
-    Cost: one forward pass to make it. A product with one vector takes three backward passes, and with chunks two
-        forward passes more; without chunks the graph of one forward pass stays in memory. Stored, one backward pass per
-        sample once, and two matrix products each time.
+    Cost: one forward pass to make it. A product with one vector takes three backward passes, and
+        with chunks two
+        forward passes more; without chunks the graph of one forward pass stays in memory. Stored,
+        one backward pass per sample once, and two matrix products each time.
 
-    Source: Amari 1998, "Natural gradient works efficiently in learning"; Sorella 1998, arXiv cond-mat/9803107.
+    Source: Amari 1998, "Natural gradient works efficiently in learning"; Sorella 1998, arXiv
+    cond-mat/9803107.
 
     Example:
         >>> psi = lambda params, x: (
@@ -119,7 +127,9 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also a list or dict of complex tensors, without columns."""
-        tensors = [*X.values()] if isinstance(X, Mapping) else X if isinstance(X, (list, tuple)) else []
+        tensors = (
+            [*X.values()] if isinstance(X, Mapping) else X if isinstance(X, (list, tuple)) else []
+        )
         if not any(isinstance(t, Tensor) and t.is_complex() for t in tensors):
             return super().__matmul__(X)
         psi = self.scores.ensemble.psi
@@ -144,10 +154,12 @@ class SolveReport:
 
     Attributes:
         mode: "lazy", "dense" or "kernel".
-        solver: "cholesky", "cg", or "pinv": the smoothed pseudo-inverse, where Cholesky failed or there is no damping.
+        solver: "cholesky", "cg", or "pinv": the smoothed pseudo-inverse, where Cholesky failed or
+            there is no damping.
         size: Number of unknowns: P or n·c.
         residual: Norm of the final residual of the damped system over that of its right-hand side.
-        rank: Number of eigenvalues of the damped matrix that are not zero up to rounding; of "pinv".
+        rank: Number of eigenvalues of the damped matrix that are not zero up to rounding; of
+            "pinv".
         condition: Condition number of the damped matrix; of "pinv".
         iterations: Of "cg".
 
@@ -168,15 +180,16 @@ class SolveReport:
 class DampedSystem:
     """Linear systems with `S + λI` of one ensemble, in one mode.
 
-    A diagonal shift `ε` makes it `S + ε diag(S) + λI`. That is `D (Ŝ + ε I) D` with `D² = diag(S) + λ/ε` and `Ŝ` made
-    of `Ō D⁻¹`: the same problem in unknowns `D δ`, with damping `ε`.
+    A diagonal shift `ε` makes it `S + ε diag(S) + λI`. That is `D (Ŝ + ε I) D` with `D² = diag(S) +
+    λ/ε` and `Ŝ` made of `Ō D⁻¹`: the same problem in unknowns `D δ`, with damping `ε`.
 
     Args:
         damping: `λ`.
         mode: "lazy", "dense", "kernel" or "auto".
         solver: "cholesky" or "cg"; None: the default of the mode.
         diagonal_shift: `ε`.
-        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64 or what rounding allows.
+        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64 or what
+            rounding allows.
         max_iter: Its largest number of iterations; None: 10·P.
 
     Raises:
@@ -195,7 +208,11 @@ class DampedSystem:
         max_iter: int | None = None,
     ) -> None:
         P, n, c = ensemble.psi.space.dim, ensemble.n, ensemble.components
-        self.shift, self.tol, self.max_iter = diagonal_shift or damping, tol, 10 * P if max_iter is None else max_iter
+        self.shift, self.tol, self.max_iter = (
+            diagonal_shift or damping,
+            tol,
+            10 * P if max_iter is None else max_iter,
+        )
         if mode == "auto":
             stored = n * ensemble.rows * P * ensemble.psi.dtype.itemsize
             large = min(n * c, P) > _LARGEST or stored > _STORED_BYTES
@@ -204,12 +221,14 @@ class DampedSystem:
         self.mode: str = mode
         self.solver = solver or ("cg" if mode == "lazy" else "cholesky")
         if mode == "kernel" and not self.shift > 0:
-            raise ValueError('mode="kernel" needs a positive damping, 1e-3 or the like: this kernel is singular.')
+            raise ValueError(
+                'mode="kernel" needs a positive damping, 1e-3 or the like: this kernel is singular.'
+            )
         rank = (int((ensemble.weights > 0).sum()) - 1) * c
         if not self.shift > 0 and rank < P:
             raise SingularMatrixError(
-                f"S of {P} real parameters is singular: the centred derivatives of {n} samples have rank {rank} at "
-                "most. Add a damping (1e-3 is common), or take more samples."
+                f"S of {P} real parameters is singular: the centred derivatives of {n} samples "
+                f"have rank {rank} at most. Add a damping (1e-3 is common), or take more samples."
             )
         # The kernel of a module's layers needs no derivatives.
         recorded = mode == "kernel" and ensemble.psi.module is not None and not diagonal_shift
@@ -217,7 +236,9 @@ class DampedSystem:
         self.D = torch.ones((), dtype=scores.dtype, device=scores.device)
         if diagonal_shift:
             squares = scores.variances() + damping / diagonal_shift
-            self.D = torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
+            self.D = torch.where(
+                squares > 0, squares, torch.ones_like(squares)
+            ).sqrt()  # 0: a parameter without effect
             scores.divide(self.D)
         self.scores, self.what = scores, "the kernel" if mode == "kernel" else "S"
         self.matrix: LinearOperator = CenteredFisherLinearOperator.of(scores)
@@ -231,8 +252,8 @@ class DampedSystem:
     ) -> tuple[Tensor, SolveReport]:  # [n·c], [P] -> [P]
         """The `δ` of least `|Ō δ - target|² + |δ - μ φ|²_M`, with `M = λI + ε diag(S)`.
 
-        Without `φ` it is `(S + M)⁻¹ Ōᵀ target`. SPRING: with `δ = d + μ φ` the problem is one without it, for `d` and
-        `target - μ Ō φ`.
+        Without `φ` it is `(S + M)⁻¹ Ōᵀ target`. SPRING: with `δ = d + μ φ` the problem is one
+        without it, for `d` and `target - μ Ō φ`.
         """
         start: Tensor | float = 0.0
         if phi is not None and momentum:
@@ -267,37 +288,56 @@ class DampedSystem:
             solver, (x, rank, condition) = "pinv", smoothed_pseudo_inverse(M, b, self.shift)
             if not self.shift > 0 and rank < len(M):
                 raise SingularMatrixError(
-                    f"{self.what} is singular: {len(M) - rank} of its {len(M)} eigenvalues count as zero. "
-                    "Add a damping."
+                    f"{self.what} is singular: {len(M) - rank} of its {len(M)} eigenvalues count "
+                    "as zero. Add a damping."
                 ) from None
             if self.shift > 0:
-                words = f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in "
-                words += f"{M.dtype}; solved with a pseudo-inverse of rank {rank}. Use float64, or a larger damping."
+                words = (
+                    f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive "
+                    "definite in "
+                )
+                words += (
+                    f"{M.dtype}; solved with a pseudo-inverse of rank {rank}. Use float64, or a "
+                    "larger damping."
+                )
                 warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
-        residual, size = (float(torch.linalg.vector_norm(v)) for v in (b - M @ x - self.shift * x, b))
-        return x, SolveReport(self.mode, solver, len(b), residual / size if size else 0.0, rank, condition)
+        residual, size = (
+            float(torch.linalg.vector_norm(v)) for v in (b - M @ x - self.shift * x, b)
+        )
+        return x, SolveReport(
+            self.mode, solver, len(b), residual / size if size else 0.0, rank, condition
+        )
 
     def _cg(self, b: Tensor) -> tuple[Tensor, SolveReport]:
         tol = (1e-12 if b.dtype == torch.float64 else 1e-5) if self.tol is None else self.tol
         with warnings.catch_warnings():
-            if self.tol is None:  # then rounding may end it before, and only a large residual is worth a warning
+            if (
+                self.tol is None
+            ):  # then rounding may end it before, and only a large residual is worth a warning
                 warnings.simplefilter("ignore", CurvatureWarning)
             x, info = cg(self.matrix.shift(self.shift), b, x0=b, tol=tol, max_iter=self.max_iter)
         residual = float(info.relative_residual[0])
         if self.tol is None and not residual <= torch.finfo(b.dtype).eps ** 0.5:
-            words = f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: {info.reason}."
+            words = (
+                f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: "
+                f"{info.reason}."
+            )
             warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
 
-def check_options(mode: Mode, solver: Solver | None, momentum: float = 0.0, **numbers: float) -> None:
+def check_options(
+    mode: Mode, solver: Solver | None, momentum: float = 0.0, **numbers: float
+) -> None:
     """Check names and numbers before anything is computed."""
     if not 0 <= momentum < 1:  # directions could grow without bound
         raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
     if solver not in (None, *get_args(Solver)) or (mode, solver) == ("lazy", "cholesky"):
-        raise ValueError(f'Expected solver to be None, "cg" or, unless lazy, "cholesky", got {solver!r}.')
+        raise ValueError(
+            f'Expected solver to be None, "cg" or, unless lazy, "cholesky", got {solver!r}.'
+        )
     for name, value in numbers.items():
         if not 0 <= value < float("inf"):
             raise ValueError(f"Expected {name} to be a finite number of at least 0, got {value!r}.")
@@ -306,8 +346,8 @@ def check_options(mode: Mode, solver: Solver | None, momentum: float = 0.0, **nu
 def smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:
     """Smoothed pseudo-inverse of `M + shift` times b, with the rank and the condition number.
 
-    `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`, with `r` the size times the machine precision, the
-    relative accuracy of eigenvalues; as in netket.
+    `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`, with `r` the size times the machine
+    precision, the relative accuracy of eigenvalues; as in netket.
     """
     values, Q = eigh(M)
     values = values + shift

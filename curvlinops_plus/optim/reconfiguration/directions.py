@@ -1,13 +1,15 @@
-"""Natural-gradient directions: `stochastic_reconfiguration` for averages over samples, `fisher_inverse` for gradients.
+"""Natural-gradient directions: `stochastic_reconfiguration` for averages over samples,
+`fisher_inverse` for gradients.
 
-Conventions. With centred derivatives `Ō` and centred costs `ε̄`, both times the roots of the weights (`1/√n` each
-without weights),
+Conventions. With centred derivatives `Ō` and centred costs `ε̄`, both times the roots of the
+weights (`1/√n` each without weights),
 
     S = Ō* Ō,    δ = (S + λI)⁻¹ Ō* ε̄ = Ō* (Ō Ō* + λI)⁻¹ ε̄
 
-The gradient of an energy `⟨E⟩` over `|ψ|²` is `∇⟨E⟩ = 2 Re Ō* ε̄`, twice the one here: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`,
-as in vmcnet; netket's directions are `2 δ`. For a density, `log ψ = log p`, the gradient of `⟨E⟩` over `p` is `Ō* ε̄`,
-and `S` the Fisher matrix: then `δ` is the natural gradient itself.
+The gradient of an energy `⟨E⟩` over `|ψ|²` is `∇⟨E⟩ = 2 Re Ō* ε̄`, twice the one here: `δ = (S +
+λI)⁻¹ ∇⟨E⟩ / 2`, as in vmcnet; netket's directions are `2 δ`. For a density, `log ψ = log p`, the
+gradient of `⟨E⟩` over `p` is `Ō* ε̄`, and `S` the Fisher matrix: then `δ` is the natural gradient
+itself.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
+from curvlinops_plus.optim.reconfiguration.damped_solve import (
+    DampedSystem,
+    Mode,
+    Solver,
+    SolveReport,
+    check_options,
+)
 from curvlinops_plus.optim.reconfiguration.scores import (
     Amplitude,
     Ensemble,
@@ -37,7 +45,8 @@ class Reconfiguration(NamedTuple):
     """Result of `stochastic_reconfiguration`.
 
     Attributes:
-        direction: `δ`, in the container, shapes and dtypes of the parameters; subtract a multiple of it.
+        direction: `δ`, in the container, shapes and dtypes of the parameters; subtract a multiple
+            of it.
         report: Residual, rank and condition of the solve.
     """
 
@@ -65,48 +74,57 @@ def stochastic_reconfiguration(
 ) -> Reconfiguration:
     """The direction of stochastic reconfiguration (also minSR, SPRING), `δ = (S + λI)⁻¹ Ō* ε̄`.
 
-    Subtracting a multiple of it lowers the average of the local costs, by natural gradient descent. Note that `Ō* ε̄` is
-    *half* the gradient of an energy over |ψ|²: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`. netket's direction is twice this one.
+    Subtracting a multiple of it lowers the average of the local costs, by natural gradient descent.
+    Note that `Ō* ε̄` is *half* the gradient of an energy over |ψ|²: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`.
+    netket's direction is twice this one.
 
-    With momentum it is SPRING's: the `δ` of least `|Ō δ - ε̄|² + λ |δ - μ φ|²`, `φ` being the previous direction. For
-    one batch repeated it converges to the `δ` of damping `λ (1 - μ)`.
+    With momentum it is SPRING's: the `δ` of least `|Ō δ - ε̄|² + λ |δ - μ φ|²`, `φ` being the
+    previous direction. For one batch repeated it converges to the `δ` of damping `λ (1 - μ)`.
 
     Args:
-        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
-        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
-        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
-        local_costs: A number for each sample, `[n]`: local energies `(H ψ)(x) / ψ(x)`, rewards, … Of complex ones
-            the real part is used if ψ is real.
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log
+            ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a
+            gradient.
+        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with
+            `weights`.
+        local_costs: A number for each sample, `[n]`: local energies `(H ψ)(x) / ψ(x)`, rewards, …
+            Of complex ones the real part is used if ψ is real.
         damping: `λ`.
-        mode: "lazy" (products only), "dense" (`S` [P, P]), "kernel" (`Ō Ō*` [n, n], twice that if complex) or "auto",
-            by sizes. All give the same direction.
+        mode: "lazy" (products only), "dense" (`S` [P, P]), "kernel" (`Ō Ō*` [n, n], twice that if
+            complex) or "auto", by sizes. All give the same direction.
         momentum: SPRING's `μ`, at least 0 and below 1.
         previous: The previous direction, in the container of the parameters; None: none.
         weights: Weights `[n]` of the samples, divided by their sum.
-        chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
+        chunk_size: How many samples are differentiated at once; None: all. Does not change the
+            result.
         amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
-        diagonal_shift: `ε` of a shift by `ε diag(S)` on top of `λI`; the direction then hardly depends on the scales of
-            the parameters.
-        solver: "cholesky" for dense and kernel (if it fails, a smoothed pseudo-inverse with a warning), "cg" for all
-            modes; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
-        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
+        diagonal_shift: `ε` of a shift by `ε diag(S)` on top of `λI`; the direction then hardly
+            depends on the scales of the parameters.
+        solver: "cholesky" for dense and kernel (if it fails, a smoothed pseudo-inverse with a
+            warning), "cg" for all modes; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
+        tol: Relative residual at which "cg" stops; None: 1e-5 in float32, 1e-12 in float64, or what
+            rounding allows.
         max_iter: Their largest number of iterations; None: 10·P.
 
     Returns:
-        `(direction, report)`: a list or dict like the parameters, and a `SolveReport` with the residual reached, rank
-        and condition number.
+        `(direction, report)`: a list or dict like the parameters, and a `SolveReport` with the
+        residual reached, rank and condition number.
 
     Raises:
-        ValueError: If arguments do not fit each other; fewer than two samples; mode "kernel" without damping.
+        ValueError: If arguments do not fit each other; fewer than two samples; mode "kernel"
+            without damping.
         NumericsError: If a cost, `log ψ` or a derivative is NaN or infinite; names the samples.
         SingularMatrixError: If there is no damping and `S` is singular.
 
-    Cost: a forward pass, then in mode "dense" one backward pass per sample (vectorised), n·P² for `S`, P³/3 to solve.
-        In mode "kernel" of a module with real `log ψ` one forward and one backward pass (no Jacobian is stored), of
-        anything else, or in chunks, as dense, n²·P for the kernel and n³/3. In mode "lazy" three backward passes per
-        iteration.
+    Cost: a forward pass, then in mode "dense" one backward pass per sample (vectorised), n·P² for
+        `S`, P³/3 to solve.
+        In mode "kernel" of a module with real `log ψ` one forward and one backward pass (no
+        Jacobian is stored), of anything else, or in chunks, as dense, n²·P for the kernel and n³/3.
+        In mode "lazy" three backward passes per iteration.
 
-    Source: Sorella 1998, arXiv cond-mat/9803107; Chen and Heyl 2024, arXiv 2302.01941 (kernel); Goldshlager, Abrahamsen
+    Source: Sorella 1998, arXiv cond-mat/9803107; Chen and Heyl 2024, arXiv 2302.01941 (kernel);
+        Goldshlager, Abrahamsen
         and Lin 2024, arXiv 2401.10190 (SPRING).
 
     Example:
@@ -139,12 +157,14 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
     psi, n = ensemble.psi, ensemble.n
     costs = torch.as_tensor(local_costs).detach().to(psi.device)
     if costs.shape != (n,):
-        raise ValueError(f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}.")
+        raise ValueError(
+            f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}."
+        )
     if bool((bad := ~torch.isfinite(costs)).any()):
         raise NumericsError(
-            f"local_costs is NaN or infinite for {name_samples(bad)}. Local energies diverge at nodes of ψ and where "
-            "particles meet without a cusp: leave these samples out, or clip the costs (say at five mean deviations "
-            "from the median) before they come here."
+            f"local_costs is NaN or infinite for {name_samples(bad)}. Local energies diverge at "
+            "nodes of ψ and where particles meet without a cusp: leave these samples out, or clip "
+            "the costs (say at five mean deviations from the median) before they come here."
         )
     costs = costs.to(torch.promote_types(costs.dtype, psi.dtype))
     # Large energies are centred before they are rounded, and differences before they are averaged.
@@ -184,7 +204,9 @@ class FisherInverse:
         if not bool(torch.isfinite(g).all()):
             raise NumericsError("grad has NaN or infinite entries.")
         with full_precision_no_grad(self.psi.device):
-            system = DampedSystem(Ensemble(self.psi, samples, weights, self.chunk_size), **self.options)
+            system = DampedSystem(
+                Ensemble(self.psi, samples, weights, self.chunk_size), **self.options
+            )
             direction, self.report = system.inverse(g)
             return self.psi.write(direction, like=grad)
 
@@ -201,25 +223,30 @@ def fisher_inverse(
     solver: Solver | None = None,
     tol: float | None = None,
 ) -> Callable[..., Any]:
-    """A function `(grad, samples) -> (S + λI)⁻¹ grad`: natural-gradient directions for any gradient.
+    """A function `(grad, samples) -> (S + λI)⁻¹ grad`: natural-gradient directions for any
+    gradient.
 
     The parameters are read in each call, so that one function serves a whole optimization.
 
     Args:
-        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
-        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log
+            ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a
+            gradient.
         damping: `λ`.
         max_iter: Largest number of iterations of CG; None: 10·P.
-        mode: "lazy": CG, started at the gradient. "dense": `S` [P, P]. "kernel": Woodbury's identity,
-            `(g - Ō* (Ō Ō* + λ)⁻¹ Ō g) / λ`. "auto": by sizes.
+        mode: "lazy": CG, started at the gradient. "dense": `S` [P, P]. "kernel": Woodbury's
+            identity, `(g - Ō* (Ō Ō* + λ)⁻¹ Ō g) / λ`. "auto": by sizes.
         chunk_size: How many samples are differentiated at once; None: all.
-        amplitude: "real", "complex" or "holomorphic". The gradient with respect to a complex parameter is that of
-            `p.grad`: the real part's plus `i` times the imaginary part's.
+        amplitude: "real", "complex" or "holomorphic". The gradient with respect to a complex
+            parameter is that of `p.grad`: the real part's plus `i` times the imaginary part's.
         solver: As for `stochastic_reconfiguration`.
-        tol: Relative residual at which CG stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
+        tol: Relative residual at which CG stops; None: 1e-5 in float32, 1e-12 in float64, or what
+            rounding allows.
 
     Returns:
-        The function. It also takes `weights` of the samples; its `report` is the `SolveReport` of the last solve.
+        The function. It also takes `weights` of the samples; its `report` is the `SolveReport` of
+        the last solve.
 
     Raises:
         ValueError: If arguments do not fit each other, or for mode "kernel" without damping.
@@ -235,7 +262,9 @@ def fisher_inverse(
     """
     check_options(mode, solver, damping=damping)
     if mode == "kernel" and not damping:
-        raise ValueError('mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.')
+        raise ValueError(
+            'mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.'
+        )
     options = {"damping": damping, "mode": mode, "solver": solver, "tol": tol, "max_iter": max_iter}
     return FisherInverse(LogAmplitude(log_psi, params, amplitude), chunk_size, options)
 
@@ -243,28 +272,32 @@ def fisher_inverse(
 class StochasticReconfiguration(TiedOptimizer):
     """Steps `θ ← θ - lr δ` along the directions `δ` of `stochastic_reconfiguration`.
 
-    `step(samples, local_costs)` takes a batch of samples of the current |ψ|² (or of anything, with weights) and a cost
-    for each; no backward pass is needed before, and `.grad` is neither read nor written. Directions are for half
-    the gradient of an energy, see `stochastic_reconfiguration`: netket's learning rates are half as large for the same
-    step.
+    `step(samples, local_costs)` takes a batch of samples of the current |ψ|² (or of anything, with
+    weights) and a cost for each; no backward pass is needed before, and `.grad` is neither read nor
+    written. Directions are for half the gradient of an energy, see `stochastic_reconfiguration`:
+    netket's learning rates are half as large for the same step.
 
-    There is one parameter group, `param_groups[0]`, because one matrix couples all parameters. Its `lr`, `damping`,
-    `momentum`, `diagonal_shift` and `norm_constraint` are read in every step: `torch.optim.lr_scheduler` works on `lr`,
-    and the others may be changed between steps. With momentum, `φ` is the direction of the previous step, without
-    learning rate and norm constraint, as in SPRING.
+    There is one parameter group, `param_groups[0]`, because one matrix couples all parameters. Its
+    `lr`, `damping`, `momentum`, `diagonal_shift` and `norm_constraint` are read in every step:
+    `torch.optim.lr_scheduler` works on `lr`, and the others may be changed between steps. With
+    momentum, `φ` is the direction of the previous step, without learning rate and norm constraint,
+    as in SPRING.
 
     Args:
-        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
-        params: Parameters, a list or a dict, changed in place; of a module its own, None for all that require a
-            gradient.
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log
+            ψ` of each, `[n]`.
+        params: Parameters, a list or a dict, changed in place; of a module its own, None for all
+            that require a gradient.
         lr: Learning rate.
         damping: `λ`, or a schedule: a function of the number of steps taken before, from 0.
         momentum: SPRING's `μ`; 0.99 is SPRING's default, 0 plain stochastic reconfiguration.
-        norm_constraint: Largest squared norm `C` of a step `lr δ`, momentum included; longer ones are shortened to it.
-            None: no limit.
-        norm: Which norm that is. "euclidean": `lr² |δ|² <= C`, as in SPRING. "fisher": `lr² δ* (S + λI) δ <= C`, with
-            this step's `S` and damping (diagonal shift included), which bounds the change of ψ; as in KFAC.
-        mode, chunk_size, amplitude, diagonal_shift, solver, tol, max_iter: As for `stochastic_reconfiguration`.
+        norm_constraint: Largest squared norm `C` of a step `lr δ`, momentum included; longer ones
+            are shortened to it. None: no limit.
+        norm: Which norm that is. "euclidean": `lr² |δ|² <= C`, as in SPRING. "fisher": `lr² δ* (S +
+            λI) δ <= C`, with this step's `S` and damping (diagonal shift included), which bounds
+            the change of ψ; as in KFAC.
+        mode, chunk_size, amplitude, diagonal_shift, solver, tol, max_iter: As for
+            `stochastic_reconfiguration`.
 
     Attributes:
         report: `SolveReport` of the last step; None before the first.
@@ -272,8 +305,9 @@ class StochasticReconfiguration(TiedOptimizer):
     Raises:
         ValueError: If a number is out of range, or arguments do not fit each other.
 
-    Its `state_dict` holds the group, the number of steps, and the previous direction; loaded into an optimizer that was
-    made with the same arguments and the same parameters, it continues bit for bit. Schedules are not part of it.
+    Its `state_dict` holds the group, the number of steps, and the previous direction; loaded into
+    an optimizer that was made with the same arguments and the same parameters, it continues bit for
+    bit. Schedules are not part of it.
 
     Example:
         >>> a = torch.tensor(2.0)  # the harmonic oscillator, whose ground state has a = 1 and energy 1/2
@@ -308,7 +342,12 @@ class StochasticReconfiguration(TiedOptimizer):
         self._psi = LogAmplitude(log_psi, params, amplitude)
         self._schedule = damping if callable(damping) else None
         self._norm, self._chunk_size = norm, chunk_size
-        self._options: dict[str, Any] = {"mode": mode, "solver": solver, "tol": tol, "max_iter": max_iter}
+        self._options: dict[str, Any] = {
+            "mode": mode,
+            "solver": solver,
+            "tol": tol,
+            "max_iter": max_iter,
+        }
         self.report: SolveReport | None = None
         group = {
             "lr": lr,
@@ -324,7 +363,10 @@ class StochasticReconfiguration(TiedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused but for the first: one matrix couples all parameters."""
         if getattr(self, "param_groups", None):
-            raise ValueError("StochasticReconfiguration has one parameter group: one matrix couples all parameters.")
+            raise ValueError(
+                "StochasticReconfiguration has one parameter group: one matrix couples all "
+                "parameters."
+            )
         super().add_param_group(param_group)
 
     def step(self, samples: Any, local_costs: Tensor, weights: Any = None) -> Tensor:  # type: ignore[override]
@@ -339,7 +381,8 @@ class StochasticReconfiguration(TiedOptimizer):
             The weighted mean of the costs, before the step.
 
         Raises:
-            NumericsError: If a cost, `log ψ` or a derivative is NaN or infinite; nothing has changed then.
+            NumericsError: If a cost, `log ψ` or a derivative is NaN or infinite; nothing has
+                changed then.
         """
         (group,) = self.param_groups
         if self._schedule is not None:
@@ -348,17 +391,25 @@ class StochasticReconfiguration(TiedOptimizer):
         with full_precision_no_grad(self._psi.device):
             ensemble = Ensemble(self._psi, samples, weights, self._chunk_size)
             target, mean = centred_costs(ensemble, local_costs)
-            system = DampedSystem(ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options)
+            system = DampedSystem(
+                ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options
+            )
             before = {name: self.state[p].get("previous") for name, p in self._psi.params.items()}
             phi = None if any(t is None for t in before.values()) else self._psi.read(before)
             direction, self.report = system.direction(target, group["momentum"], phi)
             factor, limit = float(group["lr"]), group["norm_constraint"]
             if limit is not None:
-                square = direction.square().sum() if self._norm == "euclidean" else system.square(direction)
+                square = (
+                    direction.square().sum()
+                    if self._norm == "euclidean"
+                    else system.square(direction)
+                )
                 if (square := factor**2 * float(square)) > limit:
                     factor *= (limit / square) ** 0.5
             named = self._psi.write(direction)
-            for p, delta in zip(group["params"], named.values() if isinstance(named, dict) else named, strict=True):
+            for p, delta in zip(
+                group["params"], named.values() if isinstance(named, dict) else named, strict=True
+            ):
                 if group["momentum"]:
                     self.state[p]["previous"] = delta.clone()
                 p.add_(delta, alpha=-factor)

@@ -1,26 +1,29 @@
-"""Log-amplitudes `log ψ(θ, x)` as functions of real tensors, and their centred derivatives `Ō` over weighted samples.
+"""Log-amplitudes `log ψ(θ, x)` as functions of real tensors, and their centred derivatives `Ō` over
+weighted samples.
 
 There are three kinds of amplitude, as in netket. `O` are the derivatives of `log ψ`:
 
-| `amplitude` | log ψ | parameters | `O` of one sample |
-| --- | --- | --- | --- |
-| "real" | real; of a complex one the real part, `log|ψ|` | real or complex | `∇ log|ψ|`, one row |
-| "complex" | complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows |
-| "holomorphic" | complex and holomorphic in the parameters | all complex | complex derivative, one row |
+| `amplitude` | log ψ | parameters | `O` of one sample | | --- | --- | --- | --- | | "real" | real;
+of a complex one the real part, `log|ψ|` | real or complex | `∇ log|ψ|`, one row | | "complex" |
+complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows | | "holomorphic" |
+complex and holomorphic in the parameters | all complex | complex derivative, one row |
 
-All else works with real numbers. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`, its real and imaginary
-parts (`torch.view_as_real`), and two rows are two numbers per sample. A holomorphic function has the same two rows as a
-complex one, but the second follows from the first (Cauchy-Riemann equations), which halves the derivatives and their
-memory. The gradient of a real function with respect to a complex parameter is that with respect to the real part plus
-`i` times that with respect to the imaginary part, as in `p.grad`. Then
+All else works with real numbers. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`,
+its real and imaginary parts (`torch.view_as_real`), and two rows are two numbers per sample. A
+holomorphic function has the same two rows as a complex one, but the second follows from the first
+(Cauchy-Riemann equations), which halves the derivatives and their memory. The gradient of a real
+function with respect to a complex parameter is that with respect to the real part plus `i` times
+that with respect to the imaginary part, as in `p.grad`. Then
 
     Ō = √W (I - 1 wᵀ) J        [n·c, P]
 
-with `J` the derivatives of `log ψ` at the n samples (c = 1 row for each, or 2: real and imaginary part), `w` the
-normalised weights of the samples (1/n without weights) and `W = diag(w)`. `√W (I - 1 wᵀ) = (I - √w √wᵀ) √W` is a
-projection times `√W`: centring once is enough, because centring twice changes nothing.
+with `J` the derivatives of `log ψ` at the n samples (c = 1 row for each, or 2: real and imaginary
+part), `w` the normalised weights of the samples (1/n without weights) and `W = diag(w)`. `√W (I - 1
+wᵀ) = (I - √w √wᵀ) √W` is a projection times `√W`: centring once is enough, because centring twice
+changes nothing.
 
-Shapes: P real numbers in the parameters, n samples, c components; rows of `Ō` sample by sample, component by component.
+Shapes: P real numbers in the parameters, n samples, c components; rows of `Ō` sample by sample,
+component by component.
 """
 
 from __future__ import annotations
@@ -39,7 +42,14 @@ from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers, named_params
+from curvlinops_plus.risk import (
+    Draws,
+    EmpiricalRisk,
+    LayerBatch,
+    Vectors,
+    find_layers,
+    named_params,
+)
 from curvlinops_plus.risk.batches import mapped, on_device
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.sweep import sweep
@@ -53,9 +63,10 @@ class LogAmplitude:
     """`log ψ` as a function of real tensors.
 
     Args:
-        log_psi: A module called with samples, or a function `(params, samples)`; returns `[n]` or `[n, 1]`, one number
-            per sample, each of which depends on its own sample only.
-        params: A list, tuple or dict of tensors; of a module its own (None: all that require a gradient).
+        log_psi: A module called with samples, or a function `(params, samples)`; returns `[n]` or
+            `[n, 1]`, one number per sample, each of which depends on its own sample only.
+        params: A list, tuple or dict of tensors; of a module its own (None: all that require a
+            gradient).
         amplitude: "real", "complex" or "holomorphic".
 
     Raises:
@@ -65,18 +76,29 @@ class LogAmplitude:
 
     def __init__(self, log_psi: LogPsi, params: Params, amplitude: Amplitude = "real") -> None:
         if amplitude not in get_args(Amplitude):
-            raise ValueError(f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}.")
+            raise ValueError(
+                f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}."
+            )
         self.kind, self.function = amplitude, log_psi
-        self.container: Any = dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
+        self.container: Any = (
+            dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
+        )
         self.module = log_psi if isinstance(log_psi, nn.Module) else None
         if self.module is not None:
             self.params = named_params(self.module, params)
             names = {id(p): name for name, p in self.module.named_parameters()}
             self._names = {key: names[id(p)] for key, p in self.params.items()}
         elif isinstance(params, (Mapping, list, tuple)) and params:
-            self.params = dict(params if isinstance(params, Mapping) else ((str(k), p) for k, p in enumerate(params)))
+            self.params = dict(
+                params
+                if isinstance(params, Mapping)
+                else ((str(k), p) for k, p in enumerate(params))
+            )
         else:
-            raise TypeError(f"Expected `params` of a function to be a list, tuple or dict of tensors; got {params!r}.")
+            raise TypeError(
+                "Expected `params` of a function to be a list, tuple or dict of tensors; got "
+                f"{params!r}."
+            )
         self.device, self.dtype = next(iter(self.params.values())).device, torch.float32
         for p in self.params.values():  # the real dtype in which all are combined
             self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
@@ -92,24 +114,35 @@ class LogAmplitude:
         with torch.inference_mode(False):
             return {name: as_real(p.detach()).clone() for name, p in self.params.items()}
 
-    def __call__(self, values: Mapping[str, Tensor], samples: Any) -> Tensor:  # {name: real}, m samples -> [m, c]
+    def __call__(
+        self, values: Mapping[str, Tensor], samples: Any
+    ) -> Tensor:  # {name: real}, m samples -> [m, c]
         """`log ψ` of m samples, with c = 1 number per sample or 2, real and imaginary part."""
-        given = {name: torch.view_as_complex(v) if self.params[name].is_complex() else v for name, v in values.items()}
+        given = {
+            name: torch.view_as_complex(v) if self.params[name].is_complex() else v
+            for name, v in values.items()
+        }
         if self.module is not None:
-            out = functional_call(self.module, {self._names[name]: v for name, v in given.items()}, (samples,))
+            out = functional_call(
+                self.module, {self._names[name]: v for name, v in given.items()}, (samples,)
+            )
         else:
-            out = self.function(given if self.container is dict else self.container(given.values()), samples)
+            out = self.function(
+                given if self.container is dict else self.container(given.values()), samples
+            )
         m = len(tree_leaves(samples)[0])
         if not isinstance(out, Tensor) or out.shape not in ((m,), (m, 1)):
             raise ValueError(
-                f"log_psi returned {list(out.shape) if isinstance(out, Tensor) else type(out)} for {m} samples; "
-                f"expected log ψ of each sample, [{m}] or [{m}, 1]. (Sign and log|ψ| apart: return log|ψ|, or "
-                "torch.complex(log|ψ|, phase) for a complex amplitude.)"
+                f"log_psi returned {list(out.shape) if isinstance(out, Tensor) else type(out)} for "
+                f"{m} samples; expected log ψ of each sample, [{m}] or [{m}, 1]. (Sign and log|ψ| "
+                "apart: return log|ψ|, or torch.complex(log|ψ|, phase) for a complex amplitude.)"
             )
         out = out.reshape(m)
         if not out.is_complex():
             if self.kind == "holomorphic":
-                raise ValueError(f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.')
+                raise ValueError(
+                    f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.'
+                )
             return out[:, None]
         return out.real[:, None] if self.kind == "real" else torch.stack((out.real, out.imag), 1)
 
@@ -124,20 +157,28 @@ class LogAmplitude:
             tree = self.space.flatten({name: as_real(t) for name, t in given.items()})
         elif not isinstance(given, Tensor):
             tree = self.space.flatten([as_real(t) for t in given])
-        X, form = self.space.read(tree.detach().to(self.device, self.dtype), self.dtype, self.device)
+        X, form = self.space.read(
+            tree.detach().to(self.device, self.dtype), self.dtype, self.device
+        )
         if form.columns:
             raise ValueError(f"Expected one vector, got {X.shape[1]} columns.")
         return X[:, 0]
 
     def write(self, v: Tensor, like: Any = None) -> Any:  # [P] -> like the parameters
-        """A flat vector in the container, shapes and dtypes of the parameters; flat if `like` is a flat tensor."""
+        """A flat vector in the container, shapes and dtypes of the parameters; flat if `like` is a
+        flat tensor.
+        """
         if isinstance(like, Tensor):
             return v.to(like.dtype)
         named = {
             name: (torch.view_as_complex(t.clone()) if p.is_complex() else t).to(p.dtype)
-            for (name, t), p in zip(self.space.unflatten(v).items(), self.params.values(), strict=True)
+            for (name, t), p in zip(
+                self.space.unflatten(v).items(), self.params.values(), strict=True
+            )
         }
-        kind: Any = self.container if like is None else dict if isinstance(like, Mapping) else type(like)
+        kind: Any = (
+            self.container if like is None else dict if isinstance(like, Mapping) else type(like)
+        )
         return named if kind is dict else kind(named.values())
 
 
@@ -159,14 +200,16 @@ class Ensemble:
     Values of the parameters are copied, so that steps of an optimizer don't change the ensemble.
 
     Args:
-        samples: A tensor, or a tuple, list or dict of tensors, with the n samples along the first axis.
+        samples: A tensor, or a tuple, list or dict of tensors, with the n samples along the first
+            axis.
         weights: Weights [n] of the samples, not negative; divided by their sum. None: all equal.
         chunk_size: How many samples are differentiated at once; None: all.
 
     Attributes:
         root: Square roots [n] of the normalised weights.
         components: Numbers per sample, 1 or 2.
-        rows: Of these, how many are differentiated; those of a holomorphic function follow from the first one.
+        rows: Of these, how many are differentiated; those of a holomorphic function follow from the
+            first one.
 
     Raises:
         ValueError: If there are fewer than two samples of positive weight, or weights are invalid.
@@ -176,28 +219,47 @@ class Ensemble:
     Cost: one forward pass without gradient, and one of a sample.
     """
 
-    def __init__(self, psi: LogAmplitude, samples: Any, weights: Any = None, chunk_size: int | None = None) -> None:
+    def __init__(
+        self, psi: LogAmplitude, samples: Any, weights: Any = None, chunk_size: int | None = None
+    ) -> None:
         sizes = {len(t) for t in tree_leaves(samples)}
         if len(sizes) != 1:
-            raise ValueError(f"Expected tensors with all samples along their first axis; got the lengths {sizes}.")
+            raise ValueError(
+                "Expected tensors with all samples along their first axis; got the lengths "
+                f"{sizes}."
+            )
         self.psi, self.n = psi, sizes.pop()
         self.weights = self._read_weights(weights)
         self.root, self.free = self.weights.sqrt(), psi.snapshot()
         samples, step = mapped(on_device, samples, psi.device), chunk_size or self.n
-        self.chunks = [tree_map_only(Tensor, lambda t, i=i: t[i : i + step], samples) for i in range(0, self.n, step)]
+        self.chunks = [
+            tree_map_only(Tensor, lambda t, i=i: t[i : i + step], samples)
+            for i in range(0, self.n, step)
+        ]
         self.components = self._forward().shape[1]
         self.rows = 1 if psi.kind == "holomorphic" else self.components
         if psi.kind == "holomorphic":
             self._check_holomorphic()
 
     def _read_weights(self, weights: Any) -> Tensor:
-        w = torch.ones(self.n, dtype=self.psi.dtype) if weights is None else torch.as_tensor(weights).detach()
+        w = (
+            torch.ones(self.n, dtype=self.psi.dtype)
+            if weights is None
+            else torch.as_tensor(weights).detach()
+        )
         if w.shape != (self.n,) or w.is_complex():
-            raise ValueError(f"Expected {self.n} real weights, one per sample; got {w.dtype} of shape {list(w.shape)}.")
+            raise ValueError(
+                f"Expected {self.n} real weights, one per sample; got {w.dtype} of shape "
+                f"{list(w.shape)}."
+            )
         if bool((bad := ~(torch.isfinite(w) & (w >= 0))).any()):
-            raise ValueError(f"Expected weights that are finite and not negative; {name_samples(bad)} are not.")
+            raise ValueError(
+                f"Expected weights that are finite and not negative; {name_samples(bad)} are not."
+            )
         if (positive := int((w > 0).sum())) < 2:
-            raise ValueError(f"Expected at least two samples with a positive weight, got {positive} of {self.n}.")
+            raise ValueError(
+                f"Expected at least two samples with a positive weight, got {positive} of {self.n}."
+            )
         w = w.to(torch.promote_types(w.dtype, self.psi.dtype))
         return (w / w.sum()).to(self.psi.device, self.psi.dtype)
 
@@ -208,7 +270,9 @@ class Ensemble:
             stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
             stack.enter_context(torch.inference_mode(False))  # with gradients
             stack.enter_context(torch.autocast(self.psi.device.type, enabled=False))
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivative
+            stack.enter_context(
+                sdpa_kernel(SDPBackend.MATH)
+            )  # fused attention has no second derivative
             yield
 
     def _forward(self) -> Tensor:  # -> [n, c]
@@ -219,24 +283,34 @@ class Ensemble:
             last = self.psi(self.free, tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1]))
         if bool((bad := ~torch.isfinite(out).all(1)).any()):
             raise NumericsError(
-                f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, for parameters that "
-                "diverged, or for overflow; leave such samples out."
+                f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, "
+                "for parameters that diverged, or for overflow; leave such samples out."
             )
         tolerance = torch.finfo(out.dtype).eps ** 0.5
-        if random or not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
+        if random or not torch.allclose(
+            last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())
+        ):
             raise UnsupportedError(
-                f"log_psi gives {out[-1].tolist()} for the last sample among others, {last[0].tolist()} for it alone"
-                f"{', and draws random numbers' if random else ''}; each output must be a function of one sample. "
-                "(Dropout or batch norm in training mode? Call .eval() first. A normalisation over the batch? It does "
-                "not matter here, leave it out.)"
+                f"log_psi gives {out[-1].tolist()} for the last sample among others, "
+                f"{last[0].tolist()} for it alone{', and draws random numbers' if random else ''}; "
+                "each output must be a function of one sample. (Dropout or batch norm in training "
+                "mode? Call .eval() first. A normalisation over the batch? It does not matter "
+                "here, leave it out.)"
             )
         return out
 
     def _check_holomorphic(self) -> None:
-        """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real part."""
+        """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real
+        part.
+        """
         with self.running():
-            J = self._jacobian(tree_map_only(Tensor, lambda t: t[:2], self.chunks[0]), 2)  # [m, 2, P]
-        real, imag = (torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) for part in J.movedim(1, 0))
+            J = self._jacobian(
+                tree_map_only(Tensor, lambda t: t[:2], self.chunks[0]), 2
+            )  # [m, 2, P]
+        real, imag = (
+            torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous())
+            for part in J.movedim(1, 0)
+        )
         error, size = (imag - 1j * real).abs().amax(), real.abs().amax() + imag.abs().amax()
         if float(error) > 1e3 * torch.finfo(real.dtype).eps * float(size):
             raise ValueError(
@@ -252,8 +326,9 @@ class Ensemble:
                 J = self._jacobian(chunk, self.rows).to(self.psi.dtype)
             if bool((bad := ~torch.isfinite(J).all(2).all(1)).any()):
                 raise NumericsError(
-                    f"The derivatives of log ψ are NaN or infinite for {name_samples(bad, start)}, where log ψ is "
-                    "finite. Look for square roots or norms at zero, and for nodes of ψ."
+                    f"The derivatives of log ψ are NaN or infinite for {name_samples(bad, start)}, "
+                    "where log ψ is finite. Look for square roots or norms at zero, and for nodes "
+                    "of ψ."
                 )
             yield slice(start, start + len(J)), J
             start += len(J)
@@ -262,15 +337,23 @@ class Ensemble:
         def one(sample: Any) -> Tensor:  # -> [rows, P]
             x = tree_map_only(Tensor, lambda t: t[None], sample)
             out, back = vjp(lambda free: self.psi(free, x)[0], self.free)[:2]
-            found = [back(e)[0] for e in torch.eye(len(out), dtype=out.dtype, device=out.device)[:rows]]
-            return torch.stack([torch.cat([g[name].reshape(-1) for name in self.psi.space.names]) for g in found])
+            found = [
+                back(e)[0] for e in torch.eye(len(out), dtype=out.dtype, device=out.device)[:rows]
+            ]
+            return torch.stack(
+                [torch.cat([g[name].reshape(-1) for name in self.psi.space.names]) for g in found]
+            )
 
         try:
             return vmap(one)(chunk).detach()
-        except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
+        except (
+            Exception
+        ):  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             graph = _Graph(self, chunk)
             basis = torch.eye(graph.out.numel(), dtype=graph.out.dtype, device=graph.out.device)
-            found = [self.psi.space.flatten(graph.backward(u)) for u in basis.view(-1, *graph.out.shape)]
+            found = [
+                self.psi.space.flatten(graph.backward(u)) for u in basis.view(-1, *graph.out.shape)
+            ]
             return torch.stack(found).unflatten(0, graph.out.shape)[:, :rows]
 
 
@@ -282,11 +365,14 @@ def name_samples(bad: Tensor, start: int = 0) -> str:
         '2 of 3 samples (1, 2)'
     """
     where = ", ".join(str(start + int(i)) for i in bad.nonzero()[:8, 0])
-    return f"{int(bad.sum())} of {len(bad)} samples ({where}{', ...' if int(bad.sum()) > 8 else ''})"
+    return (
+        f"{int(bad.sum())} of {len(bad)} samples ({where}{', ...' if int(bad.sum()) > 8 else ''})"
+    )
 
 
 class _Graph:
-    """A forward pass of some samples, with what is needed to multiply with its Jacobian and the transpose of it.
+    """A forward pass of some samples, with what is needed to multiply with its Jacobian and the
+    transpose of it.
 
     `J v` is the derivative of `wᵀ J v` with respect to `w`.
     """
@@ -297,30 +383,40 @@ class _Graph:
         self.w, self._back = torch.zeros_like(self.out, requires_grad=True), None
 
     def forward(self, v: dict[str, Tensor]) -> Tensor:  # {name: [*s]} -> [m, c]
-        self._back = self._back or self.backward(self.w, create_graph=True)  # Jᵀ w, with a graph to w
-        product = torch.stack([(g * v[name].to(g.dtype)).sum() for name, g in self._back.items()]).sum()
+        self._back = self._back or self.backward(
+            self.w, create_graph=True
+        )  # Jᵀ w, with a graph to w
+        product = torch.stack(
+            [(g * v[name].to(g.dtype)).sum() for name, g in self._back.items()]
+        ).sum()
         return torch.autograd.grad(product, self.w, retain_graph=True, materialize_grads=True)[0]
 
-    def backward(self, u: Tensor, create_graph: bool = False) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
+    def backward(
+        self, u: Tensor, create_graph: bool = False
+    ) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
         options = {"retain_graph": True, "materialize_grads": True, "create_graph": create_graph}
-        found = torch.autograd.grad(self.out, [*self.leaves.values()], u.to(self.out.dtype), **options)
+        found = torch.autograd.grad(
+            self.out, [*self.leaves.values()], u.to(self.out.dtype), **options
+        )
         return dict(zip(self.leaves, found, strict=True))
 
 
 class Scores(LinearOperator):
     """`Ō` [n·c, P], by products, or with all its entries.
 
-    Products take a forward pass and one or two backward passes each, per chunk of samples; without chunks the graph of
-    the forward pass is kept, and only backward passes are left.
+    Products take a forward pass and one or two backward passes each, per chunk of samples; without
+    chunks the graph of the forward pass is kept, and only backward passes are left.
 
     Args:
-        stored: Keep the entries: n·c·P numbers (of a holomorphic amplitude the complex derivatives [n, P/2], half as
-            many), from one backward pass per sample and component (vectorised).
+        stored: Keep the entries: n·c·P numbers (of a holomorphic amplitude the complex derivatives
+            [n, P/2], half as many), from one backward pass per sample and component (vectorised).
     """
 
     def __init__(self, ensemble: Ensemble, stored: bool) -> None:
         psi = ensemble.psi
-        super().__init__(psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components))
+        super().__init__(
+            psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components)
+        )
         self.ensemble, self.matrix = ensemble, None
         self._scale: Tensor | None = None
         self._kept: _Graph | None = None
@@ -355,20 +451,28 @@ class Scores(LinearOperator):
         with self.ensemble.running():
             for chunk in self.ensemble.chunks:
                 graph = self._graph(chunk)
-                columns.append(torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1))
-        return self.centred(torch.cat(columns).to(self.dtype)).flatten(0, 1)  # [n, c, K] -> [n·c, K]
+                columns.append(
+                    torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1)
+                )
+        return self.centred(torch.cat(columns).to(self.dtype)).flatten(
+            0, 1
+        )  # [n, c, K] -> [n·c, K]
 
     def _rmatmat(self, X: Tensor) -> Tensor:  # [n·c, K] -> [P, K]
         if self.matrix is not None:
             return _to_real(self.matrix.mH @ self._from_real(X))
-        U = self.ensemble.root[:, None, None] * X.view(self.ensemble.n, self.ensemble.components, -1)
+        U = self.ensemble.root[:, None, None] * X.view(
+            self.ensemble.n, self.ensemble.components, -1
+        )
         U = U - self.ensemble.weights[:, None, None] * U.sum(0)  # (I - w 1ᵀ) √W X
         total, start = X.new_zeros(self.shape[1], X.shape[1]), 0
         with self.ensemble.running():
             for chunk in self.ensemble.chunks:
                 graph = self._graph(chunk)
                 parts, start = U[start : start + len(graph.out)], start + len(graph.out)
-                total += torch.stack([self.in_space.flatten(graph.backward(u)) for u in parts.unbind(-1)], 1)
+                total += torch.stack(
+                    [self.in_space.flatten(graph.backward(u)) for u in parts.unbind(-1)], 1
+                )
         return total if self._scale is None else total / self._scale[:, None]
 
     def _from_real(self, X: Tensor) -> Tensor:  # [2d, K] -> complex [d, K]
@@ -376,7 +480,9 @@ class Scores(LinearOperator):
         return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1)) if self.matrix.is_complex() else X
 
     def kernel(self) -> Tensor:
-        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel; of products from recorded layers, where they can be."""
+        """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel; of products from recorded layers,
+        where they can be.
+        """
         records = self.matrix is None and len(self.ensemble.chunks) == 1 and self._scale is None
         if records and (plain := recorded_kernel(self.ensemble)) is not None:
             return self.centred(self.centred(plain).T)
@@ -404,7 +510,9 @@ class Scores(LinearOperator):
             columns = columns + torch.tensordot(w[at], (J - mean).square(), dims=1).sum(0)
         assert isinstance(columns, Tensor)
         holomorphic = self.ensemble.psi.kind == "holomorphic"
-        return columns.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else columns
+        return (
+            columns.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else columns
+        )
 
 
 class _Ones(Vectors):
@@ -418,15 +526,21 @@ class _Ones(Vectors):
 
 
 def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
-    """`J Jᵀ` [n, n] of a real module, neither centred nor weighted; None if its layers can't be recorded.
+    """`J Jᵀ` [n, n] of a real module, neither centred nor weighted; None if its layers can't be
+    recorded.
 
-    A layer `W a + b` without weight sharing, whose derivatives are `g (a, 1)ᵀ`, adds `(a aᵀ) ∘ (g gᵀ)`; others add the
-    inner products of their derivatives. Derivatives of three samples are compared with those of autograd.
+    A layer `W a + b` without weight sharing, whose derivatives are `g (a, 1)ᵀ`, adds `(a aᵀ) ∘ (g
+    gᵀ)`; others add the inner products of their derivatives. Derivatives of three samples are
+    compared with those of autograd.
 
     Cost: one forward and one backward pass, and n² products per input and output of each layer.
     """
     psi, parts = ensemble.psi, list[Tensor]()
-    if psi.module is None or ensemble.components > 1 or any(p.is_complex() for p in psi.params.values()):
+    if (
+        psi.module is None
+        or ensemble.components > 1
+        or any(p.is_complex() for p in psi.params.values())
+    ):
         return None
 
     def consume(batch: LayerBatch) -> None:
@@ -434,7 +548,9 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
             a, g = batch.inputs, batch.grads
             if isinstance(a, Tensor) and a.ndim == 3 and a.shape[1] == 1:
                 return parts.append(gram(a[:, 0].T) * gram(g[0, :, 0].T))
-        J = torch.cat([t[0].reshape(batch.num_examples, -1) for t in batch.param_grads().values()], 1)
+        J = torch.cat(
+            [t[0].reshape(batch.num_examples, -1) for t in batch.param_grads().values()], 1
+        )
         parts.append(gram(J.T))
 
     zeros = torch.zeros(ensemble.n, dtype=psi.dtype, device=psi.device)
@@ -459,6 +575,10 @@ def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
 
 
 def _as_blocks(M: Tensor) -> Tensor:  # complex [d, e] -> [2d, 2e]
-    """A complex matrix as the real one that multiplies real and imaginary parts, each entry a 2 x 2 block."""
-    rows = torch.stack((torch.stack((M.real, -M.imag), -1), torch.stack((M.imag, M.real), -1)), 1)  # [d, 2, e, 2]
+    """A complex matrix as the real one that multiplies real and imaginary parts, each entry a 2 x 2
+    block.
+    """
+    rows = torch.stack(
+        (torch.stack((M.real, -M.imag), -1), torch.stack((M.imag, M.real), -1)), 1
+    )  # [d, 2, e, 2]
     return rows.reshape(2 * M.shape[0], 2 * M.shape[1])
