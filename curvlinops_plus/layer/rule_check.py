@@ -25,7 +25,7 @@ from curvlinops_plus.layer.replay import (
 )
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products, rule_of, why_generic
-from curvlinops_plus.linalg.space import Layout
+from curvlinops_plus.linalg.layout import Layout
 
 _TOLERANCE = 1e-8  # of double precision
 

@@ -9,6 +9,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, he
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityLinearOperator
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, nearest_kronecker
+from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, Deferred, LinearOperator, Product, Scaled, Sum
 from curvlinops_plus.linalg.scipy_operators import from_scipy, to_scipy
@@ -23,7 +24,7 @@ from curvlinops_plus.linalg.solvers import (
     minres,
     neumann,
 )
-from curvlinops_plus.linalg.space import Layout, Space, Structure
+from curvlinops_plus.linalg.space import Space, Structure
 from curvlinops_plus.linalg.submatrices import (
     PositionedBlocks,
     ProjectedLinearOperator,

@@ -17,6 +17,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.dense import Dense, Diagonal
+from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
 from curvlinops_plus.linalg.operator import (
     OF_PARTS,
@@ -26,7 +27,7 @@ from curvlinops_plus.linalg.operator import (
     outside_autocast,
 )
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
-from curvlinops_plus.linalg.space import Layout, Space, Structure
+from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
 

@@ -1,31 +1,20 @@
-"""Named tensors seen as one vector or as one matrix, and the conversions; and what is known of a
-matrix.
+"""Named tensors seen as one vector, and the conversions; and what is known of a matrix.
 
 A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each
 flattened row by row, one after another. Operators compute with flat matrices `[dim, K]` only; what
 a user passes (a flat tensor, a list, a dictionary, a NumPy array, with or without `K` columns) is
 converted by `Space.read`, and the result by `Space.write` to the container type that was given.
-
-A `Layout` is a group of parameters, for example the weight and bias of a layer, as ONE matrix. The
-pattern of each parameter says how, in the words of einops: `"o i h w -> o (i h w)"` is the weight
-of a convolution with one row per output channel, `"o -> o 1"` its bias as one more column. Left is
-the parameter as PyTorch stores it, right are the axes `rows cols` of the matrix, or `batch rows
-cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from einops import EinopsError, rearrange
 from torch import Tensor
 
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -73,17 +62,16 @@ class Space:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         #: Name to shape, in the order of the vector.
-        self.shapes: dict[str, torch.Size] = {
-            name: torch.Size(shape) for name, shape in shapes.items()
-        }
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         #: The number of entries of each tensor.
-        self.sizes: list[int] = [shape.numel() for shape in self.shapes.values()]
-        #: Name to first position in the vector, and number of entries.
-        self.extents: dict[str, tuple[int, int]] = dict(
-            zip(self.shapes, zip([0, *accumulate(self.sizes)], self.sizes))
-        )
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
         #: The number of entries of the whole vector.
-        self.dim: int = sum(self.sizes)
+        self.dim = 0
+        #: Name to first position in the vector, and number of entries.
+        self.extents: dict[str, tuple[int, int]] = {}
+        for name, size in zip(self.shapes, self.sizes):
+            self.extents[name] = (self.dim, size)
+            self.dim += size
 
     @classmethod
     def flat(cls, dim: int) -> Space:
@@ -103,7 +91,7 @@ class Space:
             >>> Space.of([torch.zeros(2, 3), torch.zeros(4)])
             Space(0: [2, 3], 1: [4])
         """
-        return cls({name: tensor.shape for name, tensor in _items(tensors)})
+        return cls({name: tensor.shape for name, tensor in _named(tensors).items()})
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]] | Sequence[Sequence[int]]) -> Space:
@@ -116,12 +104,12 @@ class Space:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
-        items = _items(shapes)
-        if any(isinstance(shape, (int, str)) for _, shape in items):
+        named = _named(shapes)
+        if any(isinstance(shape, (int, str)) for shape in named.values()):
             raise TypeError(
                 f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}."
             )
-        return cls(dict(items))
+        return cls(named)
 
     @property
     def names(self) -> list[str]:
@@ -131,7 +119,7 @@ class Space:
     @property
     def is_flat(self) -> bool:
         """Whether there is only one tensor, with one axis."""
-        return len(self.shapes) == 1 and len(next(iter(self.shapes.values()))) == 1
+        return [len(shape) for shape in self.shapes.values()] == [1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Space) and list(self.shapes.items()) == list(other.shapes.items())
@@ -140,9 +128,8 @@ class Space:
         return hash(tuple(self.shapes.items()))
 
     def __repr__(self) -> str:
-        return (
-            f"Space({', '.join(f'{name}: {list(shape)}' for name, shape in self.shapes.items())})"
-        )
+        shapes = [f"{name}: {list(shape)}" for name, shape in self.shapes.items()]
+        return f"Space({', '.join(shapes)})"
 
     def compatible(self, other: Space) -> bool:
         """Whether both have equal shapes in the same order; names need not agree.
@@ -164,7 +151,7 @@ class Space:
         return self.compatible(other) or (self.dim == other.dim and (self.is_flat or other.is_flat))
 
     # Trees of tensors and flat vectors
-    # ------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def flatten(self, tree: Tree) -> Tensor:  # {name: [*shape, *K]} -> [dim, *K]
         """Join a dictionary or list of tensors, any trailing axes `K` kept, into one `[dim, *K]`.
@@ -176,7 +163,16 @@ class Space:
             >>> Space.from_shapes([(2, 2), (1,)]).flatten([torch.ones(2, 2), torch.zeros(1)])
             tensor([1., 1., 1., 1., 0.])
         """
-        return self._join(tree, 0)
+        tensors = self._ordered(tree)
+        parts = []
+        columns = None
+        for tensor, (name, shape) in zip(tensors, self.shapes.items()):
+            if columns is None:
+                columns = tensor.shape[len(shape) :]
+            if tensor.shape != shape + columns:
+                raise self._other_shape(name, tensor, "before")
+            parts.append(tensor.reshape(shape.numel(), *columns))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 0)
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:  # [dim, *K] -> {name: [*shape, *K]}
         """Cut `[dim, *K]` into its named tensors, as views.
@@ -204,24 +200,16 @@ class Space:
             >>> space.flatten_rows([torch.ones(7, 2, 2), torch.zeros(7, 1)]).shape
             torch.Size([7, 5])
         """
-        return self._join(tree, -1)
-
-    def _join(self, tree: Tree, axis: int) -> Tensor:
-        """The tensors as parts of one, along its first or last axis."""
-        parts, others = [], set()
-        for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
-            cut = max(tensor.ndim - len(shape), 0) if axis else len(shape)
-            K, own = (tensor.shape[:cut], tensor.shape[cut:])[:: 1 if axis else -1]
-            others.add(K)
-            if own != shape or len(others) > 1:
-                raise ValueError(
-                    f'Tensor "{name}": expected shape {list(shape)} {"behind" if axis else "before"} axes that are the '
-                    f"same in every tensor; got {list(tensor.shape)}."
-                )
-            parts.append(
-                tensor.reshape(*K, shape.numel()) if axis else tensor.reshape(shape.numel(), *K)
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+        tensors = self._ordered(tree)
+        parts = []
+        rows = None
+        for tensor, (name, shape) in zip(tensors, self.shapes.items()):
+            if rows is None:
+                rows = tensor.shape[: tensor.ndim - len(shape)]
+            if tensor.shape != rows + shape:
+                raise self._other_shape(name, tensor, "behind")
+            parts.append(tensor.reshape(*rows, shape.numel()))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
         """Cut `[*K, dim]` into its named tensors, as views.
@@ -230,8 +218,9 @@ class Space:
             >>> Space.from_shapes([(2, 2), (1,)]).unflatten_rows(torch.zeros(7, 5))["0"].shape
             torch.Size([7, 2, 2])
         """
+        K = v.shape[:-1]
         return {
-            name: v.narrow(-1, start, size).view((*v.shape[:-1], *self.shapes[name]))
+            name: v.narrow(-1, start, size).view((*K, *self.shapes[name]))
             for name, (start, size) in self.extents.items()
         }
 
@@ -261,13 +250,14 @@ class Space:
             >>> X.T, container.kind
             (tensor([[1., 0., 0., 1., 3.]]), 'dict')
         """
-        kind, tensors = self._tensors(X, dtype, device)
-        v = tensors[0] if kind in ("tensor", "numpy") else self.flatten(tensors)
+        kind, v = self._read(X, dtype, device, self.flatten)
         if v.ndim not in (1, 2) or v.shape[0] != self.dim:
             raise ValueError(
                 f"Expected shape [{self.dim}] or [{self.dim}, K], got {list(v.shape)}."
             )
-        return (v[:, None], Container(kind, False)) if v.ndim == 1 else (v, Container(kind, True))
+        if v.ndim == 1:
+            return v[:, None], Container(kind, columns=False)
+        return v, Container(kind, columns=True)
 
     def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
         """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the
@@ -289,8 +279,7 @@ class Space:
             >>> J.shape, kind
             (torch.Size([7, 3, 5]), 'list')
         """
-        kind, tensors = self._tensors(J, dtype, device)
-        rows = tensors[0] if kind in ("tensor", "numpy") else self.flatten_rows(tensors)
+        kind, rows = self._read(J, dtype, device, self.flatten_rows)
         if rows.ndim == 0 or rows.shape[-1] != self.dim:
             raise ValueError(
                 f"Expected J of shape [{self.dim}] or [..., m, {self.dim}], got {list(rows.shape)}."
@@ -311,48 +300,49 @@ class Space:
         if container.kind == "numpy":
             return to_numpy(v)
         tree = self.unflatten(v)
-        return (
-            tree
-            if container.kind == "dict"
-            else (list if container.kind == "list" else tuple)(tree.values())
-        )
+        if container.kind == "dict":
+            return tree
+        if container.kind == "list":
+            return list(tree.values())
+        return tuple(tree.values())
 
-    def _tensors(
-        self, X: Any, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Kind, list[Tensor]]:
-        """What the container is, and its one tensor, or its tensors in the order of the space, as
-        computed with.
-        """
+    def _read(
+        self,
+        X: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        flatten: Callable[[Tree], Tensor],
+    ) -> tuple[Kind, Tensor]:
+        """The kind of the container, and its entries as they are computed with."""
         if isinstance(X, Tensor):
-            return "tensor", [_convert(X, dtype, device, "the vector")]
+            return "tensor", _convert(X, dtype, device, "the vector")
         if isinstance(X, np.ndarray):
             if X.dtype.kind not in "fiub":
                 raise TypeError(f"Expected a NumPy array of real numbers, got dtype {X.dtype}.")
             # A copy, always: NumPy arrays may be read-only, or change while autograd still needs
             # them.
-            return "numpy", [torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)]
+            return "numpy", torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)
         if not isinstance(X, (Mapping, list, tuple)):
             raise TypeError(
                 f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or "
                 f"dictionary of {len(self.shapes)} tensors; got {type(X).__name__}."
             )
         tensors = []
-        for tensor, (name, shape) in zip(self._ordered(X), self.shapes.items(), strict=True):
+        for tensor, (name, shape) in zip(self._ordered(X), self.shapes.items()):
             if not isinstance(tensor, Tensor):
+                advice = " Gradients in `.grad` are there after loss.backward()."
                 raise TypeError(
-                    f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
-                    + (
-                        " Gradients in `.grad` are there after loss.backward()."
-                        if tensor is None
-                        else ""
-                    )
+                    f'Entry "{name}": expected a tensor of shape {list(shape)}, got '
+                    f"{type(tensor).__name__}.{advice if tensor is None else ''}"
                 )
             tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
-        return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(
-            X, tuple
-        ) else "list", tensors
+        v = flatten(tensors)
+        if isinstance(X, Mapping):
+            return "dict", v
+        return ("tuple" if isinstance(X, tuple) else "list"), v
 
     def _ordered(self, tree: Tree) -> list[Tensor]:
+        """The tensors of a tree, in the order of the vector."""
         if isinstance(tree, Mapping):
             if tree.keys() != self.shapes.keys():
                 missing = [name for name in self.shapes if name not in tree]
@@ -367,16 +357,23 @@ class Space:
             raise ValueError(f"Expected {len(shapes)} tensors of shapes {shapes}, got {len(tree)}.")
         return list(tree)
 
+    def _other_shape(self, name: str, tensor: Tensor, place: str) -> ValueError:
+        return ValueError(
+            f'Tensor "{name}": expected shape {list(self.shapes[name])} {place} axes that are the '
+            f"same in every tensor; got {list(tensor.shape)}."
+        )
+
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The tensor as an array; half precision as float32, for NumPy has no bfloat16."""
     return at_least_float32(tensor.detach().cpu()).numpy()
 
 
-def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:
-    if isinstance(sequence_or_mapping, Mapping):
-        return list(sequence_or_mapping.items())
-    return [(str(position), value) for position, value in enumerate(sequence_or_mapping)]
+def _named(items: Any) -> dict[str, Any]:
+    """A mapping as it is; members of a sequence under the names "0", "1", and so on."""
+    if isinstance(items, Mapping):
+        return dict(items)
+    return {str(position): item for position, item in enumerate(items)}
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
@@ -387,164 +384,11 @@ def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str
         )
     if tensor.dtype == dtype:
         return tensor
+    # A vector of a wider dtype would lose digits, and nobody would notice.
     if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits:
-        # Of a wider vector digits would be lost unseen.
         raise TypeError(
             f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert "
             f"it, X.to({dtype}), or have the operator in a wider dtype: of model and data in it, "
             "or by its own .to(dtype=...)."
         )
     return tensor.to(dtype)
-
-
-class Layout:
-    """How a group of parameters makes one matrix `[rows, cols]` or `[batch, rows, cols]`, and its
-    row-major vector.
-
-    Columns of several parameters stand side by side, in the order of the patterns.
-
-    Args:
-        patterns: Parameter name to pattern.
-        shapes: Parameter name to shape.
-        sizes: Sizes of axes that the shapes leave open, for example `{"g": 4}`.
-
-    Raises:
-        ValueError: If a pattern cannot be read, does not fit its shape, or the rows of the
-            parameters differ.
-
-    Example:
-        >>> layout = Layout({"weight": "o i -> o i", "bias": "o -> o 1"}, {"weight": (2, 3), "bias": (2,)})
-        >>> layout.matrix_shape
-        (2, 4)
-        >>> v = layout.join({"weight": torch.zeros(2, 3, 1), "bias": torch.ones(2, 1)})
-        >>> v.T
-        tensor([[0., 0., 0., 1., 0., 0., 0., 1.]])
-        >>> {name: tuple(t.shape) for name, t in layout.split(v).items()}
-        {'weight': (2, 3, 1), 'bias': (2, 1)}
-    """
-
-    def __init__(
-        self,
-        patterns: Mapping[str, str],
-        shapes: Mapping[str, Sequence[int]],
-        sizes: Mapping[str, int] | None = None,
-    ) -> None:
-        if not patterns or patterns.keys() != shapes.keys():
-            raise ValueError(
-                "Expected one pattern and one shape per parameter, got patterns of "
-                f"{list(patterns)} and shapes of {list(shapes)}."
-            )
-        self.patterns = dict(patterns)
-        self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
-        self.sizes = dict(sizes or {})
-        self._parts = [
-            _Part(name, patterns[name], shape, self.sizes) for name, shape in self.shapes.items()
-        ]
-        if len({part.matrix[:-1] for part in self._parts}) > 1:
-            raise ValueError(
-                f"Expected parameters of one layout to have the same rows, got matrices "
-                f"{[part.matrix for part in self._parts]} from patterns {self.patterns}."
-            )
-        self._widths = [part.matrix[-1] for part in self._parts]
-        self._is_vector = len(self._parts) == 1 and not self._parts[0].permutes
-        #: `(rows, cols)` or `(batch, rows, cols)`.
-        self.matrix_shape: tuple[int, ...] = (*self._parts[0].matrix[:-1], sum(self._widths))
-        #: The number of entries of the matrix.
-        self.dim: int = prod(self.matrix_shape)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters, in the order of their columns."""
-        return list(self.patterns)
-
-    def __repr__(self) -> str:
-        return f"Layout({self.patterns} -> {list(self.matrix_shape)})"
-
-    def gather(
-        self, parts: Sequence[Tensor]
-    ) -> Tensor:  # each [K, *shape] or [K, size] -> [K, dim]
-        """The row-major vectors of the matrix, from the parameters in their order.
-
-        A view if there is one parameter whose axes keep their order.
-        """
-        if self._is_vector:
-            return parts[0].reshape(len(parts[0]), self.dim)
-        matrices = [part.matrices(t) for part, t in zip(self._parts, parts, strict=True)]
-        return torch.cat(matrices, dim=-1).reshape(
-            len(parts[0]), self.dim
-        )  # channels-last parts make one that is
-
-    def scatter(self, rows: Tensor) -> list[Tensor]:  # [K, dim] -> each [K, size]
-        """The parameters of row-major vectors, in their order: undoes `gather`."""
-        if self._is_vector:
-            return [rows]
-        M = rows.reshape(len(rows), *self.matrix_shape).split_with_sizes(self._widths, -1)
-        return [
-            part.parameters(columns).reshape(len(rows), part.shape.numel())
-            for part, columns in zip(self._parts, M, strict=True)
-        ]
-
-    def join(self, tree: Mapping[str, Tensor]) -> Tensor:  # {name: [*shape, K]} -> [dim, K]
-        """As `gather`, with the axis of columns last; `tree` may hold other parameters too."""
-        return self.gather([tree[name].movedim(-1, 0) for name in self.patterns]).T
-
-    def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
-        """The parameters of row-major vectors, with the axis of columns last: undoes `join`."""
-        found = zip(self.shapes.items(), self.scatter(v.T), strict=True)
-        return {name: t.reshape(len(t), *shape).movedim(0, -1) for (name, shape), t in found}
-
-    def views(self, v: Tensor) -> dict[str, Tensor]:  # [dim] -> {name: [*shape]}
-        """The parameters of a row-major vector as views; axes that the matrix takes apart stay
-        apart.
-
-        Example:
-            >>> layout = Layout({"w": "(g o) i -> g o i"}, {"w": (6, 2)}, {"g": 3})
-            >>> layout.views(torch.zeros(12))["w"].shape
-            torch.Size([3, 2, 2])
-        """
-        columns = v.view(1, *self.matrix_shape).split_with_sizes(self._widths, -1)
-        return {
-            name: part.view(t)[0]
-            for name, part, t in zip(self.patterns, self._parts, columns, strict=True)
-        }
-
-
-class _Part:
-    """One parameter and its columns of the matrix."""
-
-    def __init__(
-        self, name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]
-    ) -> None:
-        left, _, right = (side.strip() for side in pattern.partition("->"))
-        axes = re.findall(r"\([^()]*\)|\S+", left)
-        known = {**sizes, **{axis: size for axis, size in zip(axes, shape) if axis.isidentifier()}}
-        self.shape, self.sizes = (
-            shape,
-            {axis: n for axis, n in known.items() if axis in re.findall(r"\w+", pattern)},
-        )
-        apart = re.sub(r"[()]", "", left)
-        #: Whether the axes change their order.
-        self.permutes = apart.split() != [axis for axis in re.findall(r"\w+", right) if axis != "1"]
-        self._forth, self._back = f"k0 {left} -> k0 {right}", f"k0 {right} -> k0 {left}"
-        self._apart = f"k0 {right} -> k0 {apart}"
-        try:
-            empty = self.matrices(torch.empty(1, *shape, device="meta"))
-            self.parameters(empty)
-        except (EinopsError, ValueError) as error:
-            raise ValueError(
-                f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}: {error}'
-            ) from error
-        self.matrix = tuple(empty.shape[1:])
-        if len(self.matrix) not in (2, 3):
-            raise ValueError(
-                f'Pattern "{pattern}": expected "rows cols" or "batch rows cols" on the right.'
-            )
-
-    def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
-        return rearrange(t.reshape(len(t), *self.shape), self._forth, **self.sizes)
-
-    def parameters(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, *shape]
-        return rearrange(M, self._back, **self.sizes)
-
-    def view(self, M: Tensor) -> Any:  # [K, *matrix] -> [K, *shape], axes apart
-        return rearrange(M, self._apart, **self.sizes)

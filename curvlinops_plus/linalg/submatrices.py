@@ -24,8 +24,9 @@ from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, OwnedBlockDiago
 from curvlinops_plus.linalg.damping import is_zero
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled
-from curvlinops_plus.linalg.space import Layout, Space, Structure
+from curvlinops_plus.linalg.space import Space, Structure
 
 _COLUMNS = 1024  # that are multiplied together where entries of a part are formed
 
