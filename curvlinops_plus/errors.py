@@ -7,6 +7,7 @@ built-in one, so that code that catches `ValueError` or `NotImplementedError` ke
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 __all__ = [
     "CurvatureWarning",
@@ -59,10 +60,13 @@ def level_of_user() -> int:
     """The `stacklevel` of a warning that points at the user's line, whatever calls are between
     them.
     """
-    level, frame = 1, sys._getframe(1)
-    while (
-        frame.f_back is not None
-        and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS
-    ):
-        level, frame = level + 1, frame.f_back
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in _NOT_USERS:
+        level += 1
+        frame = frame.f_back
     return level
+
+
+def _package_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -35,7 +35,7 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.linalg.kronecker import balanced, nearest_to_matrix
+from curvlinops_plus.linalg.nearest import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 

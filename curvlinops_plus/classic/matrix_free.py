@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.classic.arguments import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
-from curvlinops_plus.linalg.operator import Adjoint
+from curvlinops_plus.linalg.arithmetic import Adjoint
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
 Params = Sequence[Tensor] | Mapping[str, Tensor]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -149,17 +150,15 @@ class Processes(Alone):
                 "Processes() needs torch.distributed: start the program by torchrun, and call "
                 "torch.distributed.init_process_group() first."
             )
-        group = dist.group.WORLD if group is None else group
-        assert group is not None  # it is initialised
-        self.group = group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.group: Any = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("This process is not in the group that was given to Processes.")
         self._inside = False  # whether something is done together
-        cuda = "nccl" in dist.get_backend(group)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        )
+        self._device = torch.device("cpu")
+        if "nccl" in dist.get_backend(self.group):
+            self._device = torch.device("cuda", torch.cuda.current_device())
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self  # a group can't be copied
@@ -189,23 +188,21 @@ class Processes(Alone):
         dist.all_reduce(failed, dist.ReduceOp.MAX, self.group)
         if not failed.item():
             return
-        words = error and (
-            type(error).__name__,
-            str(error),
-            "".join(traceback.format_exception(error)),
-        )
-        rank, (kind, message, trace) = next(
-            (k, told) for k, told in enumerate(self._gather(words)) if told
-        )
-        raise ProcessError(
-            f"Process {rank} of {self.world} failed, and all have stopped, unchanged. {kind}: "
-            f"{message}\n\nIts traceback:\n{trace}"
-        ) from error
+        text = None
+        if error is not None:
+            trace = "".join(traceback.format_exception(error))
+            text = f"{type(error).__name__}: {error}\n\nIts traceback:\n{trace}"
+        for rank, message in enumerate(self._gather(text)):
+            if message is not None:
+                raise ProcessError(
+                    f"Process {rank} of {self.world} failed, and all have stopped, unchanged. "
+                    f"{message}"
+                ) from error
 
     def _gather(self, part: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, part, self.group)
-        return found
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, part, self.group)
+        return parts
 
     def gather(self, part: T) -> list[T]:
         self._agree()
@@ -213,7 +210,7 @@ class Processes(Alone):
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         self._agree()
-        self._send(tensors, lambda t: dist.all_reduce(t, group=self.group))
+        self._send(tensors, partial(dist.all_reduce, group=self.group))
 
     def spread(
         self,
@@ -221,20 +218,23 @@ class Processes(Alone):
         compute: Callable[[list[int]], Iterable[Sequence[Tensor]]],
         like: Callable[[int], Sequence[Tensor]],
     ) -> list[Sequence[Tensor]]:
-        owners = schedule(costs, self.world)
-        mine = [k for k, owner in enumerate(owners) if owner == self.rank]
-        results: list[Any] = [
-            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like(k)]
-            for k in range(len(costs))
-        ]
-        for k, found in zip(mine, compute(mine), strict=True):
-            for result, t in zip(results[k], found, strict=True):
+        jobs_of: list[list[int]] = [[] for _ in range(self.world)]
+        for job, owner in enumerate(schedule(costs, self.world)):
+            jobs_of[owner].append(job)
+        results: list[Any] = []
+        for job in range(len(costs)):
+            results.append(
+                [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like(job)]
+            )
+        jobs = jobs_of[self.rank]
+        for job, computed in zip(jobs, compute(jobs), strict=True):
+            for result, t in zip(results[job], computed, strict=True):
                 result.copy_(t)
         self._agree()
-        for rank in range(self.world):
+        for rank, jobs in enumerate(jobs_of):
             source = dist.get_global_rank(self.group, rank)
-            own = [t for k, owner in enumerate(owners) if owner == rank for t in results[k]]
-            self._send(own, lambda t, source=source: dist.broadcast(t, source, self.group))
+            tensors = [t for job in jobs for t in results[job]]
+            self._send(tensors, partial(dist.broadcast, src=source, group=self.group))
         return results
 
     def _send(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> None:
@@ -251,24 +251,24 @@ class Processes(Alone):
             for parts in small.values():
                 flat = torch.cat([t.reshape(-1) for t in parts]).to(self._device)
                 collective(flat)
-                for t, found in zip(parts, flat.split([t.numel() for t in parts]), strict=True):
-                    t.copy_(found.view(t.shape))
+                for t, piece in zip(parts, flat.split([t.numel() for t in parts]), strict=True):
+                    t.copy_(piece.view(t.shape))
 
     def same(self, facts: Mapping[str, Any]) -> None:
-        # Addresses are others in each process.
-        told = self.gather(
-            {
-                n: x if isinstance(x, list) else re.sub(" at 0x[0-9a-f]+", "", repr(x))
-                for n, x in facts.items()
-            }
-        )
-        for rank, other in enumerate(told):
-            for name in told[0] | other:
-                one, two = told[0].get(name), other.get(name)
-                if one != two and not _within_rounding(one, two):
+        comparable = {}
+        for name, fact in facts.items():
+            # Addresses differ from process to process.
+            text = re.sub(" at 0x[0-9a-f]+", "", repr(fact))
+            comparable[name] = fact if isinstance(fact, list) else text
+        facts_of = self.gather(comparable)
+        for rank, theirs in enumerate(facts_of):
+            for name in facts_of[0] | theirs:
+                expected = facts_of[0].get(name)
+                fact = theirs.get(name)
+                if fact != expected and not _within_rounding(fact, expected):
                     raise ProcessError(
-                        f"The processes differ in {name}: {one} in process 0, and {two} in process "
-                        f"{rank}. Everything but the data has to be the same in all."
+                        f"The processes differ in {name}: {expected} in process 0, and {fact} in "
+                        f"process {rank}. Everything but the data has to be the same in all."
                     )
 
 
@@ -284,14 +284,17 @@ def schedule(costs: Sequence[float], workers: int) -> list[int]:
         >>> schedule([1.0, 8.0, 3.0, 4.0], 2)
         [1, 0, 1, 1]
     """
-    load, owners = [0.0] * workers, [0] * len(costs)
+    load = [0.0] * workers
+    owners = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
         owners[job] = min(range(workers), key=load.__getitem__)
         load[owners[job]] += costs[job]
     return owners
 
 
-def _within_rounding(one: Any, other: Any) -> bool:
-    if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
+def _within_rounding(numbers: Any, expected: Any) -> bool:
+    lists = isinstance(numbers, list) and isinstance(expected, list)
+    if not lists or len(numbers) != len(expected):
         return False
-    return all(abs(a - b) <= 1e-6 * max(map(abs, one)) for a, b in zip(one, other))
+    tolerance = 1e-6 * max(map(abs, expected))
+    return all(abs(a - b) <= tolerance for a, b in zip(numbers, expected))

@@ -40,31 +40,32 @@ def share(data: Any, rank: int, world: int) -> Any:
     sizes = [_examples(item) for item in data]
     if None in sizes:
         return data[rank::world]
-    parts, before = [], 0
+    parts = []
+    before = 0  # examples of the items so far
     for item, size in zip(data, sizes, strict=True):
-        cut = slice((rank - before) % world, None, world)
-        parts.append(
-            tree_map(lambda t, cut=cut: t[cut], dict(item) if isinstance(item, Mapping) else item)
-        )
-        before += size or 0
-    return [
-        batch
-        for start in range(0, len(parts), world)
-        for batch in _joined(parts[start : start + world])
-    ]
+        mine = slice((rank - before) % world, None, world)
+        parts.append(tree_map(lambda t, mine=mine: t[mine], _tree(item)))
+        before += size
+    batches = []
+    for start in range(0, len(parts), world):
+        batches += _joined(parts[start : start + world])
+    return batches
 
 
-def _examples(item: Any) -> int | None:
+def _tree(item: Any) -> Any:
+    """A batch as a pytree: mappings of any class as a dictionary."""
+    return dict(item) if isinstance(item, Mapping) else item
+
+
+def _examples(item: Any) -> Any:
     """N of a batch of tensors that all have N rows, None if it is something else."""
     pair = isinstance(item, (tuple, list)) and len(item) == 2
-    leaves = (
-        tree_leaves(dict(item) if isinstance(item, Mapping) else item)
-        if pair or isinstance(item, Mapping)
-        else []
-    )
-    if not leaves or not all(isinstance(t, Tensor) and t.ndim for t in leaves):
+    if not pair and not isinstance(item, Mapping):
         return None
-    sizes = {t.shape[0] for t in leaves}
+    leaves = tree_leaves(_tree(item))
+    if not all(isinstance(t, Tensor) and t.ndim for t in leaves):
+        return None
+    sizes = {len(t) for t in leaves}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -73,38 +74,39 @@ def _joined(batches: list[Any]) -> list[Any]:
     it is the same.
     """
     flat = [tree_flatten(batch) for batch in batches]
-    like = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
-    if any(one != like[0] for one in like):
+    kinds = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
+    if kinds.count(kinds[0]) < len(kinds):
         return batches
-    return [
-        tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])
-    ]
+    columns = zip(*[leaves for leaves, _ in flat])
+    return [tree_unflatten([torch.cat(tensors) for tensors in columns], flat[0][1])]
 
 
 def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
     """A loader over some of the examples, with batches of the same size."""
-    sampler, own = loader.sampler, loader.batch_sampler
+    sampler: Any = loader.sampler
+    batch_sampler = loader.batch_sampler
     shuffles = (
         type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     )
-    told = (
-        "an IterableDataset" if isinstance(loader.dataset, IterableDataset) else "",
-        f"a {type(sampler).__name__}"
-        if type(sampler) is not SequentialSampler and not shuffles
-        else "",
-        f"batches of its own, a {type(own).__name__}"
-        if type(own) not in (BatchSampler, type(None))
-        else "",
-        "drop_last=True" if loader.drop_last else "",
-    )
-    if why := next(filter(None, told), None):
+    obstacle = None
+    if isinstance(loader.dataset, IterableDataset):
+        obstacle = "an IterableDataset"
+    elif type(sampler) is not SequentialSampler and not shuffles:
+        obstacle = f"a {type(sampler).__name__}"
+    elif batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        obstacle = f"batches of its own, a {type(batch_sampler).__name__}"
+    elif loader.drop_last:
+        obstacle = "drop_last=True"
+    if obstacle is not None:
         raise ValueError(
-            f"The loader has {why}, and share() deals out each example once: a DistributedSampler "
-            "repeats examples, which would count twice. Share a DataLoader in order or with "
-            "shuffle=True and with all batches; or give each process its own part, and the risk "
-            "`processes=`."
+            f"The loader has {obstacle}, and share() deals out each example once: a "
+            "DistributedSampler repeats examples, which would count twice. Share a DataLoader in "
+            "order or with shuffle=True and with all batches; or give each process its own part, "
+            "and the risk `processes=`."
         )
-    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
-    names += ("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers")
-    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    names = (
+        "batch_size num_workers collate_fn pin_memory timeout worker_init_fn "
+        "multiprocessing_context generator prefetch_factor persistent_workers"
+    )
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names.split()}
     return DataLoader(share(loader.dataset, rank, world), shuffle=shuffles, **options)

@@ -1,6 +1,4 @@
-"""Block-diagonal matrices with one block per group of parameters, all here or each kept by one of
-several processes.
-"""
+"""Block-diagonal matrices with one block per group of parameters."""
 
 from __future__ import annotations
 
@@ -9,27 +7,19 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
-from curvlinops_plus.linalg.operator import (
-    OF_PARTS,
-    LinearOperator,
-    Scaled,
-    about,
-    outside_autocast,
-)
+from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about, outside_autocast
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
-
-T = TypeVar("T")
 
 
 class BlockDiagonal(LinearOperator):
@@ -55,8 +45,8 @@ class BlockDiagonal(LinearOperator):
         >>> space = Space.from_shapes({"W": (2, 3), "b": (2,), "scale": (4,)})
         >>> fc = Layout({"W": "o i -> o i", "b": "o -> o 1"}, {"W": (2, 3), "b": (2,)})
         >>> layouts = {"fc": fc, "scale": Layout({"scale": "d -> 1 d"}, {"scale": (4,)})}
-        >>> blocks = {"fc": Kronecker(torch.eye(2), 2 * torch.eye(4)), "scale": Diagonal(torch.ones(4))}
-        >>> K = BlockDiagonal(blocks, layouts, space)
+        >>> G, A, d = torch.eye(2), 2 * torch.eye(4), torch.ones(4)
+        >>> K = BlockDiagonal({"fc": Kronecker(G, A), "scale": Diagonal(d)}, layouts, space)
         >>> K.inverse(damping={"fc": 2.0, "scale": 1.0}).diagonal()
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.5000,
                 0.5000, 0.5000, 0.5000])
@@ -76,30 +66,39 @@ class BlockDiagonal(LinearOperator):
                 f"Expected one layout per block and at least one block, got blocks {list(blocks)} "
                 f"and layouts {list(layouts)}."
             )
-        first = next(iter(blocks.values()))
-        super().__init__(space, first.dtype, first.device, out_space=space)
-        #: The parameters of the layouts, in the order of the vector.
-        self.space = space
-        #: Name to operator, and to how the parameters of the block make its vector.
-        self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
-        listed = [item for layout in self.layouts.values() for item in layout.shapes.items()]
-        if sorted(listed) != sorted(space.shapes.items()):
+        block = next(iter(blocks.values()))
+        super().__init__(space, block.dtype, block.device, out_space=space)
+        shapes = [item for layout in layouts.values() for item in layout.shapes.items()]
+        if sorted(shapes) != sorted(space.shapes.items()):
             raise ValueError(
-                f"Expected each of the parameters {space} in one layout, got {listed}."
+                f"Expected each of the parameters {space} in one layout, got {shapes}."
             )
-        for name, block in self.blocks.items():
-            dim, known = self.layouts[name].dim, (self.dtype, self.device)
-            if block.shape != (dim, dim) or (block.dtype, block.device) != known:
+        self._set_groups(blocks, {name: layouts[name] for name in blocks}, space)
+        for name, block in blocks.items():
+            dim = layouts[name].dim
+            fits = block.shape == (dim, dim)
+            if not fits or (block.dtype, block.device) != (self.dtype, self.device):
                 raise ValueError(
-                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, in {self.dtype} on '
-                    f"{self.device} as the first block, got {block.label}."
+                    f'block "{name}": expected a {dim} x {dim} matrix for {layouts[name]}, in '
+                    f"{self.dtype} on {self.device} as the first block, got {block.label}."
                 )
         if device not in (None, self.device):
-            self.device, self._keeps_elsewhere = device, True
+            self.device = device
+            self._keeps_elsewhere = True
+
+    def _set_groups(
+        self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space
+    ) -> None:
+        #: The parameters of the layouts, in the order of the vector.
+        self.space = space
+        #: Name to operator.
+        self.blocks = dict(blocks)
+        #: Name to how the parameters of the block make its vector.
+        self.layouts = dict(layouts)
         order = {key: place for place, key in enumerate(space.shapes)}
         #: Where the parameters of each block are among the tensors of the space.
         self._places = {
-            name: [order[key] for key in layout.shapes] for name, layout in self.layouts.items()
+            name: [order[key] for key in layout.shapes] for name, layout in layouts.items()
         }
 
     @property
@@ -124,22 +123,21 @@ class BlockDiagonal(LinearOperator):
         Columns are stored one after another, as `Kronecker` and `Layout.gather` do: then a block's
         rows are moved in long runs, and the whole is transposed once at most.
         """
-        given = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
-        results: list[Any] = [None] * len(given)
+        tensors = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
+        products: list[Tensor | None] = [None] * len(tensors)
         for name in self.blocks:
-            layout, places = self.layouts[name], self._places[name]
+            layout = self.layouts[name]
+            places = self._places[name]
+            x = layout.gather([tensors[place] for place in places]).T
             try:
-                y = getattr(self._fetched(name), product)(
-                    layout.gather([given[place] for place in places]).T
-                )
+                y = getattr(self._fetched(name), product)(x)
             except OF_PARTS as error:
                 raise about(f'block "{name}"', error) from error
             for place, part in zip(places, layout.scatter(y.T)):
-                results[place] = part
+                products[place] = part
         # Blocks of other processes are zero here.
-        return torch.cat(
-            [torch.zeros_like(x) if y is None else y for x, y in zip(given, results)], 1
-        ).T
+        parts = [torch.zeros_like(x) if y is None else y for x, y in zip(tensors, products)]
+        return torch.cat(parts, 1).T
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block: what each block is multiplied with.
@@ -159,14 +157,16 @@ class BlockDiagonal(LinearOperator):
             ...     "b": Layout({"v": "d -> 1 d"}, {"v": (1,)}),
             ...     "a": Layout({"w": "d -> 1 d"}, {"w": (2,)}),
             ... }
-            >>> K = BlockDiagonal({"b": Diagonal(torch.ones(1)), "a": Diagonal(torch.ones(2))}, layouts, space)
+            >>> blocks = {"b": Diagonal(torch.ones(1)), "a": Diagonal(torch.ones(2))}
+            >>> K = BlockDiagonal(blocks, layouts, space)
             >>> K.split(torch.tensor([1.0, 2.0, 3.0]))
             {'b': tensor([3.]), 'a': tensor([1., 2.])}
         """
         X, container = self.in_space.read(v, self.dtype, self.device)
-        return {
-            name: part if container.columns else part[:, 0] for name, part in self._split(X).items()
-        }
+        parts = self._split(X)
+        if container.columns:
+            return parts
+        return {name: part[:, 0] for name, part in parts.items()}
 
     def _split(self, X: Tensor) -> dict[str, Tensor]:  # [n, K] -> {name: [dim, K]}
         tree = self.space.unflatten(X)
@@ -176,34 +176,30 @@ class BlockDiagonal(LinearOperator):
         """Block name to `[dim]`: where in the vector the entries are that the block multiplies, in
         its order.
         """
-        return {
-            n: at[:, 0]
-            for n, at in self._split(
-                torch.arange(self.shape[0], device=self.device)[:, None]
-            ).items()
-        }
+        every = torch.arange(self.shape[0], device=self.device)[:, None]
+        return {name: part[:, 0] for name, part in self._split(every).items()}
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`."""
         tree: dict[str, Tensor] = {}
         for name, layout in self.layouts.items():
             part = parts[name]
-            split = layout.split(part if part.ndim == 2 else part[:, None])
-            tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
+            if part.ndim == 2:
+                tree |= layout.split(part)
+            else:
+                tensors = layout.split(part[:, None])
+                tree |= {key: t[..., 0] for key, t in tensors.items()}
         return self.space.flatten(tree)
 
-    def adjoint(self) -> LinearOperator:
-        return (
-            self
-            if self.structure >= Structure.SYMMETRIC
-            else self._with(self._each(methodcaller("adjoint")))
-        )
+    def _adjoint(self) -> BlockDiagonal:
+        return self._with(self._each(methodcaller("adjoint")))
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
-        other = self._with({name: block.to(device, dtype) for name, block in self.blocks.items()})
-        other.dtype, other.device = dtype or self.dtype, device or self.device
-        other._keeps_elsewhere = self._keeps_elsewhere and device is None
-        return other
+        copied = self._with({name: block.to(device, dtype) for name, block in self.blocks.items()})
+        copied.dtype = dtype or self.dtype
+        copied.device = device or self.device
+        copied._keeps_elsewhere = self._keeps_elsewhere and device is None
+        return copied
 
     def offload(self, where: str | torch.device = "cpu") -> BlockDiagonal:
         """The same matrix with blocks that are kept on another device, and fetched one by one when
@@ -212,9 +208,10 @@ class BlockDiagonal(LinearOperator):
         Inverses, powers and multiples are kept there, too. Decompositions are not remembered: take
         `K.inverse` once.
         """
-        device, other = self.device, self.to(torch.device(where))
-        other.device, other._keeps_elsewhere = device, other.device != device
-        return other
+        offloaded = self.to(torch.device(where))
+        offloaded._keeps_elsewhere = offloaded.device != self.device
+        offloaded.device = self.device
+        return offloaded
 
     def _fetched(self, name: str) -> LinearOperator:
         """A block on the device of vectors."""
@@ -222,8 +219,8 @@ class BlockDiagonal(LinearOperator):
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        for name, at in self.positions().items():
-            dense[at[:, None], at] = self._fetched(name).to_dense()
+        for name, places in self.positions().items():
+            dense[places[:, None], places] = self._fetched(name).to_dense()
         return dense
 
     # States
@@ -236,13 +233,14 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block is known by its products alone.
         """
+        layouts = {}
+        for name, layout in self.layouts.items():
+            layouts[name] = {"patterns": layout.patterns, "sizes": layout.sizes}
         return {
             "format": FORMAT,
             "class": "BlockDiagonal",
             "space": {name: list(shape) for name, shape in self.space.shapes.items()},
-            "layouts": {
-                name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()
-            },
+            "layouts": layouts,
             "blocks": self._each(pack),
         }
 
@@ -273,13 +271,13 @@ class BlockDiagonal(LinearOperator):
                 "data)."
             )
         space = Space(state_dict["space"])
-        blocks = {name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}
-        layouts = {
-            name: Layout(
-                x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"]
-            )
-            for name, x in state_dict["layouts"].items()
-        }
+        blocks = {}
+        for name, block in state_dict["blocks"].items():
+            blocks[name] = unpack(block, torch.device(device))
+        layouts = {}
+        for name, layout in state_dict["layouts"].items():
+            shapes = {key: space.shapes[key] for key in layout["patterns"]}
+            layouts[name] = Layout(layout["patterns"], shapes, layout["sizes"])
         return BlockDiagonal(blocks, layouts, space)
 
     # Closed forms
@@ -287,11 +285,11 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def trace(self) -> Tensor:
-        return torch.stack(list(self._tensors(attrgetter("trace")).values())).sum()
+        return self._stacked(attrgetter("trace")).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return frobenius(torch.stack(list(self._tensors(attrgetter("frobenius_norm")).values())))
+        return frobenius(self._stacked(attrgetter("frobenius_norm")))
 
     def eigenvalues(self) -> Tensor:
         return torch.cat(list(self._tensors(methodcaller("eigenvalues"), decomposes=True).values()))
@@ -301,30 +299,26 @@ class BlockDiagonal(LinearOperator):
         return self.merge(self._tensors(methodcaller("diagonal")))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        found = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
-        signs, logarithms = torch.stack(list(found.values())).unbind(1)
+        pairs = self._stacked(lambda block: torch.stack(block._slogdet()), decomposes=True)
+        signs, logarithms = pairs.unbind(1)
         return signs.prod(), logarithms.sum()
 
     def inverse(
         self, damping: Damping = 0.0, *, retry_double_precision: bool = True
     ) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
-        again = {"retry_double_precision": retry_double_precision}
-        return self._with(
-            self._each(lambda block: partial(block.inverse, **again), True, self.per_block(damping))
-        )
+        retry = {"retry_double_precision": retry_double_precision}
+        return self._damped(lambda block: partial(block.inverse, **retry), damping, decomposes=True)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        return self._with(
-            self._each(
-                lambda block: partial(block.power, p, exact=exact), True, self.per_block(damping)
-            )
+        return self._damped(
+            lambda block: partial(block.power, p, exact=exact), damping, decomposes=True
         )
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        return self._with(self._each(attrgetter("shift"), dampings=self.per_block(delta)))
+        return self._damped(attrgetter("shift"), delta)
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_scale", c)))
@@ -333,20 +327,22 @@ class BlockDiagonal(LinearOperator):
         """Block by block, if the groups of parameters are the same, whatever they are called; also
         with a diagonal.
         """
-        at = self.positions()
+        positions = self.positions()
+        addends: dict[str, LinearOperator | None]
         if isinstance(other, Diagonal):
-            parts = {name: Diagonal(other.vector.flatten()[at[name]]) for name in self.blocks}
+            vector = other.vector.flatten()
+            addends = {name: Diagonal(vector[positions[name]]) for name in self.blocks}
         elif isinstance(other, BlockDiagonal) and type(other) is type(self):
-            theirs = {
-                where.cpu().numpy().tobytes(): other.blocks.get(name)
-                for name, where in other.positions().items()
+            block_at = {
+                _bytes(places): other.blocks.get(name) for name, places in other.positions().items()
             }
-            parts = {name: theirs.get(at[name].cpu().numpy().tobytes()) for name in self.blocks}
+            addends = {name: block_at.get(_bytes(positions[name])) for name in self.blocks}
         else:
             return None
-        if None in parts.values():
+        if None in addends.values():
             return None
-        return self._with({name: block + parts[name] for name, block in self.blocks.items()}, other)
+        sums = {name: block + addends[name] for name, block in self.blocks.items()}
+        return self._with(sums, other)
 
     def nearest_kronecker(self) -> BlockDiagonal:
         """The same with blocks that are sums of Kronecker products replaced by the nearest single
@@ -368,6 +364,17 @@ class BlockDiagonal(LinearOperator):
         """Block name to `function(block)`, whoever has the block."""
         return self._each(function, decomposes)
 
+    def _stacked(
+        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
+    ) -> Tensor:
+        return torch.stack(list(self._tensors(function, decomposes).values()))
+
+    def _damped(
+        self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
+    ) -> BlockDiagonal:
+        """The matrix of the blocks `function(block)(damping of the block)`."""
+        return self._with(self._each(function, decomposes, self.per_block(damping)))
+
     def _each(
         self,
         function: Callable[[Any], Any],
@@ -379,40 +386,52 @@ class BlockDiagonal(LinearOperator):
         If that decomposes the blocks, several are done at the same time.
         """
 
-        def of(name: str) -> Any:
+        def compute(name: str) -> Any:
             try:
-                found = function(self._fetched(name))
-                found = found if dampings is None else found(dampings[name])
+                value = function(self._fetched(name))
+                if dampings is not None:
+                    value = value(dampings[name])
             except OF_PARTS as error:
                 raise about(f'block "{name}"', error) from error
-            if self._keeps_elsewhere and isinstance(found, LinearOperator):
-                return found.to(self.blocks[name].device)
-            return found
+            if self._keeps_elsewhere and isinstance(value, LinearOperator):
+                return value.to(self.blocks[name].device)
+            return value
 
+        names = list(self.blocks)
         with outside_autocast(self.device):
             if decomposes:
-                return dict(zip(self.blocks, side_by_side(of, list(self.blocks), self._work)))
-            return {name: of(name) for name in self.blocks}
+                values = side_by_side(compute, names, self._work)
+            else:
+                values = [compute(name) for name in names]
+        return dict(zip(names, values))
 
     def _work(self, name: str) -> float:
         """About how many operations a decomposition of the block takes, for `side_by_side`."""
         block = self.blocks[name]
-        block = block.A if isinstance(block, Scaled) else block
-        dense = [M for M in getattr(block, "factors", (block,)) if isinstance(M, Dense)]
-        alone = block.device.type != "cpu" or any(
-            M.matrix.requires_grad for M in dense
-        )  # a graph is of one thread
-        return 0.0 if alone else float(sum(10 * M.size**3 for M in dense))
+        if isinstance(block, Scaled):
+            block = block.A
+        operations = 0.0
+        for factor in getattr(block, "factors", (block,)):
+            if isinstance(factor, Dense):
+                # A graph is of one thread.
+                if block.device.type != "cpu" or factor.matrix.requires_grad:
+                    return 0.0
+                operations += 10 * factor.size**3
+        return operations
 
-    def _with(self, blocks: dict[str, LinearOperator], *others: LinearOperator) -> BlockDiagonal:
+    def _with(self, blocks: dict[str, Any], *others: LinearOperator) -> BlockDiagonal:
         """The same groups of parameters with other blocks of the same sizes, made with other
         matrices.
         """
-        first = next(iter(blocks.values()))
-        other = copy(self)
-        other.blocks, other.dtype = blocks, first.dtype
-        other.device = self.device if self._keeps_elsewhere else first.device
-        return other
+        block = next(iter(blocks.values()))
+        matrix = copy(self)
+        matrix.blocks = blocks
+        matrix.dtype = block.dtype
+        matrix.device = self.device if self._keeps_elsewhere else block.device
+        return matrix
+
+    # Dampings
+    # ----------------------------------------------------------------------------------------------
 
     def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block; numbers in place of relative ones, which know of the other
@@ -438,194 +457,21 @@ class BlockDiagonal(LinearOperator):
         """Dampings of all blocks with relative ones as numbers; blocks of trace 0 take the mean of
         the whole matrix.
         """
-        relative = {
-            name: rule for name, d in dampings.items() if (rule := relative_part(d)) is not None
-        }
-        if not relative or self.structure != Structure.PSD:
-            return dict(dampings)
-        traces = torch.stack(list(self._tensors(attrgetter("trace")).values()))
+        numbers = dict(dampings)
+        rules = {name: relative_part(damping) for name, damping in dampings.items()}
+        if not any(rules.values()) or self.structure != Structure.PSD:
+            return numbers
+        traces = self._stacked(attrgetter("trace"))
         sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
         means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
-        mean_of = dict(zip(self.layouts, means.unbind(), strict=True))
-        numbers = dict(dampings)
-        for name, rule in relative.items():
-            number = rule.factor * mean_of[name]
-            split = dampings[name]
-            numbers[name] = number if split is rule else replace(split, damping=number)
+        for name, mean in zip(self.layouts, means.unbind(), strict=True):
+            rule = rules[name]
+            if rule is not None:
+                number = rule.factor * mean
+                damping = dampings[name]
+                numbers[name] = number if damping is rule else replace(damping, damping=number)
         return numbers
 
 
-class Group(Protocol):
-    """What the matrix needs of the processes, see `Processes`."""
-
-    def together(self, work: Callable[[], T]) -> T: ...
-    def gather(self, part: T) -> list[T]: ...
-    def sum_(self, tensors: list[Tensor]) -> None: ...
-    def same(self, facts: Mapping[str, Any]) -> None: ...
-
-
-class OwnedBlockDiagonal(BlockDiagonal):
-    """A `BlockDiagonal` matrix of which each process has some blocks, with the same interface and
-    equal results.
-
-    Products, traces, norms, eigenvalues and draws are computed by all processes together, each with
-    its own blocks: all have to ask for them, with the same vectors. So are `inverse` and `power`,
-    which send no blocks. Multiples, shifts and sums are made without the others.
-
-    Args:
-        blocks: Name to square operator: those of this process.
-        layouts: Of all blocks, as for `BlockDiagonal`.
-        space: As for `BlockDiagonal`.
-        processes: The processes, `Processes()`.
-        dtype, device: Of the blocks.
-        structure: What all blocks are.
-
-    Raises:
-        ProcessError: By what is computed together, in all processes: if it fails in one of them, or
-            they multiply different vectors.
-        UnsupportedError: If derivatives are asked for, which would have to go through other
-            processes.
-
-    Cost: of a product the sum of a vector over the processes.
-
-    Example: on a single process, which has all blocks.
-        >>> from curvlinops_plus.distributed import Alone
-        >>> from curvlinops_plus.linalg import Diagonal
-        >>> layouts = {"w": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
-        >>> blocks, cpu = {"w": Diagonal(torch.ones(2))}, torch.device("cpu")
-        >>> OwnedBlockDiagonal(blocks, layouts, Space({"w": (2,)}), Alone(), torch.float32, cpu).trace
-        tensor(2.)
-    """
-
-    structure: Structure = Structure.PSD  # type: ignore[assignment] (the same in all processes)
-
-    def __init__(
-        self,
-        blocks: Mapping[str, LinearOperator],
-        layouts: Mapping[str, Layout],
-        space: Space,
-        processes: Group,
-        dtype: torch.dtype,
-        device: torch.device,
-        structure: Structure = Structure.PSD,
-    ) -> None:
-        LinearOperator.__init__(self, space, dtype, device, structure)
-        self.space, self.blocks, self.layouts, self.processes = (
-            space,
-            dict(blocks),
-            dict(layouts),
-            processes,
-        )
-        self._places = {
-            name: [space.names.index(key) for key in x.shapes] for name, x in layouts.items()
-        }
-
-    def _with(self, blocks: dict[str, LinearOperator], *others: LinearOperator) -> BlockDiagonal:
-        other = copy(self)
-        other.blocks, other.structure = (
-            blocks,
-            min([self.structure, *(B.structure for B in others)]),
-        )
-        return other
-
-    # Together
-    # ----------------------------------------------------------------------------------------------
-
-    def _blockwise(self, product: str, X: Tensor) -> Tensor:
-        def work() -> Tensor:
-            if product != "_root_matmat":  # draws of any numbers will do
-                self.processes.same(
-                    {
-                        "the vectors that they multiply": [
-                            float(X.detach().sum()),
-                            float(X.detach().norm()),
-                        ]
-                    }
-                )
-            Y = super(OwnedBlockDiagonal, self)._blockwise(product, X).contiguous()
-            if Y.requires_grad:
-                raise UnsupportedError(
-                    f"{self.label} has no derivatives, since they would have to go through other "
-                    "processes. Use torch.no_grad() or detach(), or the operator that gather() "
-                    "returns."
-                )
-            self.processes.sum_([Y])
-            return Y
-
-        return self.processes.together(work)
-
-    def _tensors(
-        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
-    ) -> dict[str, Tensor]:
-        def work() -> dict[str, Tensor]:
-            own = {name: t.detach().cpu() for name, t in self._each(function, decomposes).items()}
-            told = {name: t for part in self.processes.gather(own) for name, t in part.items()}
-            return {name: told[name].to(self.device) for name in self.layouts}
-
-        return self.processes.together(work)
-
-    def gather(self) -> BlockDiagonal:
-        """All blocks in all processes, as a `BlockDiagonal`. Collective.
-
-        Raises:
-            ValueError: If a block is known by its products alone.
-        """
-        told = self.processes.together(
-            lambda: self.processes.gather(self._each(lambda block: pack(block.to("cpu"))))
-        )
-        packed = {name: state for part in told for name, state in part.items()}
-        blocks = {name: unpack(packed[name], self.device) for name in self.layouts}
-        return BlockDiagonal(blocks, self.layouts, self.space)
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of `gather()`. Collective."""
-        return self.gather().state_dict()
-
-    def _to_dense(self) -> Tensor:
-        return LinearOperator._to_dense(self)
-
-    def inverse(
-        self, damping: Damping = 0.0, *, retry_double_precision: bool = True
-    ) -> BlockDiagonal:
-        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`. Collective; sends no
-        blocks.
-        """
-        options = {"retry_double_precision": retry_double_precision}
-        return self.processes.together(
-            lambda: super(OwnedBlockDiagonal, self).inverse(damping, **options)
-        )
-
-    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
-        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective; sends no
-        blocks.
-        """
-        return self.processes.together(
-            lambda: super(OwnedBlockDiagonal, self).power(p, damping, exact=exact)
-        )
-
-    # By each by itself
-    # ----------------------------------------------------------------------------------------------
-
-    def shift(self, delta: Damping) -> BlockDiagonal:
-        """`K + delta I`, block by block. Collective if `delta` is relative to the blocks."""
-        numbers = delta.values() if isinstance(delta, Mapping) else [delta]
-        return self._signed(
-            super().shift(delta),
-            [float(torch.as_tensor(x).min()) for x in numbers if not callable(x)],
-        )
-
-    def _scale(self, c: Scalar) -> BlockDiagonal:
-        return self._signed(super()._scale(c), [float(c)])
-
-    def _signed(self, made: BlockDiagonal, numbers: list[float]) -> BlockDiagonal:
-        if min(numbers, default=0.0) < 0:
-            made.structure = min(made.structure, Structure.SYMMETRIC)  # type: ignore[misc] (an attribute here)
-        return made
-
-    def per_block(self, damping: Any) -> dict[str, Any]:
-        if isinstance(damping, Tensor) and damping.ndim > 0:
-            damping = dict(zip(self.layouts, damping.unbind(), strict=True))
-        if not isinstance(damping, Mapping):
-            damping = dict.fromkeys(self.layouts, damping)
-        numbers = self._with_numbers(damping)
-        return {name: numbers[name] for name in self.blocks}
+def _bytes(places: Tensor) -> bytes:
+    return places.cpu().numpy().tobytes()

@@ -85,11 +85,9 @@ class HeuristicDamping:
 
     def __call__(self, operator: Any) -> Any:
         damping = resolve(self.damping, operator)
-        return (
-            heuristic_damping(operator.A, operator.G, damping, self.min)
-            if hasattr(operator, "G")
-            else damping
-        )
+        if not hasattr(operator, "G"):
+            return damping
+        return heuristic_damping(operator.A, operator.G, damping, self.min)
 
 
 def relative_part(damping: Any) -> RelativeDamping | None:
@@ -109,11 +107,12 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return float(value)
-    given = f"{type(value).__name__} {list(value.shape) if isinstance(value, Tensor) else value!r}"
+    shown = list(value.shape) if isinstance(value, Tensor) else repr(value)
     raise TypeError(
         f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; "
-        f"got {given}. Pairs of dampings, one for each factor, and HeuristicDamping, which makes "
-        "one, are for the `inverse` of a Kronecker product; the product of two matrices is A @ B."
+        f"got {type(value).__name__} {shown}. Pairs of dampings, one for each factor, and "
+        "HeuristicDamping, which makes one, are for the `inverse` of a Kronecker product; the "
+        "product of two matrices is A @ B."
     )
 
 
@@ -130,13 +129,15 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
         ValueError: If it is negative and the matrix positive semi-definite.
     """
     value: Any = damping(operator) if callable(damping) else damping
-    if each and isinstance(value, tuple) and (factors := getattr(operator, "factors", None)):
-        return tuple(resolve(d, F, batch=batch) for d, F in zip(value, factors[::-1], strict=True))
+    if each and isinstance(value, tuple) and hasattr(operator, "factors"):
+        for_A, for_G = value
+        G, A = operator.factors
+        return resolve(for_A, A, batch=batch), resolve(for_G, G, batch=batch)
     if batch and isinstance(value, Tensor) and value.shape == batch:
-        value, number = value.to(operator.device, operator.dtype), float(value.detach().min())
+        value = value.to(operator.device, operator.dtype)
     else:
         value = scalar(value, operator, "the damping")
-        number = float(value.detach()) if isinstance(value, Tensor) else value
+    number = float(value.detach().min()) if isinstance(value, Tensor) else value
     if operator.structure == Structure.PSD and not number >= 0:
         raise ValueError(
             "Expected the damping of a positive semi-definite matrix to be at least 0, got "
@@ -178,15 +179,16 @@ def heuristic_damping(
         >>> heuristic_damping(4.0 * torch.eye(3), torch.eye(2), damping=1e-2)
         (tensor(0.2000), tensor(0.0500))
     """
-    mean_A, mean_G = _mean_eigenvalue(A), _mean_eigenvalue(G)
+    mean_A = _mean_eigenvalue(A)
+    mean_G = _mean_eigenvalue(G)
     usable = (mean_A > 0) & (mean_G > 0)
-    one = torch.ones_like(mean_A * mean_G)
-    pi = torch.where(usable, mean_A / torch.where(usable, mean_G, one), one).sqrt()
+    ones = torch.ones_like(mean_A * mean_G)
+    pi = torch.where(usable, mean_A / torch.where(usable, mean_G, ones), ones).sqrt()
     root = damping.sqrt() if isinstance(damping, Tensor) else sqrt(damping)
-    split = (pi * root).clamp(min=min_damping), (root / pi).clamp(min=min_damping)
-    return torch.where(usable, split[0], damping * one), torch.where(
-        usable, split[1], damping * one
-    )
+    for_A = (pi * root).clamp(min=min_damping)
+    for_G = (root / pi).clamp(min=min_damping)
+    undivided = damping * ones
+    return torch.where(usable, for_A, undivided), torch.where(usable, for_G, undivided)
 
 
 def _mean_eigenvalue(factor: Any) -> Tensor:  # -> [*b]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
-from curvlinops_plus.linalg.damping import Scalar, is_zero, scalar
+from curvlinops_plus.linalg.arithmetic import Sum
+from curvlinops_plus.linalg.damping import Scalar, is_zero
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
@@ -30,7 +30,7 @@ from curvlinops_plus.linalg.numerics import (
     psd_clip,
     slogdet_of,
 )
-from curvlinops_plus.linalg.operator import Flat, LinearOperator, Sum
+from curvlinops_plus.linalg.operator import Flat, LinearOperator, moved
 from curvlinops_plus.linalg.space import Space, Structure
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Factor(Flat):
     size `b`); the numbers of the whole follow here.
     """
 
-    batch: tuple[int, ...]  # () or (b,)
+    batch: tuple[int, ...] = ()  # () or (b,)
     size: int  # columns of one matrix
     rows: int  # rows of one matrix
 
@@ -83,16 +83,10 @@ class Factor(Flat):
         """
 
     @abstractmethod
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Factor: ...
-
-    @abstractmethod
     def _scale(self, c: Scalar) -> Factor: ...
 
-    def adjoint(self) -> Factor:
-        return self
-
-    @abstractmethod
-    def _inverse(self, damping: Any, retry: bool) -> Factor: ...
+    def _inverse(self, damping: Any, retry: bool) -> Factor:
+        return self._power(-1.0, damping)
 
     @abstractmethod
     def _power(self, p: float, damping: Scalar) -> Factor: ...
@@ -110,9 +104,8 @@ class Factor(Flat):
         return frobenius(self.norms())
 
     def eigenvalues(self) -> Tensor:
-        return (
-            self.eigh()[0].flatten().clone()
-        )  # what is remembered must not be changed by the caller
+        # A copy: what is remembered must not be changed by the caller.
+        return self.eigh()[0].flatten().clone()
 
     def diagonal(self) -> Tensor:
         return self.diagonals().flatten().clone()
@@ -131,29 +124,27 @@ class OneTensor(Factor):
     until it changes.
     """
 
-    def __init__(self, tensor: Tensor, axes: int, space: Space | None = None) -> None:
+    def __init__(self, tensor: Tensor, axes: int) -> None:
+        is_tensor = isinstance(tensor, Tensor)
         if (
-            not isinstance(tensor, Tensor)
+            not is_tensor
             or tensor.ndim not in (axes, axes + 1)
             or not tensor.dtype.is_floating_point
         ):
-            given = (
-                f"{tensor.dtype} {list(tensor.shape)}"
-                if isinstance(tensor, Tensor)
-                else type(tensor).__name__
-            )
+            kind = f"{tensor.dtype} {list(tensor.shape)}" if is_tensor else type(tensor).__name__
             raise ValueError(
                 f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} "
-                f"for a batch; got {given}."
+                f"for a batch; got {kind}."
             )
-        self._tensor, self.size, self.rows = tensor, tensor.shape[-1], tensor.shape[-axes]
+        self._tensor = tensor
+        self.size = tensor.shape[-1]
+        self.rows = tensor.shape[-axes]
         self.batch = tuple(tensor.shape[:-axes])
         b = prod(self.batch)
-        self.shape = b * self.rows, b * self.size
+        self.shape = (b * self.rows, b * self.size)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
         self._memory: dict[str, tuple[Any, Any]] = {}
-        self.dtype, self.device = tensor.dtype, tensor.device
-        if space is not None:
-            self.in_space = space
 
     def _remember(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which is called again only when the tensor has changed."""
@@ -161,14 +152,14 @@ class OneTensor(Factor):
         # A graph can be used only once; tensors of inference mode have no version to look at.
         if (t.requires_grad and torch.is_grad_enabled()) or t.is_inference():
             return compute()
-        now, known = (t._version, t.data_ptr()), self._memory.get(name)
-        if known is None or known[0] != now:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # it may be used where derivatives are taken
-                known = self._memory[name] = now, compute()
-        return known[1]
+        state = (t._version, t.data_ptr())
+        remembered = self._memory.get(name)
+        if remembered is None or remembered[0] != state:
+            # It may be used where derivatives are taken.
+            with torch.inference_mode(False), torch.no_grad():
+                remembered = (state, compute())
+            self._memory[name] = remembered
+        return remembered[1]
 
 
 class Dense(OneTensor):
@@ -194,6 +185,8 @@ class Dense(OneTensor):
         tensor([ 3.0000, -1.0000])
     """
 
+    _made_of = ("matrix", "structure", "rtol")
+
     def __init__(
         self,
         matrix: Tensor,
@@ -203,15 +196,16 @@ class Dense(OneTensor):
         in_space: Space | None = None,
         out_space: Space | None = None,
     ) -> None:
-        super().__init__(matrix, 2, in_space)
-        self.structure, self.rtol, self._spaces = structure, rtol, (in_space, out_space)
-        if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
-            kind = (
-                f"a {structure.name} matrix"
-                if structure > Structure.GENERAL
-                else "a batch of matrices"
-            )
+        super().__init__(matrix, 2)
+        self.structure = structure
+        self.rtol = rtol
+        self._spaces = {"in_space": in_space, "out_space": out_space}
+        symmetric = structure > Structure.GENERAL
+        if self.rows != self.size and (symmetric or self.batch):
+            kind = f"a {structure.name} matrix" if symmetric else "a batch of matrices"
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
+        if in_space is not None:
+            self.in_space = in_space
         if out_space is not None:
             self.out_space = out_space
         if (in_space or out_space) and self.shape != (self.out_space.dim, self.in_space.dim):
@@ -233,53 +227,48 @@ class Dense(OneTensor):
         return (self._tensor.mT if transposed else self._tensor) @ M
 
     def right(self, M: Tensor, transposed: bool = False) -> Tensor:
-        return M @ (
-            self._tensor if transposed or self.structure >= Structure.SYMMETRIC else self._tensor.mT
-        )
+        as_it_is = transposed or self.structure >= Structure.SYMMETRIC
+        return M @ (self._tensor if as_it_is else self._tensor.mT)
 
     def _matmat(self, X: Tensor) -> Tensor:
         if not self.batch:
             return self._tensor @ X
-        b, d = self.batch[0], self.size
-        if X.shape[1] == 1:  # a batched product with one column is slow
-            return (self._tensor * X.reshape(b, 1, d)).sum(-1).view(b * d, 1)
-        return (self._tensor @ X.reshape(b, d, X.shape[1])).view(b * d, X.shape[1])
+        b = self.batch[0]
+        K = X.shape[1]
+        if K == 1:  # a batched product with one column is slow
+            return (self._tensor * X.reshape(b, 1, self.size)).sum(-1).view(-1, 1)
+        return (self._tensor @ X.reshape(b, self.size, K)).view(-1, K)
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.adjoint()._matmat(X)
 
-    def adjoint(self) -> Dense:
-        if self.structure >= Structure.SYMMETRIC:
-            return self
+    def _adjoint(self) -> Dense:
         return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
     def _like(self, matrix: Tensor, structure: Structure, rtol: float | None) -> Dense:
         """A matrix that multiplies the same vectors."""
         if matrix.ndim != self._tensor.ndim:  # one damping per matrix of the other factor's batch
             return Dense(matrix, structure, rtol)
-        return Dense(matrix, structure, rtol, in_space=self._spaces[0], out_space=self._spaces[1])
+        return Dense(matrix, structure, rtol, **self._spaces)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
-        return self._like(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
+        return self._like(moved(self._tensor, device, dtype), self.structure, self.rtol)
 
     def materialize(self) -> Dense:
-        return (
-            self
-            if not self.batch
-            else Dense(self.to_dense(), self.structure, self.rtol, in_space=self.in_space)
-        )
+        if not self.batch:
+            return self
+        return Dense(self.to_dense(), self.structure, self.rtol, in_space=self.in_space)
 
     def _to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
 
     def _plus(self, other: LinearOperator) -> Dense | None:
         if isinstance(other, Dense) and self.batch == other.batch:
-            M, rtol = self._tensor + other._tensor, self.rtol if self.rtol == other.rtol else None
+            M = self._tensor + other._tensor
+            rtol = self.rtol if self.rtol == other.rtol else None
         elif isinstance(other, Diagonal):
-            M, rtol = (
-                self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size)),
-                self.rtol,
-            )
+            M = self._tensor + torch.diag_embed(other.vector.reshape(*self.batch, self.size))
+            rtol = self.rtol
         else:
             return None
         total = Sum(self, other)
@@ -322,12 +311,12 @@ class Dense(OneTensor):
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
-        if not semidefinite:
-            return values, Dense(Q)
-        scales = (self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :] @ Q.square())[
-            ..., 0, :
-        ].detach()
-        return psd_clip(values, self.rtol, scales), Dense(Q)
+        if semidefinite:
+            # zᵀ diag(M) z of each eigenvector z, see `psd_clip`.
+            diagonal = self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :]
+            scales = (diagonal @ Q.square())[..., 0, :].detach()
+            values = psd_clip(values, self.rtol, scales)
+        return values, Dense(Q)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         if self.structure >= Structure.SYMMETRIC:
@@ -349,9 +338,8 @@ class Dense(OneTensor):
 
     def _solve(self, damping: Scalar) -> Dense:
         self._need_square()
-        inverse, info = torch.linalg.inv_ex(
-            self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
-        )
+        M = self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
+        inverse, info = torch.linalg.inv_ex(M)
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
             raise SingularMatrixError(
                 f"{self.label} with damping {damping} is singular or not finite; add a damping."
@@ -360,15 +348,13 @@ class Dense(OneTensor):
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
-        if (
-            is_zero(damping) and self.structure == Structure.PSD
-        ):  # what may be rounding has no power of its own
+        # What may be rounding has no power of its own.
+        if is_zero(damping) and self.structure == Structure.PSD:
             values = psd_clip(values, self.rtol)
-        result = powers(values + _column(damping), p, self)
-        # Formed, because a product with the whole is half the work of two products with its
-        # eigenvectors.
-        power = self._like((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
-        power.remember_eigh(result, Q)
+        raised = powers(values + _column(damping), p, self)
+        # Formed: one product with it is half the work of two products with its eigenvectors.
+        power = self._like((Q.matrix * raised[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
+        power.remember_eigh(raised, Q)
         return power
 
     def entrywise_square(self) -> Dense:
@@ -396,6 +382,8 @@ class Diagonal(OneTensor):
         (tensor([1.0000, 0.5000]), 'PSD')
     """
 
+    _made_of = ("vector",)
+
     def __init__(self, vector: Tensor) -> None:
         super().__init__(vector, 1)
 
@@ -406,10 +394,8 @@ class Diagonal(OneTensor):
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
-        return self._remember(
-            "structure",
-            lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC,
-        )
+        nonnegative = self._remember("structure", lambda: bool((self._tensor >= 0).all()))
+        return Structure.PSD if nonnegative else Structure.SYMMETRIC
 
     def left(self, M: Tensor, transposed: bool = False) -> Tensor:
         return self._tensor[..., :, None] * M
@@ -419,9 +405,6 @@ class Diagonal(OneTensor):
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self._tensor.reshape(-1, 1) * X
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Diagonal:
-        return Diagonal(self._tensor.to(device=device, dtype=dtype))
 
     def _to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())
@@ -442,9 +425,6 @@ class Diagonal(OneTensor):
             return self._tensor, Diagonal(self._tensor.new_ones(1, 1).expand(self._tensor.shape))
         return self._tensor, IdentityLinearOperator([(self.size,)], self.device, self.dtype)
 
-    def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
-        return self._power(-1.0, damping)
-
     def _power(self, p: float, damping: Scalar) -> Diagonal:
         return Diagonal(powers(self._tensor + _column(damping), p, self))
 
@@ -452,12 +432,59 @@ class Diagonal(OneTensor):
         return Diagonal(self._tensor.square())
 
 
-def _column(damping: Scalar) -> Scalar:
-    """One number per matrix of a batch as a column; one number as it is."""
-    return damping[..., None] if isinstance(damping, Tensor) and damping.ndim else damping
+class IdentityMultiple(Factor):
+    """`c` times the identity; adding it shifts an operator."""
+
+    def __init__(self, space: Space, c: Scalar, device: torch.device, dtype: torch.dtype) -> None:
+        structure = Structure.PSD if c >= 0 else Structure.SYMMETRIC
+        LinearOperator.__init__(self, space, dtype, device, structure)
+        self.c = c
+        self.size = space.dim
+        self.rows = space.dim
+        self.shape = (space.dim, space.dim)
+
+    def _times(self, c: Scalar) -> IdentityMultiple:
+        """`c` times the identity, whatever this one is a multiple of."""
+        return IdentityMultiple(self.in_space, c, self.device, self.dtype)
+
+    def left(self, M: Tensor, transposed: bool = False) -> Tensor:
+        return self.c * M
+
+    right = left
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.c * X
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> IdentityMultiple:
+        c = moved(self.c, device, dtype)
+        return IdentityMultiple(self.in_space, c, device or self.device, dtype or self.dtype)
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return other.shift(self.c)
+
+    def _scale(self, c: Scalar) -> IdentityMultiple:
+        return self._times(self.c * c)
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        return self._times(self.c + delta)
+
+    def diagonals(self) -> Tensor:
+        return torch.as_tensor(self.c, dtype=self.dtype, device=self.device).expand(self.size)
+
+    def eigh(self) -> tuple[Tensor, Factor]:
+        return self.diagonals(), self._times(1.0)
+
+    def _power(self, p: float, damping: Scalar) -> Factor:
+        raised = powers(self.diagonals()[:1] + _column(damping), p, self)  # [*b, 1]
+        if raised.ndim == 1:
+            return self._times(raised[0])
+        return Diagonal(raised.expand(len(raised), self.size))
+
+    def entrywise_square(self) -> IdentityMultiple:
+        return self._times(self.c**2)
 
 
-class IdentityLinearOperator(Factor):
+class IdentityLinearOperator(IdentityMultiple):
     """The identity on tensors of given shapes; adding a multiple of it shifts an operator.
 
     Args:
@@ -478,87 +505,10 @@ class IdentityLinearOperator(Factor):
         dtype: torch.dtype | None = None,
     ) -> None:
         space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
-        where = torch.empty(0, device="cpu" if device is None else device).device
-        super().__init__(
-            space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD
-        )
-        self.batch, self.size, self.rows, self.shape = (
-            (),
-            space.dim,
-            space.dim,
-            (space.dim, space.dim),
-        )
-        #: What it is multiplied by.
-        self.c: Scalar = 1.0
-
-    def _times(self, c: Scalar) -> IdentityLinearOperator:
-        """`c` times the identity."""
-        other = copy(self)
-        other.c, other.structure = c, Structure.PSD if c >= 0 else Structure.SYMMETRIC
-        return other
-
-    def left(self, M: Tensor, transposed: bool = False) -> Tensor:
-        return self.c * M
-
-    right = left
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.c * X
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> IdentityLinearOperator:
-        other = IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
-        return other._times(scalar(self.c, other, "the factor"))
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        return other.shift(self.c)
-
-    def _scale(self, c: Scalar) -> IdentityLinearOperator:
-        return self._times(self.c * c)
-
-    def _shift(self, delta: Scalar) -> LinearOperator:
-        return self._times(self.c + delta)
-
-    def diagonals(self) -> Tensor:
-        return torch.as_tensor(self.c, dtype=self.dtype, device=self.device).expand(self.size)
-
-    def eigh(self) -> tuple[Tensor, Factor]:
-        return self.diagonals(), self._times(1.0)
-
-    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
-        return self._power(-1.0, damping)
-
-    def _power(self, p: float, damping: Scalar) -> Factor:
-        value = powers(self.diagonals()[:1] + _column(damping), p, self)  # [*b, 1]
-        return (
-            self._times(value[0])
-            if value.ndim == 1
-            else Diagonal(value.expand(len(value), self.size))
-        )
-
-    def entrywise_square(self) -> IdentityLinearOperator:
-        return self._times(self.c**2)
+        place = torch.empty(0, device="cpu" if device is None else device).device
+        super().__init__(space, 1.0, place, dtype or torch.get_default_dtype())
 
 
-def _materialize(self: LinearOperator) -> LinearOperator:
-    """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed
-    forms.
-
-    The exact matrices of a small network thus get `inverse`, `logdet`, `eigenvalues`, `sample` and
-    so on, and still take and return lists and dictionaries of tensors like the parameters.
-
-    Cost: one `to_dense`; memory of `m n` numbers.
-
-    Example:
-        >>> space = Space.from_shapes({"w": (2,), "b": (1,)})
-        >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0, 4.0])), Structure.PSD, in_space=space)
-        >>> B = (A @ A.T + A).materialize()
-        >>> B.diagonal(), B.structure.name
-        (tensor([ 2.,  6., 20.]), 'GENERAL')
-        >>> A.materialize().inverse() @ {"w": torch.ones(2), "b": torch.ones(1)}
-        {'w': tensor([1.0000, 0.5000]), 'b': tensor([0.2500])}
-    """
-    return Dense(self.to_dense(), self.structure, in_space=self.in_space, out_space=self.out_space)
-
-
-# Set from here, because operators are defined without the classes that build on them.
-LinearOperator.materialize = _materialize
+def _column(damping: Scalar) -> Scalar:
+    """One number per matrix of a batch as a column; one number as it is."""
+    return damping[..., None] if isinstance(damping, Tensor) and damping.ndim else damping

@@ -35,7 +35,8 @@ class Layout:
             parameters differ.
 
     Example:
-        >>> layout = Layout({"weight": "o i -> o i", "bias": "o -> o 1"}, {"weight": (2, 3), "bias": (2,)})
+        >>> patterns = {"weight": "o i -> o i", "bias": "o -> o 1"}
+        >>> layout = Layout(patterns, {"weight": (2, 3), "bias": (2,)})
         >>> layout.matrix_shape
         (2, 4)
         >>> v = layout.join({"weight": torch.zeros(2, 3, 1), "bias": torch.ones(2, 1)})

@@ -36,8 +36,10 @@ from curvlinops_plus.errors import (
 T = TypeVar("T")
 R = TypeVar("R")
 
-_LARGE = 192  # below, LAPACK's eigensolver takes no longer than the steps around a smaller problem
-_MUCH = 1e7  # operations, a few milliseconds; below, starting threads costs more than they gain
+# Below, LAPACK's eigensolver takes no longer than the steps around a smaller problem.
+_LOW_RANK_SIZE = 192
+# Operations, a few milliseconds; below, starting threads costs more than they gain.
+_MUCH = 1e7
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -84,18 +86,16 @@ def psd_clip(  # [*b, d] -> [*b, d]
     """
     if values.numel() == 0:
         return values
-    d, eps = values.shape[-1], torch.finfo(values.dtype).eps
+    d = values.shape[-1]
+    eps = torch.finfo(values.dtype).eps
     largest = values.detach().amax(-1, keepdim=True).clamp(min=0)
-    kept = values > (d * eps if rtol is None else rtol) * largest
-    if bool(kept.all()):
+    positive = values > (d * eps if rtol is None else rtol) * largest
+    if bool(positive.all()):
         return values.clone()
     if rtol is None and scales is not None:
-        kept |= (
-            (values > eps**0.5 * scales)
-            & (values <= d * scales)
-            & (values > (d * eps) ** 2 * largest)
-        )
-    return torch.where(kept, values, torch.zeros_like(values))
+        large_in_scale = (values > eps**0.5 * scales) & (values <= d * scales)
+        positive |= large_in_scale & (values > (d * eps) ** 2 * largest)
+    return torch.where(positive, values, torch.zeros_like(values))
 
 
 def powers(values: Tensor, p: float, what: object) -> Tensor:
@@ -105,7 +105,8 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
         SingularMatrixError: If `p` is negative and an eigenvalue is 0.
     """
     if p < 0 and bool((values == 0).any()):
-        largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
+        largest = float(values.detach().abs().max())
+        zeros = int((values == 0).sum())
         advice = "Add a damping, for example RelativeDamping(1e-3)."
         if largest == 0:
             advice = (
@@ -139,30 +140,31 @@ def damped_cholesky(
             do.
     """
     check_finite(M, what)
-    working = at_least_float32(M)
-    for dtype in dict.fromkeys(
-        (working.dtype, torch.float64) if retry_double_precision else (working.dtype,)
-    ):
-        L, info = torch.linalg.cholesky_ex(add_to_diagonal(working.to(dtype), damping))
+    L, info = torch.linalg.cholesky_ex(add_to_diagonal(at_least_float32(M), damping))
+    if not bool(info.any()):
+        return L
+    shown = _show(damping)
+    if retry_double_precision and L.dtype == torch.float32:
+        warnings.warn(
+            f"The Cholesky decomposition of {what} with damping {shown} failed in float32; "
+            "retrying in float64.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
+        L, info = torch.linalg.cholesky_ex(add_to_diagonal(M.double(), damping))
         if not bool(info.any()):
             return L
-        if dtype == torch.float32 and retry_double_precision:
-            message = (
-                f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in "
-                "float32"
-            )
-            warnings.warn(
-                f"{message}; retrying in float64.", CurvatureWarning, stacklevel=level_of_user()
-            )
-    size = _suggestion(M)
-    precision = (
-        ""
-        if retry_double_precision or M.dtype == torch.float64
-        else ", or pass retry_double_precision=True"
-    )
+    # Above every rounding error: ten times d eps times the largest eigenvalue, which no row sum is
+    # below.
+    finfo = torch.finfo(torch.promote_types(M.dtype, torch.float32))
+    row_sum = float(M.detach().abs().sum(-1).max())
+    enough = max(10 * M.shape[-1] * finfo.eps * row_sum, torch.finfo(torch.float32).tiny)
+    precision = ", or pass retry_double_precision=True"
+    if retry_double_precision or M.dtype == torch.float64:
+        precision = ""
     raise SingularMatrixError(
-        f"{what} {list(M.shape)} with damping {_show(damping)} is not positive definite in "
-        f"{M.dtype}; a damping of {size:.1e} would do{precision}."
+        f"{what} {list(M.shape)} with damping {shown} is not positive definite in {M.dtype}; a "
+        f"damping of {enough:.1e} would do{precision}."
     )
 
 
@@ -180,9 +182,8 @@ def cholesky_inverse(
         >>> cholesky_inverse(torch.zeros(2, 2), damping=4.0).diagonal()
         tensor([0.2500, 0.2500])
     """
-    return torch.cholesky_inverse(
-        damped_cholesky(M, damping, retry_double_precision=retry_double_precision)
-    ).to(M.dtype)
+    L = damped_cholesky(M, damping, retry_double_precision=retry_double_precision)
+    return torch.cholesky_inverse(L).to(M.dtype)
 
 
 def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
@@ -210,18 +211,12 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
         tensor([1., 2.])
     """
     check_finite(M, what)
-    if (
-        semidefinite
-        and M.ndim == 2
-        and len(M) >= _LARGE
-        and M.device.type == "cpu"
-        and not M.requires_grad
-    ):
-        found = (
-            _eigh_of_low_rank(M, what, rtol) if M.dtype in (torch.float32, torch.float64) else None
-        )
-        if found is not None:
-            return found
+    large = M.ndim == 2 and len(M) >= _LOW_RANK_SIZE
+    lapack = M.device.type == "cpu" and M.dtype in (torch.float32, torch.float64)
+    if semidefinite and large and lapack and not M.requires_grad:
+        decomposition = _eigh_of_low_rank(M, what, rtol)
+        if decomposition is not None:
+            return decomposition
     attempts = [(M.device, torch.float64), (torch.device("cpu"), torch.float64)]
     if M.dtype != torch.float64:
         attempts.insert(0, (M.device, torch.float32))
@@ -229,10 +224,8 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
     for device, dtype in dict.fromkeys(attempts):
         try:
             values, Q = torch.linalg.eigh(M.to(device, dtype))
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # not converged, cuSOLVER gave up, or a device without float64
+        # Not converged, cuSOLVER gave up, or a device without float64.
+        except (RuntimeError, TypeError) as error:
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue
         if isfinite(values.detach().sum() + Q.detach().sum()):
@@ -252,26 +245,27 @@ def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor
     complete QR decomposition of `L` the first `r` columns span the range, and an `r x r`
     eigenproblem is left.
     """
-    d, highest, eps = len(M), int(0.55 * len(M)) - 24, torch.finfo(M.dtype).eps
-    if not rtol and not int(torch.linalg.cholesky_ex(M[: highest + 1, : highest + 1])[1]):
-        return None  # a part of the matrix has a higher rank already
-    tolerance = float(max(rtol, 16 * eps) * M.diagonal().amax())
-    factor, pivots, r, _ = _pstrf(M.dtype)(
-        M.numpy().T, lower=1, tol=tolerance
-    )  # by columns, but M is symmetric
+    d = len(M)
+    highest = int(0.55 * d) - 24  # above this rank it does not pay
+    if not rtol:
+        part = M[: highest + 1, : highest + 1]
+        if not int(torch.linalg.cholesky_ex(part)[1]):
+            return None  # a part of the matrix has a higher rank already
+    tolerance = float(max(rtol, 16 * torch.finfo(M.dtype).eps) * M.diagonal().amax())
+    # LAPACK stores by columns, but M is symmetric.
+    factor, pivots, r, _ = _pstrf(M.dtype)(M.numpy().T, lower=1, tol=tolerance)
     if not 0 < r <= highest:
         return None
     L = M.new_zeros(d, r)
     L[torch.from_numpy(pivots).long() - 1] = torch.from_numpy(factor)[:, :r].tril()
     Q = torch.linalg.qr(L, "complete")[0]
-    values, U = eigh(Q[:, :r].T @ M @ Q[:, :r], what)
-    if (
-        M.norm() > (1 + d * rtol + 1e-3) * values.norm()
-    ):  # the caller was wrong: something is left beside the range
+    basis = Q[:, :r]
+    values, U = eigh(basis.T @ M @ basis, what)
+    # The caller was wrong if something is left beside the range.
+    if M.norm() > (1 + d * rtol + 1e-3) * values.norm():
         return None
-    return torch.cat([M.new_zeros(d - r), values.clamp(min=0)]), torch.cat(
-        [Q[:, r:], Q[:, :r] @ U], 1
-    )
+    values = torch.cat([M.new_zeros(d - r), values.clamp(min=0)])
+    return values, torch.cat([Q[:, r:], basis @ U], 1)
 
 
 @cache
@@ -299,27 +293,26 @@ def side_by_side(
     threads = min(available, sum(cost > 0 for cost in costs))
     if threads < 2 or sum(costs) - max(costs) < _MUCH:
         return [function(item) for item in items]
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
 
     def run(item: T) -> R:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             return function(item)
 
     try:
-        with ThreadPoolExecutor(
-            threads, "", torch.set_num_threads, (available // threads,)
-        ) as pool:
+        start = (torch.set_num_threads, (available // threads,))
+        with ThreadPoolExecutor(threads, "", *start) as pool:
             return list(pool.map(run, items))
     finally:
-        torch.set_num_threads(
-            available
-        )  # new threads would begin with the number of the last one that was set
+        # New threads would begin with the number of the last one that was set.
+        torch.set_num_threads(available)
 
 
-def add_to_diagonal(
-    M: Tensor, damping: float | Tensor
-) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]
-    """`M + damping * I` in new memory; differentiable in both."""
+def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d] -> [*b, d, d]
+    """`M + damping * I` in new memory, with one damping or one for each matrix `[*b]`;
+    differentiable in both.
+    """
     damping = torch.as_tensor(damping, dtype=M.dtype, device=M.device)
     return M + torch.diag_embed(damping[..., None].expand(*damping.shape, M.shape[-1]))
 
@@ -353,31 +346,21 @@ def check_finite(M: Tensor, what: str) -> None:
     """
     # The sum of all entries is finite unless one of them is not, or it overflows: look at each of
     # them only then.
-    if not isfinite(M.detach().sum()) and (bad := int((~torch.isfinite(M)).sum())):
+    if isfinite(M.detach().sum()):
+        return
+    bad = int((~torch.isfinite(M)).sum())
+    if bad:
         raise NumericsError(
             f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in "
             "the data, for a diverged model, or for overflow in half precision."
         )
 
 
-def _suggestion(M: Tensor) -> float:
-    """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue`
-    (bounded by row sums).
-    """
-    eps = torch.finfo(torch.promote_types(M.dtype, torch.float32)).eps
-    return max(
-        10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()),
-        torch.finfo(torch.float32).tiny,
-    )
-
-
 def _show(damping: float | Tensor) -> str:
     damping = torch.as_tensor(damping).detach()
-    return (
-        f"{float(damping):.1e}"
-        if damping.ndim == 0
-        else f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
-    )
+    if damping.ndim == 0:
+        return f"{float(damping):.1e}"
+    return f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
 
 
 def whole(number: Any) -> int | None:
@@ -388,10 +371,11 @@ def whole(number: Any) -> int | None:
         >>> whole(torch.tensor(3)), whole(3.0), whole(True)
         (3, None, None)
     """
-    if isinstance(number, (bool, np.bool_)) or (
-        isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool)
-    ):
-        return None  # before NumPy 2.3 np.True_ is an index
+    # Before NumPy 2.3 np.True_ is an index.
+    if isinstance(number, (bool, np.bool_)):
+        return None
+    if isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool):
+        return None
     try:
         return operator.index(number)
     except TypeError:

@@ -1,8 +1,9 @@
-"""A matrix that is known by its products: `LinearOperator`, and what `+ - * / @ .T` return.
+"""A matrix that is known by its products: `LinearOperator`.
 
 To write one, subclass `LinearOperator`, hand `in_space`, `dtype` and `device` to its constructor
 (or set them on the class) and write `_matmat`; declare a symmetric matrix by `structure`, or write
-`_rmatmat`. Products with every kind of vector, arithmetic, export to SciPy and adjoints follow.
+`_rmatmat`. Products with every kind of vector, arithmetic, export to SciPy and adjoints follow;
+what `+ - * / @ .T` return is in `arithmetic`.
 
 Closed forms (trace, determinant, eigenvalues, inverse, square root) are there for all: structured
 matrices implement them, the others raise `NoClosedForm`, which says what to use instead. An
@@ -15,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, NumericsError
-from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, resolve, scalar
-from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, standard_normal, wide
+from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
+from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ _ADVICE = {
         "estimate it from products by stochastic Lanczos quadrature: "
         "`curvlinops_plus.estimate.logdet(A, ...)`"
     ),
-    "frobenius_norm": "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`",
+    "frobenius_norm": (
+        "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`"
+    ),
     "eigenvalues": (
         "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())"
     ),
@@ -51,47 +53,6 @@ _ADVICE = {
     "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
     "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
 }
-
-
-Product_ = Callable[[Tensor], Tensor]
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which matrix products keep their precision, whatever the caller's autocast
-    says.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-#: What errors about a part of a matrix are of.
-OF_PARTS = (NumericsError, NotImplementedError, TypeError, ValueError)
-
-
-def about(part: str, error: Exception) -> Exception:
-    """The error, beginning with the name of the part of the matrix that it is about."""
-    return type(error)(f"{part}: {error}")
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
-        ctx.product, ctx.adjoint = product, adjoint
-        return product(X.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Linear.apply(grads[0], ctx.adjoint, ctx.product), None, None
-
-
-def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
-    """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies
-    with, to any order.
-
-    For products that are computed without a graph, of their own operator or in other libraries.
-    """
-    return _Linear.apply(X, product, adjoint) if X.requires_grad else product(X)  # type: ignore[return-value]
 
 
 class LinearOperator(ABC):
@@ -112,8 +73,8 @@ class LinearOperator(ABC):
 
     Example:
         >>> class Twice(LinearOperator):
-        ...     in_space, dtype, device = Space.from_shapes([(3,)]), torch.float32, torch.device("cpu")
-        ...     structure = Structure.PSD
+        ...     in_space, structure = Space.from_shapes([(3,)]), Structure.PSD
+        ...     dtype, device = torch.float32, torch.device("cpu")
         ...
         ...     def _matmat(self, X):
         ...         return 2 * X
@@ -129,6 +90,9 @@ class LinearOperator(ABC):
     device: torch.device
     structure: Structure = Structure.GENERAL
 
+    #: Names of the constructor's arguments, in their order: what `to` moves and a state saves.
+    _made_of: tuple[str, ...] = ()
+
     def __init__(
         self,
         in_space: Space | None = None,
@@ -137,16 +101,16 @@ class LinearOperator(ABC):
         structure: Structure | None = None,
         out_space: Space | None = None,
     ) -> None:
-        given = {
-            "in_space": in_space,
-            "dtype": dtype,
-            "device": device,
-            "structure": structure,
-            "out_space": out_space,
-        }
-        for name, value in given.items():
-            if value is not None:
-                setattr(self, name, value)
+        if in_space is not None:
+            self.in_space = in_space
+        if dtype is not None:
+            self.dtype = dtype
+        if device is not None:
+            self.device = device
+        if structure is not None:
+            self.structure = structure
+        if out_space is not None:
+            self.out_space = out_space
 
     @cached_property
     def out_space(self) -> Space:
@@ -202,15 +166,17 @@ class LinearOperator(ABC):
     def __matmul__(self, X: Any) -> Any:
         """`A @ X`."""
         if isinstance(X, LinearOperator):
+            from curvlinops_plus.linalg.arithmetic import Product
+
             return Product(self, X)
         try:
             x, container = self.in_space.read(X, self.dtype, self.device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.label} @ X: {error}") from error
+        if x.shape[1] == 0:
+            return self.out_space.write(x.new_zeros(self.shape[0], 0), container)
         with outside_autocast(self.device):
-            return self.out_space.write(
-                self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), container
-            )
+            return self.out_space.write(self._matmat(x), container)
 
     def __rmatmul__(self, X: Any) -> Any:
         """`X @ A`, with the `K` axis of tensors and arrays first."""
@@ -228,7 +194,13 @@ class LinearOperator(ABC):
 
     def adjoint(self) -> LinearOperator:
         """The transposed matrix; a symmetric one is its own."""
-        return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
+        return self if self.structure >= Structure.SYMMETRIC else self._adjoint()
+
+    def _adjoint(self) -> LinearOperator:
+        """The transposed matrix, of one that is not symmetric."""
+        from curvlinops_plus.linalg.arithmetic import Adjoint
+
+        return Adjoint(self)
 
     @property
     def T(self) -> LinearOperator:
@@ -237,6 +209,16 @@ class LinearOperator(ABC):
 
     #: The same, under SciPy's name: all matrices here are real.
     H = T
+
+    def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator:
+        """`A[rows, cols]`, see `submatrix`."""
+        from curvlinops_plus.linalg.submatrices import submatrix
+
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise ValueError(
+                f"Expected A[rows, cols], with : for all rows or columns; got A[{key!r}]."
+            )
+        return submatrix(self, *key)
 
     def to_dense(self) -> Tensor:
         """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a
@@ -250,20 +232,42 @@ class LinearOperator(ABC):
         eye = torch.eye(n, dtype=self.dtype, device=self.device)
         return self._matmat(eye) if n else eye.new_zeros(m, 0)
 
+    def materialize(self) -> LinearOperator:
+        """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed
+        forms.
+
+        The exact matrices of a small network thus get `inverse`, `logdet`, `eigenvalues`, `sample`
+        and so on, and still take and return lists and dictionaries of tensors like the parameters.
+
+        Cost: one `to_dense`; memory of `m n` numbers.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Dense
+            >>> space = Space.from_shapes({"w": (2,), "b": (1,)})
+            >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0, 4.0])), Structure.PSD, in_space=space)
+            >>> B = (A @ A.T + A).materialize()
+            >>> B.diagonal(), B.structure.name
+            (tensor([ 2.,  6., 20.]), 'GENERAL')
+            >>> A.materialize().inverse() @ {"w": torch.ones(2), "b": torch.ones(1)}
+            {'w': tensor([1.0000, 0.5000]), 'b': tensor([0.2500])}
+        """
+        from curvlinops_plus.linalg.dense import Dense
+
+        entries = self.to_dense()
+        return Dense(entries, self.structure, in_space=self.in_space, out_space=self.out_space)
+
+    def to_scipy(self, dtype: Any = None) -> Any:
+        """`A` as a `scipy.sparse.linalg.LinearOperator`, see `to_scipy`."""
+        from curvlinops_plus.linalg.scipy_operators import to_scipy
+
+        return to_scipy(self, dtype)
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array whose only entry is the operator."""
         raise TypeError(
             f"{self.label} is not an array. For its entries write A.to_dense().cpu().numpy(), for "
             "SciPy A.to_scipy(); products with arrays are A @ x and x @ A."
         )
-
-    if TYPE_CHECKING:  # set where the classes they return are defined, which build on this one
-
-        def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator: ...
-
-        def materialize(self) -> LinearOperator: ...
-
-        def to_scipy(self, dtype: Any = None) -> Any: ...
 
     def to(
         self,
@@ -286,24 +290,27 @@ class LinearOperator(ABC):
             Diagonal(2 x 2, PSD, torch.float64, cpu)
         """
         if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        where = None if device is None else torch.device(device)
-        if where is not None and where.type == self.device.type and where.index is None:
-            where = self.device
-        if where is not None:  # as its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu"
-            where = torch.empty(0, device=where).device
-        return (
-            self
-            if where in (None, self.device) and dtype in (None, self.dtype)
-            else self._to(where, dtype)
-        )
+            dtype = device
+            device = None
+        place = None if device is None else torch.device(device)
+        if place is not None:
+            if place.type == self.device.type and place.index is None:
+                place = self.device
+            # As its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu".
+            place = torch.empty(0, device=place).device
+        if place in (None, self.device) and dtype in (None, self.dtype):
+            return self
+        return self._to(place, dtype)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} owns no tensors that could be moved: what it is computed from "
-            "has to be there. If that is a model and data, convert these, model.to(...) and "
-            "X.to(...), and make it again."
-        )
+        if not self._made_of:
+            raise NotImplementedError(
+                f"{type(self).__name__} owns no tensors that could be moved: what it is computed "
+                "from has to be there. If that is a model and data, convert these, model.to(...) "
+                "and X.to(...), and make it again."
+            )
+        parts = [getattr(self, name) for name in self._made_of]
+        return type(self)(*[moved(part, device, dtype) for part in parts])
 
     # Arithmetic
     # ----------------------------------------------------------------------------------------------
@@ -317,41 +324,45 @@ class LinearOperator(ABC):
         products have inverses with damping, by conjugate gradients. Operators of other libraries,
         with `shape` and `@`, are multiplied with as they are.
         """
-        if (other := self._addend(other)) is NotImplemented:
+        from curvlinops_plus.linalg.arithmetic import Sum
+
+        B = self._addend(other)
+        if B is NotImplemented:
             return NotImplemented
-        total = Sum(self, other)  # also checks that they can be added
-        known = self._plus(other)
-        known = other._plus(self) if known is None else known
-        return total if known is None else known
+        total = Sum(self, B)  # also checks that they can be added
+        closed = self._plus(B)
+        if closed is None:
+            closed = B._plus(self)
+        return total if closed is None else closed
 
     def __radd__(self, other: Any) -> LinearOperator:
         # `sum([A, B])` begins with 0
         return self if isinstance(other, int) and other == 0 else self + other
 
     def __sub__(self, other: Any) -> LinearOperator:
-        other = self._addend(other)
-        return NotImplemented if other is NotImplemented else self + (-other)
+        B = self._addend(other)
+        return NotImplemented if B is NotImplemented else self + (-B)
 
     def __rsub__(self, other: Any) -> LinearOperator:
-        other = self._addend(other)
-        return NotImplemented if other is NotImplemented else other + (-self)
+        B = self._addend(other)
+        return NotImplemented if B is NotImplemented else B + (-self)
 
-    def _addend(self, other: Any) -> Any:
+    def _addend(self, addend: Any) -> Any:
         """What can be added to this operator; `NotImplemented` of types that may know how to do it
         themselves.
         """
-        if isinstance(other, LinearOperator):
-            return other
-        if isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
+        if isinstance(addend, LinearOperator):
+            return addend
+        if isinstance(addend, (int, float, complex, np.generic, np.ndarray, Tensor)):
             raise TypeError(
-                f"{type(other).__name__} can't be added to {self.label}. Add c times the identity "
+                f"{type(addend).__name__} can't be added to {self.label}. Add c times the identity "
                 "by A.shift(c), a matrix M of entries by A + Dense(M)."
             )
-        return (
-            Foreign(other, self)
-            if hasattr(other, "shape") and hasattr(other, "__matmul__")
-            else NotImplemented
-        )
+        if hasattr(addend, "shape") and hasattr(addend, "__matmul__"):
+            from curvlinops_plus.linalg.arithmetic import Foreign
+
+            return Foreign(addend, self)
+        return NotImplemented
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         """The sum with closed forms; None where only products are known."""
@@ -387,9 +398,13 @@ class LinearOperator(ABC):
         return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
+        from curvlinops_plus.linalg.arithmetic import Scaled
+
         return Scaled(self, 1.0, delta)
 
     def _scale(self, c: Scalar) -> LinearOperator:
+        from curvlinops_plus.linalg.arithmetic import Scaled
+
         return Scaled(self, c)
 
     # Closed forms
@@ -450,8 +465,8 @@ class LinearOperator(ABC):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        damping = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
-        return self._inverse(damping, retry_double_precision)
+        number = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
+        return self._inverse(number, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
@@ -470,11 +485,7 @@ class LinearOperator(ABC):
             SingularMatrixError: If `p < 0` and the matrix is singular and there is no damping.
             ValueError: If the matrix is not positive semi-definite, or the damping negative.
         """
-        if self.structure < Structure.PSD:
-            raise ValueError(
-                f"Expected a positive semi-definite matrix, got {self.label}; only those have real "
-                "powers."
-            )
+        self._need_psd("have real powers")
         return self._power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
@@ -492,11 +503,7 @@ class LinearOperator(ABC):
             TypeError: If `generator` is no `torch.Generator`.
             ValueError: If the matrix is not positive semi-definite.
         """
-        if self.structure < Structure.PSD:
-            raise ValueError(
-                f"Expected a positive semi-definite matrix, got {self.label}; only those are "
-                "covariances."
-            )
+        self._need_psd("are covariances")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
                 f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a "
@@ -504,9 +511,8 @@ class LinearOperator(ABC):
                 "num=..."
             )
         like = torch.empty((), dtype=self.dtype, device=self.device)
-        draws = self._root_matmat(
-            standard_normal(1 if num is None else num, self.shape[1], generator, like)
-        )
+        numbers = standard_normal(1 if num is None else num, self.shape[1], generator, like)
+        draws = self._root_matmat(numbers)
         return draws[:, 0] if num is None else draws
 
     def quadratic_form(self, J: Any) -> Any:
@@ -545,7 +551,7 @@ class LinearOperator(ABC):
         return to_numpy(form) if kind == "numpy" else form
 
     # What a structure implements; arguments are checked, and dampings are numbers
-    # -------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
         products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
@@ -573,10 +579,15 @@ class LinearOperator(ABC):
         except NoClosedForm:
             raise self._no_closed_form("sample") from None
 
+    def _need_psd(self, purpose: str) -> None:
+        if self.structure < Structure.PSD:
+            raise ValueError(
+                f"Expected a positive semi-definite matrix, got {self.label}; only those {purpose}."
+            )
+
     def _no_closed_form(self, member: str) -> NoClosedForm:
-        formed = (
-            f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
-        )
+        symmetric = self.structure >= Structure.SYMMETRIC
+        formed = f"A.materialize().{member}" if symmetric else "A.to_dense()"
         advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
         return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
 
@@ -598,279 +609,50 @@ class Flat(LinearOperator):
         return self.in_space if m == n else Space.flat(m)
 
 
-class Foreign(LinearOperator):
-    """An operator of another library: curvlinops', SciPy's, or any object with `shape`, `@` and a
-    transpose.
+#: What errors about a part of a matrix are of.
+OF_PARTS = (NumericsError, NotImplementedError, TypeError, ValueError)
 
-    Args:
-        op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else
-            arrays.
-        like: What has the dtype and device of this one; the operator itself, if nothing else is
-            said.
-        structure: What is known about the matrix.
+
+def about(part: str, error: Exception) -> Exception:
+    """The error, beginning with the name of the part of the matrix that it is about."""
+    return type(error)(f"{part}: {error}")
+
+
+def moved(part: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """A tensor or operator on another device and in another dtype; anything else as it is."""
+    if isinstance(part, (Tensor, LinearOperator)):
+        return part.to(device=device, dtype=dtype)
+    return part
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which matrix products keep their precision, whatever the caller's autocast
+    says.
     """
-
-    def __init__(self, op: Any, like: Any = None, structure: Structure = Structure.GENERAL) -> None:
-        m, n = map(int, op.shape)
-        like = op if like is None else like
-        super().__init__(
-            Space.flat(n),
-            like.dtype,
-            torch.empty(0, device=like.device).device,
-            structure,
-            Space.flat(m),
-        )
-        self.op = op
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._product, self._adjoint_product)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return linear_in(X, self._adjoint_product, self._product)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        like = torch.empty(0, dtype=dtype or self.dtype, device=device or self.device)
-        return Foreign(self.op, like, self.structure)
-
-    def _product(self, X: Tensor) -> Tensor:
-        return self._of(self.op, X)
-
-    def _adjoint_product(self, X: Tensor) -> Tensor:
-        if self.structure >= Structure.SYMMETRIC:
-            return self._product(X)
-        try:
-            return self._of(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
-        except TypeError as error:  # SciPy's, which calls None
-            raise NotImplementedError(
-                f"{self.op!r} cannot multiply from the left; give it `rmatvec`."
-            ) from error
-
-    def _of(self, op: Any, X: Tensor) -> Tensor:
-        dtype = getattr(self.op, "dtype", self.dtype)
-        if isinstance(dtype, torch.dtype):
-            found = op @ X.detach().to(getattr(self.op, "device", X.device), dtype)
-        else:
-            found = torch.as_tensor(op @ to_numpy(X))
-        return found.to(X, copy=True)  # it may be the argument
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
-class Sum(LinearOperator):
-    """`A + B`."""
-
-    def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
-        _check_fit(A, B, A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space), "+")
-        # Of two spaces that match, the one with names and shapes.
-        spaces = [
-            b if a.is_flat else a for a, b in ((A.in_space, B.in_space), (A.out_space, B.out_space))
-        ]
-        super().__init__(spaces[0], A.dtype, A.device, min(A.structure, B.structure), spaces[1])
-        self.A, self.B = A, B
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.A._matmat(X) + self.B._matmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.A._rmatmat(X) + self.B._rmatmat(X)
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return type(self)(self.A.to(device, dtype), self.B.to(device, dtype))
-
-    def _to_dense(self) -> Tensor:
-        return self.A.to_dense() + self.B.to_dense()
-
-    def _scale(self, c: Scalar) -> LinearOperator:
-        return self.A._scale(c) + self.B._scale(c)
-
-    @property
-    def trace(self) -> Tensor:
-        return self.A.trace + self.B.trace
-
-    def diagonal(self) -> Tensor:
-        return self.A.diagonal() + self.B.diagonal()
+Product_ = Callable[[Tensor], Tensor]
 
 
-class Product(LinearOperator):
-    """`A B`."""
+def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+    """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies
+    with, to any order.
 
-    def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
-        _check_fit(A, B, A.in_space.matches(B.out_space), "@")
-        super().__init__(B.in_space, A.dtype, A.device, out_space=A.out_space)
-        self.A, self.B = A, B
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.A._matmat(self.B._matmat(X))
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.B._rmatmat(self.A._rmatmat(X))
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return Product(self.A.to(device, dtype), self.B.to(device, dtype))
-
-
-class Adjoint(LinearOperator):
-    """`Aᵀ`."""
-
-    def __init__(self, A: LinearOperator) -> None:
-        super().__init__(A.out_space, A.dtype, A.device, A.structure, A.in_space)
-        self.A = A
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.A._rmatmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.A._matmat(X)
-
-    def adjoint(self) -> LinearOperator:
-        return self.A
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return Adjoint(self.A.to(device, dtype))
-
-    def _to_dense(self) -> Tensor:
-        return self.A.to_dense().T
-
-
-class Scaled(LinearOperator):
-    """`c A + delta I` for numbers or 0-d tensors `c` and `delta`; a negative one makes it
-    indefinite.
+    For products that are computed without a graph, of their own operator or in other libraries.
     """
-
-    def __init__(self, A: LinearOperator, c: Scalar = 1.0, delta: Scalar = 0.0) -> None:
-        structure = A.structure if c >= 0 and delta >= 0 else min(A.structure, Structure.SYMMETRIC)
-        super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
-        self.A, self.c, self.delta = A, c, delta
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self._plus_shift(self.c * self.A._matmat(X), X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._plus_shift(self.c * self.A._rmatmat(X), X)
-
-    def _plus_shift(self, Y: Tensor, X: Tensor) -> Tensor:
-        return Y if is_zero(self.delta) else Y + self.delta * X
-
-    def adjoint(self) -> LinearOperator:
-        return (
-            self
-            if self.structure >= Structure.SYMMETRIC
-            else Scaled(self.A.adjoint(), self.c, self.delta)
-        )
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        A = self.A.to(device, dtype)
-        return Scaled(A, scalar(self.c, A, "the factor"), scalar(self.delta, A, "the shift"))
-
-    def _plus(self, other: LinearOperator) -> LinearOperator | None:
-        if is_zero(self.delta):
-            return None
-        return ((self.A if self._only_shifts else self.A._scale(self.c)) + other).shift(self.delta)
-
-    def _shift(self, delta: Scalar) -> LinearOperator:
-        return Scaled(self.A, self.c, self.delta + delta)
-
-    def _scale(self, c: Scalar) -> LinearOperator:
-        scaled = self.A._scale(c * self.c)
-        return scaled if is_zero(self.delta) else scaled.shift(c * self.delta)
-
-    def _to_dense(self) -> Tensor:
-        dense = self.c * self.A.to_dense()
-        return dense if is_zero(self.delta) else add_to_diagonal(dense, self.delta)
-
-    @property
-    def trace(self) -> Tensor:
-        return self.c * self.A.trace + self.shape[0] * self.delta
-
-    def diagonal(self) -> Tensor:
-        return self.c * self.A.diagonal() + self.delta
-
-    def eigenvalues(self) -> Tensor:
-        return self.c * self.A.eigenvalues() + self.delta
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        size = self.A.frobenius_norm
-        norm, trace, delta = (  # whose squares may be infinite in single precision
-            torch.as_tensor(x, dtype=wide(size), device=size.device)
-            for x in (self.c * size, self.c * self.A.trace, self.delta)
-        )
-        square = norm.square() + 2 * delta * trace + self.shape[0] * delta.square()
-        return square.clamp(min=0).sqrt().to(size.dtype)
-
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        try:
-            return slogdet_of(self.eigenvalues())
-        except NoClosedForm:
-            raise self._no_closed_form("logdet") from None
-
-    @property
-    def _only_shifts(self) -> bool:
-        return isinstance(self.c, float) and self.c == 1
-
-    def _unscaled(self, member: str) -> LinearOperator:
-        """`A` if `c` is one: multiples of what has inverses and powers are no `Scaled`."""
-        if self._only_shifts:
-            return self.A
-        raise self._no_closed_form(member)
-
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        return self._unscaled("inverse").inverse(self.delta + damping, retry_double_precision=retry)
-
-    def _power(self, p: float, damping: Scalar) -> LinearOperator:
-        return self._unscaled("power").power(p, self.delta + damping)
+    return _Linear.apply(X, product, adjoint) if X.requires_grad else product(X)  # type: ignore[return-value]
 
 
-class Deferred(LinearOperator):
-    """Stands for `self.operator`, which a subclass may compute at first use: its products and
-    closed forms.
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+        ctx.product = product
+        ctx.adjoint = adjoint
+        return product(X.detach())
 
-    Spaces, dtype, device and structure are known before; sums and multiples are made of what is
-    computed.
-    """
-
-    operator: LinearOperator
-
-    vars().update(
-        {
-            name: property(attrgetter(f"operator.{name}"))
-            for name in (
-                *(
-                    "trace",
-                    "frobenius_norm",
-                    "eigenvalues",
-                    "diagonal",
-                    "inverse",
-                    "power",
-                    "shift",
-                ),
-                *(
-                    "_rmatmat",
-                    "_to_dense",
-                    "_scale",
-                    "_slogdet",
-                    "_inverse",
-                    "_power",
-                    "_root_matmat",
-                ),
-            )
-        }
-    )
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.operator._matmat(X)
-
-    def _plus(self, other: LinearOperator) -> LinearOperator:
-        return self.operator + other
-
-
-def _check_fit(A: LinearOperator, B: LinearOperator, spaces_fit: bool, operation: str) -> None:
-    if not spaces_fit:
-        spaces = [
-            f"{type(X).__name__}({[*map(list, X.out_shapes)]} x {[*map(list, X.in_shapes)]})"
-            for X in (A, B)
-        ]
-        raise ValueError(f"The spaces of {spaces[0]} {operation} {spaces[1]} don't fit.")
-    if A.dtype != B.dtype or A.device != B.device:
-        raise TypeError(
-            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} "
-            f"and {B.dtype} on {B.device}; convert one of them with .to(device=..., dtype=...)."
-        )
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Linear.apply(grads[0], ctx.adjoint, ctx.product), None, None

@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
+from curvlinops_plus.linalg.arithmetic import Scaled, Sum
+from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator, IdentityMultiple
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, KroneckerSum
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Sum
+from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
 
 #: What states of this package say that they are.
 FORMAT = "curvlinops_plus"
 
-#: Of each class that has a state the arguments that it is made of: operators, tensors and numbers,
-#: and plain ones.
-_PARTS: dict[type[Any], tuple[str, ...]] = {
-    Kronecker: ("G", "A"),
-    KroneckerSum: ("A", "B"),
-    Sum: ("A", "B"),
-    Eigendecomposed: ("basis", "values", "structure", "rtol"),
-    Dense: ("matrix", "structure", "rtol"),
-    Diagonal: ("vector",),
-    Scaled: ("A", "c", "delta"),
+#: Classes that are saved as the operators, tensors and numbers that they are made of.
+_SAVED: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Kronecker, KroneckerSum, Sum, Eigendecomposed, Dense, Diagonal, Scaled)
 }
+_IDENTITY = IdentityLinearOperator.__name__
 
 
 def pack(operator: LinearOperator) -> dict[str, Any]:
@@ -35,17 +31,17 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     Raises:
         ValueError: If its type can't be saved.
     """
-    name = type(operator).__name__
-    if isinstance(operator, IdentityLinearOperator):
+    if isinstance(operator, IdentityMultiple):
         dtype = str(operator.dtype).removeprefix("torch.")
-        return {"type": name, "size": operator.size, "dtype": dtype, "c": float(operator.c)}
-    if type(operator) not in _PARTS:
-        known = ", ".join(kind.__name__ for kind in _PARTS)
+        return {"type": _IDENTITY, "size": operator.size, "dtype": dtype, "c": float(operator.c)}
+    name = type(operator).__name__
+    if _SAVED.get(name) is not type(operator):
         raise ValueError(
-            f"A block of type {name} can't be saved; known are {known}, and the identity."
+            f"A block of type {name} can't be saved; known are {', '.join(_SAVED)}, and the "
+            "identity."
         )
     state: dict[str, Any] = {"type": name}
-    for key in _PARTS[type(operator)]:
+    for key in operator._made_of:
         part = getattr(operator, key)
         if isinstance(part, LinearOperator):
             state[key] = pack(part)
@@ -65,21 +61,23 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
         ValueError: If the state is not one of `pack`.
     """
     try:
-        if state["type"] == IdentityLinearOperator.__name__:
-            return IdentityLinearOperator(
-                [(state["size"],)], device, getattr(torch, state["dtype"])
-            )._scale(state["c"])
-        kind = next(kind for kind in _PARTS if kind.__name__ == state["type"])
+        if state["type"] == _IDENTITY:
+            shapes = [(state["size"],)]
+            identity = IdentityLinearOperator(shapes, device, getattr(torch, state["dtype"]))
+            return identity._scale(state["c"])
+        kind = _SAVED[state["type"]]
         parts = []
-        for key in _PARTS[kind]:
+        for key in kind._made_of:
             part = state.get(key) if key == "rtol" else state[key]
             if isinstance(part, Mapping):
                 part = unpack(part, device)
+            elif isinstance(part, Tensor):
+                part = copied(part).to(device)
             elif key == "structure":
                 part = Structure[str(part)]
-            parts.append(copied(part).to(device) if isinstance(part, Tensor) else part)
+            parts.append(part)
         return kind(*parts)
-    except (KeyError, StopIteration, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state of a block is incomplete or of an unknown type ({error!r}); is the file "
             "cut off, or not ours?"

@@ -4,6 +4,7 @@ package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.arithmetic import Foreign
 from curvlinops_plus.linalg.dense import Dense
-from curvlinops_plus.linalg.operator import Foreign, LinearOperator
+from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
 
 if TYPE_CHECKING:
@@ -42,20 +44,20 @@ def to_scipy(A: LinearOperator, dtype: Any = None) -> SciPyLinearOperator:
     """
     if isinstance(dtype, torch.dtype):
         dtype = "float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
-    wanted = np.dtype(np.float64 if dtype is None else dtype)
+    declared = np.dtype(np.float64 if dtype is None else dtype)
 
-    def of(product: Any) -> Any:
-        def multiply(X: Any) -> Any:
-            given = np.asarray(X).dtype
-            return np.asarray(product(X), dtype=given if given.kind == "f" else wanted)
+    def in_numpy(product: Callable[[Any], Any]) -> Callable[[Any], np.ndarray]:
+        def multiply(X: Any) -> np.ndarray:
+            dtype = np.asarray(X).dtype
+            return np.asarray(product(X), dtype=dtype if dtype.kind == "f" else declared)
 
         return multiply
 
-    forth, back = of(A.matmat), of(A.rmatmat)
-    make: Any = (
-        scipy.sparse.linalg.LinearOperator
-    )  # whose arguments are those of the class that it returns
-    return make(A.shape, matvec=forth, rmatvec=back, matmat=forth, rmatmat=back, dtype=wanted)
+    matmat = in_numpy(A.matmat)
+    rmatmat = in_numpy(A.rmatmat)
+    # SciPy returns an instance of another class, whose arguments these are.
+    make: Any = scipy.sparse.linalg.LinearOperator
+    return make(A.shape, matmat, rmatmat, matmat, rmatmat=rmatmat, dtype=declared)
 
 
 def from_scipy(
@@ -90,23 +92,16 @@ def from_scipy(
         raise TypeError(
             f"Expected a SciPy operator, sparse matrix or NumPy array, got a {type(op).__name__}."
         )
-    given = np.dtype(getattr(op, "dtype", None) or np.float64)
-    if given.kind not in "fiub":
+    op_dtype = np.dtype(getattr(op, "dtype", None) or np.float64)
+    if op_dtype.kind not in "fiub":
         raise TypeError(
-            f"Expected a matrix of real numbers, got dtype {given}; take its real part."
+            f"Expected a matrix of real numbers, got dtype {op_dtype}; take its real part."
         )
-    dtype = dtype or (
-        torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64
-    )
-    where = torch.empty(0, device="cpu" if device is None else device).device
+    if dtype is None:
+        single = op_dtype in (np.float32, np.float16)
+        dtype = torch.float32 if single else torch.float64
+    device = "cpu" if device is None else device
     if isinstance(op, np.ndarray):
-        return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=where), structure)
-    return Foreign(
-        scipy.sparse.linalg.aslinearoperator(op),
-        torch.empty(0, dtype=dtype, device=where),
-        structure,
-    )
-
-
-# Set from here, because operators are defined without the classes that build on them.
-LinearOperator.to_scipy = to_scipy  # type: ignore[assignment]
+        return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=device), structure)
+    like = torch.empty(0, dtype=dtype, device=device)
+    return Foreign(scipy.sparse.linalg.aslinearoperator(op), like, structure)

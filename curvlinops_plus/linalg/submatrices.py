@@ -20,15 +20,60 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, OwnedBlockDiagonal
+from curvlinops_plus.linalg.arithmetic import Deferred, Scaled
+from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import is_zero
-from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator
+from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityMultiple
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.operator import Deferred, LinearOperator, Scaled
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.owned_blocks import OwnedBlockDiagonal
 from curvlinops_plus.linalg.space import Space, Structure
 
 _COLUMNS = 1024  # that are multiplied together where entries of a part are formed
+
+
+def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
+    """The submatrix of some rows and columns, as the operator with the most closed forms: what
+    `A[rows, cols]` returns.
+
+    Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a
+    `Diagonal` one, and block-diagonal of a block-diagonal matrix such as KFAC, with inverse,
+    determinant and so on: blocks that are selected as a whole keep their form, other parts of
+    blocks, Kronecker products and matrices in an eigenbasis are dense. Everything else is a
+    `SubmatrixLinearOperator`.
+
+    Args:
+        A: The matrix.
+        rows: Integers, a boolean mask, a slice, or names of parameters.
+        cols: The same.
+
+    Raises:
+        ValueError: If integers repeat or are out of bounds, or a name is unknown.
+
+    Cost: memory for `k²` numbers for a block of which only `k` rows are selected.
+
+    Example:
+        >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()
+        tensor(4.)
+    """
+    row_selection = select(rows, A.out_space, A.device, "row")
+    selection = select(cols, A.in_space, A.device, "column")
+    if isinstance(A, Deferred):
+        A = A.operator
+    same = row_selection.same(selection)
+    if isinstance(A, Dense) and not A.batch:
+        matrix = row_selection.gather(A.matrix).index_select(1, selection.positions)
+        structure = A.structure if same else Structure.GENERAL
+        spaces: Any = {"in_space": selection.space, "out_space": row_selection.space}
+        return Dense(matrix, structure, A.rtol, **spaces)
+    if isinstance(A, Scaled) and (same or is_zero(A.delta)):
+        part = submatrix(A.A, row_selection, selection)._scale(A.c)
+        return part if is_zero(A.delta) else part.shift(A.delta)
+    principal = _principal(A, selection) if same else None
+    if principal is not None:
+        return principal
+    return SubmatrixLinearOperator(A, row_selection, selection)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +94,7 @@ class Selection:
 
     def same(self, other: Selection) -> bool:
         """Whether both pick the same entries in the same order."""
-        return self is other or (
-            self.dim == other.dim and torch.equal(self.positions, other.positions)
-        )
+        return self.dim == other.dim and torch.equal(self.positions, other.positions)
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
@@ -64,39 +107,113 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     Raises:
         ValueError: If it is of no known kind, out of bounds, or has duplicates.
     """
+    n = space.dim
     if isinstance(which, Selection):
-        return Selection(which.space, which.positions.to(device), which.dim)
-    n, every = space.dim, torch.arange(space.dim, device=device)
-    if isinstance(which, slice) and which == slice(None):
-        return Selection(space, every, n)
+        return Selection(which.space, which.positions.to(device), n)
+    every = torch.arange(n, device=device)
+    if isinstance(which, slice):
+        if which == slice(None):
+            return Selection(space, every, n)
+        positions = every[list(range(n)[which])]
+        return Selection(Space.flat(len(positions)), positions, n)
     names = [which] if isinstance(which, str) else which
     if isinstance(names, Sequence) and len(names) and all(isinstance(name, str) for name in names):
         if len(set(names)) != len(names) or not set(names) <= set(space.names):
             raise ValueError(
                 f"Expected different names of {axis}s out of {space.names}, got {list(names)}."
             )
-        picked = torch.cat([space.unflatten(every)[name].flatten() for name in names])
-        return Selection(Space({name: space.shapes[name] for name in names}), picked, n)
-    if isinstance(which, slice):
-        picked = every[list(range(n)[which])]
-    else:
-        picked = torch.as_tensor(
-            np.asarray(which) if isinstance(which, (Sequence, np.ndarray)) else which, device=device
+        tree = space.unflatten(every)
+        positions = torch.cat([tree[name].flatten() for name in names])
+        return Selection(Space({name: space.shapes[name] for name in names}), positions, n)
+    positions = _positions(which, every)
+    if positions is None:
+        raise ValueError(
+            f"Expected {axis}s as different integers between 0 and {n - 1}, a mask of {n} "
+            f"entries, a slice, or names of parameters out of {space.names}; got {which!r}."
         )
-        picked = picked.long() if picked.numel() == 0 else picked
-        if picked.dtype == torch.bool and picked.shape == (n,):
-            picked = every[picked]
-        wrong = picked.ndim != 1 or picked.dtype == torch.bool or picked.is_floating_point()
-        if (
-            wrong
-            or bool(((picked < 0) | (picked >= n)).any())
-            or len(picked.unique()) != len(picked)
-        ):
-            raise ValueError(
-                f"Expected {axis}s as different integers between 0 and {n - 1}, a mask of {n} "
-                f"entries, a slice, or names of parameters out of {space.names}; got {which!r}."
-            )
-    return Selection(Space.flat(len(picked)), picked.to(device, torch.long), n)
+    return Selection(Space.flat(len(positions)), positions, n)
+
+
+def _positions(which: Any, every: Tensor) -> Tensor | None:
+    """The positions of a mask or of different integers; None of anything else."""
+    if isinstance(which, (Sequence, np.ndarray)):
+        which = np.asarray(which)
+    numbers = torch.as_tensor(which, device=every.device)
+    if numbers.numel() == 0:
+        numbers = numbers.long()
+    if numbers.dtype == torch.bool:
+        return every[numbers] if numbers.shape == every.shape else None
+    if numbers.ndim != 1 or numbers.is_floating_point():
+        return None
+    inside = (numbers >= 0) & (numbers < len(every))
+    if not bool(inside.all()) or len(numbers.unique()) != len(numbers):
+        return None
+    return numbers.long()
+
+
+def _principal(A: LinearOperator, selection: Selection) -> LinearOperator | None:
+    """The submatrix of the same rows and columns with closed forms, or None if it has none."""
+    space = selection.space
+    positions = selection.positions
+    if isinstance(A, IdentityMultiple):
+        return IdentityMultiple(space, A.c, A.device, A.dtype)
+    if isinstance(A, Diagonal):
+        return Diagonal(selection.gather(A.vector.flatten()))
+    if isinstance(A, BlockDiagonal) and not isinstance(A, OwnedBlockDiagonal) and len(positions):
+        return _part_of_blocks(A, selection)
+    if A.structure == Structure.GENERAL or not isinstance(A, (Dense, Kronecker, Eigendecomposed)):
+        return None
+    if isinstance(A, Kronecker) and not A.batch:
+        G, A_ = A.factors
+        if isinstance(G, Dense) and isinstance(A_, Dense):
+            # The entry (o i, p j) of G ⊗ A is G[o, p] A[i, j].
+            o = positions // A_.size
+            i = positions % A_.size
+            entries = G.matrix[o][:, o] * A_.matrix[i][:, i]
+            return Dense(entries, A.structure, in_space=space)
+    part = SubmatrixLinearOperator(A, selection, selection)
+    eye = torch.eye(len(positions), dtype=A.dtype, device=A.device)
+    entries = torch.cat([part._matmat(X) for X in eye.split(_COLUMNS, 1)], 1)
+    return Dense(entries, A.structure, in_space=space)
+
+
+def _part_of_blocks(A: BlockDiagonal, selection: Selection) -> BlockDiagonal:
+    """A part of each block, in the order of the block; those of which everything is picked stay
+    what they are.
+    """
+    layouts = _uncut_layouts(A, selection)
+    if layouts is not None:
+        blocks = {block: A.blocks[block] for block in layouts}
+        return BlockDiagonal(blocks, layouts, selection.space)
+    # Where each entry of the vector is in the part; -1 if it is not in it.
+    places = torch.full((A.shape[0],), -1, device=A.device)
+    places[selection.positions] = torch.arange(len(selection.positions), device=A.device)
+    blocks = {}
+    positions = {}
+    for name, block_positions in A.positions().items():
+        block_places = places[block_positions]
+        inside = (block_places >= 0).nonzero()[:, 0]
+        if len(inside):
+            block = A._fetched(name)
+            is_cut = len(inside) < len(block_places)
+            blocks[name] = submatrix(block, inside, inside) if is_cut else block
+            positions[name] = block_places[inside]
+    return PositionedBlocks(blocks, positions, selection.space)
+
+
+def _uncut_layouts(A: BlockDiagonal, selection: Selection) -> dict[str, Layout] | None:
+    """The layouts of the blocks that make the selection; None if it cuts a block or was not made by
+    names.
+    """
+    names = selection.space.names
+    by_name = not isinstance(A, PositionedBlocks) and set(names) <= set(A.space.names)
+    if not by_name or not selection.same(select(names, A.space, A.device, "row")):
+        return None
+    layouts = {
+        block: layout for block, layout in A.layouts.items() if set(layout.names) <= set(names)
+    }
+    number = sum(len(layout.names) for layout in layouts.values())
+    return layouts if number == len(names) else None
 
 
 class SubmatrixLinearOperator(LinearOperator):
@@ -120,6 +237,8 @@ class SubmatrixLinearOperator(LinearOperator):
         tensor([[6., 4.]])
     """
 
+    _made_of = ("A", "rows", "cols")
+
     def __init__(self, A: LinearOperator, row_idxs: Any, col_idxs: Any) -> None:
         self.A = A
         self.set_submatrix(row_idxs, col_idxs)
@@ -127,19 +246,17 @@ class SubmatrixLinearOperator(LinearOperator):
     def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
         """Select other rows and columns."""
         A = self.A
-        self.rows, self.cols = rows, cols = _both(A, row_idxs, col_idxs)
-        self._principal = A.in_space.matches(A.out_space) and rows.same(cols)
+        self.rows = select(row_idxs, A.out_space, A.device, "row")
+        self.cols = select(col_idxs, A.in_space, A.device, "column")
+        self._principal = A.in_space.matches(A.out_space) and self.rows.same(self.cols)
         structure = A.structure if self._principal else Structure.GENERAL
-        super().__init__(cols.space, A.dtype, A.device, structure, rows.space)
+        super().__init__(self.cols.space, A.dtype, A.device, structure, self.rows.space)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.rows.gather(self.A._matmat(self.cols.scatter(X)))
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return SubmatrixLinearOperator(self.A.to(device, dtype), self.rows, self.cols)
 
     @property
     def trace(self) -> Tensor:
@@ -169,22 +286,21 @@ class ProjectedLinearOperator(LinearOperator):
                 [0., 0.]])
     """
 
+    _made_of = ("A", "selection")
+
     def __init__(self, A: LinearOperator, idxs: Any) -> None:
-        self.kept, _ = _both(A, idxs, slice(None))
         super().__init__(A.in_space, A.dtype, A.device, A.structure, A.out_space)
         self.A = A
+        self.selection = select(idxs, A.out_space, A.device, "row")
 
     def _project(self, X: Tensor) -> Tensor:
-        return self.kept.scatter(self.kept.gather(X))
+        return self.selection.scatter(self.selection.gather(X))
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self._project(self.A._matmat(self._project(X)))
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self._project(self.A._rmatmat(self._project(X)))
-
-    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return ProjectedLinearOperator(self.A.to(device, dtype), self.kept)
 
     def diagonal(self) -> Tensor:
         return self._project(self.A.diagonal())
@@ -217,17 +333,19 @@ class PositionedBlocks(BlockDiagonal):
     def __init__(
         self, blocks: Mapping[str, LinearOperator], positions: Mapping[str, Tensor], space: Space
     ) -> None:
-        shapes = {name: (len(at),) for name, at in positions.items()}
+        shapes = {name: (len(places),) for name, places in positions.items()}
         layouts = {
             name: Layout({name: "d -> 1 d"}, {name: shape}) for name, shape in shapes.items()
         }
         super().__init__(blocks, layouts, Space(shapes))
-        at = torch.cat([positions[name] for name in shapes]).to(self.device)
+        order = torch.cat(list(positions.values())).to(self.device)
         #: For each entry of all blocks its position in the vector, and the other way round.
-        self._order, self._back = at, at.argsort()
-        if not torch.equal(at[self._back], torch.arange(space.dim, device=at.device)):
+        self._order = order
+        self._back = order.argsort()
+        if not torch.equal(order[self._back], torch.arange(space.dim, device=order.device)):
             raise ValueError(f"Expected each position from 0 to {space.dim - 1} in one block.")
-        self.in_space = self.out_space = space
+        self.in_space = space
+        self.out_space = space
 
     def _blockwise(self, product: str, X: Tensor) -> Tensor:
         return super()._blockwise(product, X[self._order])[self._back]
@@ -242,103 +360,3 @@ class PositionedBlocks(BlockDiagonal):
         raise UnsupportedError(
             "A part of a matrix that cuts blocks has no state: save the whole matrix."
         )
-
-
-def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
-    """The submatrix of some rows and columns, as the operator with the most closed forms: what
-    `A[rows, cols]` returns.
-
-    Of a `Dense` matrix it is `Dense`. With the same rows and columns it is `Diagonal` of a
-    `Diagonal` one, and block-diagonal of a block-diagonal matrix such as KFAC, with inverse,
-    determinant and so on: blocks that are selected as a whole keep their form, other parts of
-    blocks, Kronecker products and matrices in an eigenbasis are dense. Everything else is a
-    `SubmatrixLinearOperator`.
-
-    Args:
-        A: The matrix.
-        rows: Integers, a boolean mask, a slice, or names of parameters.
-        cols: The same.
-
-    Raises:
-        ValueError: If integers repeat or are out of bounds, or a name is unknown.
-
-    Cost: memory for `k²` numbers for a block of which only `k` rows are selected.
-
-    Example:
-        >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()
-        tensor(4.)
-    """
-    picked_rows, picked = _both(A, rows, cols)
-    A = A.operator if isinstance(A, Deferred) else A
-    at, same = picked.positions, picked_rows.same(picked)
-    if isinstance(A, Dense) and not A.batch:
-        matrix = A.matrix.index_select(0, picked_rows.positions).index_select(1, at)
-        structure = A.structure if same else Structure.GENERAL
-        return Dense(matrix, structure, A.rtol, in_space=picked.space, out_space=picked_rows.space)
-    if isinstance(A, Scaled) and (same or is_zero(A.delta)):
-        part = submatrix(A.A, picked_rows, picked)._scale(A.c)
-        return part if is_zero(A.delta) else part.shift(A.delta)
-    if same and isinstance(A, IdentityLinearOperator):
-        return IdentityLinearOperator(picked.space, A.device, A.dtype)._scale(A.c)
-    if same and isinstance(A, Diagonal):
-        return Diagonal(picked.gather(A.vector.flatten()))
-    if same and len(at) and isinstance(A, BlockDiagonal) and not isinstance(A, OwnedBlockDiagonal):
-        return _part_of_blocks(A, picked)
-    part = SubmatrixLinearOperator(A, picked_rows, picked)
-    if (
-        not same
-        or A.structure == Structure.GENERAL
-        or not isinstance(A, (Dense, Kronecker, Eigendecomposed))
-    ):
-        return part
-    if (
-        isinstance(A, Kronecker)
-        and not A.batch
-        and isinstance(A.G, Dense)
-        and isinstance(A.A, Dense)
-    ):
-        o, i = at // A.A.size, at % A.A.size
-        return Dense(A.G.matrix[o][:, o] * A.A.matrix[i][:, i], A.structure, in_space=picked.space)
-    columns = torch.eye(len(at), dtype=A.dtype, device=A.device).split(_COLUMNS, 1)
-    return Dense(
-        torch.cat([part._matmat(X) for X in columns], 1), A.structure, in_space=picked.space
-    )
-
-
-def _part_of_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
-    """A part of each block, in the order of the block; those of which everything is picked stay
-    what they are.
-    """
-    names = picked.space.names
-    whole = {
-        block: layout for block, layout in A.layouts.items() if set(layout.names) <= set(names)
-    }
-    if sorted(name for layout in whole.values() for name in layout.names) == sorted(
-        names
-    ):  # no block is cut
-        return BlockDiagonal({block: A.blocks[block] for block in whole}, whole, picked.space)
-    new = torch.full((A.shape[0],), -1, device=A.device)
-    new[picked.positions] = torch.arange(len(picked.positions), device=A.device)
-    blocks, positions = {}, {}
-    for name, at in A.positions().items():
-        inside = (new[at] >= 0).nonzero()[:, 0]
-        if len(inside):
-            block = A._fetched(name)
-            blocks[name] = block if len(inside) == len(at) else submatrix(block, inside, inside)
-            positions[name] = new[at[inside]]
-    return PositionedBlocks(blocks, positions, picked.space)
-
-
-def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
-    return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
-
-
-def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
-    """`A[rows, cols]`, see `submatrix`."""
-    if not isinstance(key, tuple) or len(key) != 2:
-        raise ValueError(f"Expected A[rows, cols], with : for all rows or columns; got A[{key!r}].")
-    return submatrix(self, *key)
-
-
-# Set from here, because operators are defined without the classes that build on them.
-LinearOperator.__getitem__ = _getitem

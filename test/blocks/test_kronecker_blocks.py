@@ -34,7 +34,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.blocks import per_example
 from curvlinops_plus.linalg import Kronecker
-from curvlinops_plus.linalg.kronecker import nearest_to_matrix
+from curvlinops_plus.linalg.nearest import nearest_to_matrix
 from curvlinops_plus.risk import layer_batch
 
 #: Every net with joint blocks or with a block for each parameter, in turns.

@@ -25,7 +25,7 @@ from curvlinops_plus.linalg import (
     Structure,
     Sum,
 )
-from curvlinops_plus.linalg.kronecker import nearest_kronecker
+from curvlinops_plus.linalg.nearest import nearest_kronecker
 
 from .cases import F64, block_diagonal, eye_like, normal, psd
 from .test_laws import close

@@ -19,6 +19,7 @@ from curvlinops_plus.linalg import (
     Eigendecomposed,
     IdentityLinearOperator,
     Kronecker,
+    Layout,
     LinearOperator,
     ProjectedLinearOperator,
     Space,
@@ -181,6 +182,16 @@ def test_parameters_of_blocks() -> None:
         torch.linalg.inv(M[rows][:, rows] + 0.1 * torch.eye(12, dtype=F64)),
     )
     assert isinstance(K["scale", "grouped"], SubmatrixLinearOperator)
+
+
+def test_positions_of_blocks_with_numbered_parameters() -> None:
+    """Positions are no names, also where the only parameter is called "0" as a flat vector is."""
+    M = psd(3, 3)
+    layouts = {"b": Layout({"0": "d -> 1 d"}, {"0": (3,)})}
+    K = BlockDiagonal({"b": Dense(M, PSD)}, layouts, Space({"0": (3,)}))
+    for at in ([2, 0, 1], [1], [0, 1, 2]):
+        close(K[at, at].to_dense(), M[at][:, at])
+        close(K[at, at][:, :].to_dense(), M[at][:, at])
 
 
 def test_entries_of_parts_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
