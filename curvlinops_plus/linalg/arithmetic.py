@@ -19,6 +19,8 @@ from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 class Sum(LinearOperator):
     """`A + B`."""
 
+    # The trace and the diagonal are linear; eigenvalues, determinant and inverse are not.
+
     _made_of = ("A", "B")
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
@@ -65,6 +67,7 @@ class Product(LinearOperator):
         return self.A._matmat(self.B._matmat(X))
 
     def _rmatmat(self, X: Tensor) -> Tensor:
+        # (A B)ᵀ = Bᵀ Aᵀ
         return self.B._rmatmat(self.A._rmatmat(X))
 
 
@@ -98,6 +101,7 @@ class Scaled(LinearOperator):
     _made_of = ("A", "c", "delta")
 
     def __init__(self, A: LinearOperator, c: Scalar = 1.0, delta: Scalar = 0.0) -> None:
+        # With c, δ ≥ 0 no eigenvalue c λ + δ of a positive semi-definite A is negative.
         keeps_sign = c >= 0 and delta >= 0
         structure = A.structure if keeps_sign else min(A.structure, Structure.SYMMETRIC)
         super().__init__(A.in_space, A.dtype, A.device, structure, A.out_space)
@@ -118,6 +122,7 @@ class Scaled(LinearOperator):
         return Scaled(self.A.adjoint(), self.c, self.delta)
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
+        # (c A + δ I) + B = (c A + B) + δ I, where c A + B may have closed forms.
         if is_zero(self.delta):
             return None
         multiple = self.A if self._only_shifts else self.A._scale(self.c)
@@ -142,6 +147,7 @@ class Scaled(LinearOperator):
         return self.c * self.A.diagonal() + self.delta
 
     def eigenvalues(self) -> Tensor:
+        # Those of A, multiplied and shifted; the eigenvectors are the same.
         return self.c * self.A.eigenvalues() + self.delta
 
     @property

@@ -115,6 +115,7 @@ class Factor(Flat):
         return sign.prod(), logarithm.sum()
 
     def _root_matmat(self, X: Tensor) -> Tensor:
+        # Q diag(√v) Qᵀ, the symmetric root.
         values, Q = self.eigh()
         return Q._matmat(values.sqrt().reshape(-1, 1) * Q._rmatmat(X))
 
@@ -233,9 +234,11 @@ class Dense(OneTensor):
     def _matmat(self, X: Tensor) -> Tensor:
         if not self.batch:
             return self._tensor @ X
+        # X [b d, K] is split into the parts [d, K] of the b matrices.
         b = self.batch[0]
         K = X.shape[1]
-        if K == 1:  # a batched product with one column is slow
+        if K == 1:
+            # A batched product with one column is slow.
             return (self._tensor * X.reshape(b, 1, self.size)).sum(-1).view(-1, 1)
         return (self._tensor @ X.reshape(b, self.size, K)).view(-1, K)
 
@@ -264,6 +267,7 @@ class Dense(OneTensor):
 
     def _plus(self, other: LinearOperator) -> Dense | None:
         if isinstance(other, Dense) and self.batch == other.batch:
+            # Thresholds that differ are forgotten: the sum gets the default one.
             M = self._tensor + other._tensor
             rtol = self.rtol if self.rtol == other.rtol else None
         elif isinstance(other, Diagonal):
@@ -276,6 +280,8 @@ class Dense(OneTensor):
 
     def _scale(self, c: Scalar) -> Dense:
         structure = self.structure if c >= 0 else min(self.structure, Structure.SYMMETRIC)
+        # Eigenvectors stay; known ones are not computed again. A negative c would reverse the order
+        # of the eigenvalues.
         scaled = self._like(c * self._tensor, structure, self.rtol)
         if c > 0 and "eigh" in self._memory:
             values, Q = self.eigh()
@@ -331,6 +337,7 @@ class Dense(OneTensor):
         if is_zero(damping):  # only the eigenvalues tell whether it is singular
             return self._power(-1.0, 0.0)
         L = damped_cholesky(self._tensor, damping, retry_double_precision=retry)
+        # M + λI = L Lᵀ, and the inverse has the determinant 1 / det(L)².
         log_det = -2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.dtype)
         inverse = self._like(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
         inverse._remember("slogdets", lambda: (torch.ones_like(log_det), log_det))
@@ -347,6 +354,7 @@ class Dense(OneTensor):
         return Dense(inverse, self.structure, in_space=self.out_space, out_space=self.in_space)
 
     def _power(self, p: float, damping: Scalar) -> Dense:
+        # (Q diag(v) Qᵀ + λI)ᵖ = Q diag((v + λ)ᵖ) Qᵀ
         values, Q = self.eigh()
         # What may be rounding has no power of its own.
         if is_zero(damping) and self.structure == Structure.PSD:
@@ -394,6 +402,7 @@ class Diagonal(OneTensor):
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
+        # Looked at again whenever the entries change.
         nonnegative = self._remember("structure", lambda: bool((self._tensor >= 0).all()))
         return Structure.PSD if nonnegative else Structure.SYMMETRIC
 
@@ -460,6 +469,7 @@ class IdentityMultiple(Factor):
         return IdentityMultiple(self.in_space, c, device or self.device, dtype or self.dtype)
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
+        # A + c I is a shift of A, which keeps its closed forms.
         return other.shift(self.c)
 
     def _scale(self, c: Scalar) -> IdentityMultiple:
@@ -475,7 +485,8 @@ class IdentityMultiple(Factor):
         return self.diagonals(), self._times(1.0)
 
     def _power(self, p: float, damping: Scalar) -> Factor:
-        raised = powers(self.diagonals()[:1] + _column(damping), p, self)  # [*b, 1]
+        # All entries are equal: one number is raised, or one for each damping, [*b, 1].
+        raised = powers(self.diagonals()[:1] + _column(damping), p, self)
         if raised.ndim == 1:
             return self._times(raised[0])
         return Diagonal(raised.expand(len(raised), self.size))

@@ -48,7 +48,9 @@ class IterativeInverse(LinearOperator):
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
-        return max(self.A.structure, Structure.SYMMETRIC) if self.symmetric else self.A.structure
+        if self.symmetric:
+            return max(self.A.structure, Structure.SYMMETRIC)
+        return self.A.structure
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._product, self._adjoint_product)
@@ -119,9 +121,11 @@ class CGInverseLinearOperator(IterativeInverse):
         initial_guess: Any = None,
         preconditioner: Preconditioner = None,
     ) -> None:
-        tol = 1e-5 if tolerance is None and max_iter is None else tolerance
+        tol = tolerance
+        if tol is None and max_iter is None:
+            tol = 1e-5
         if stop_updating_after is not None:
-            tol = stop_updating_after if tol is None else max(tol, stop_updating_after)
+            tol = max(tol or 0.0, stop_updating_after)
         super().__init__(
             A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner
         )

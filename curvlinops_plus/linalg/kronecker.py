@@ -54,9 +54,13 @@ class Kronecker(Flat):
     def __init__(
         self, G: Tensor | Factor, A: Tensor | Factor, structure: Structure = Structure.PSD
     ) -> None:
-        self.G = Dense(G, structure) if isinstance(G, Tensor) else G
-        self.A = Dense(A, structure) if isinstance(A, Tensor) else A
-        self.factors = (self.G, self.A)
+        if isinstance(G, Tensor):
+            G = Dense(G, structure)
+        if isinstance(A, Tensor):
+            A = Dense(A, structure)
+        self.G = G
+        self.A = A
+        self.factors = (G, A)
         if self.G.batch and self.A.batch and self.G.batch != self.A.batch:
             raise ValueError(
                 f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with "
@@ -96,6 +100,7 @@ class Kronecker(Flat):
         return Kronecker(*factors)
 
     def _to_dense(self) -> Tensor:
+        # The entry (o i, o' i') is G[o, o'] A[i, i'].
         G = self.G.matrices()[..., :, None, :, None]
         A = self.A.matrices()[..., None, :, None, :]
         products = (G * A).flatten(-4, -3).flatten(-2)  # [*b, o, i, o', i'] -> [*b, o i, o' i']
@@ -110,6 +115,7 @@ class Kronecker(Flat):
 
     def _plus(self, other: LinearOperator) -> LinearOperator | None:
         if isinstance(other, Kronecker) and self.A is other.A:
+            # G ⊗ A + H ⊗ A = (G + H) ⊗ A
             G = self.G + other.G
             return Kronecker(G, self.A) if isinstance(G, Factor) else None
         return _kronecker_sum(self, other)
@@ -123,10 +129,12 @@ class Kronecker(Flat):
 
     @property
     def trace(self) -> Tensor:
+        # tr(G ⊗ A) = tr(G) tr(A)
         return (self.G.traces() * self.A.traces()).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
+        # ‖G ⊗ A‖ = ‖G‖ ‖A‖
         return frobenius(self.G.norms() * self.A.norms())
 
     def eigenvalues(self) -> Tensor:
@@ -146,22 +154,28 @@ class Kronecker(Flat):
         return sign.expand(self.batch).prod(), logarithm.expand(self.batch).sum()
 
     def _eigh(self) -> tuple[Tensor, Kronecker]:
+        # G ⊗ A = (Q_G ⊗ Q_A) diag(v_G ⊗ v_A) (Q_G ⊗ Q_A)ᵀ
         values_G, Q_G = self.G.eigh()
         values_A, Q_A = self.A.eigh()
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
     def _inverse(self, damping: Any, retry: bool) -> LinearOperator:
-        if isinstance(damping, tuple) or is_zero(damping):
-            for_A, for_G = damping if isinstance(damping, tuple) else (0.0, 0.0)
+        if not isinstance(damping, tuple) and is_zero(damping):
+            damping = (0.0, 0.0)
+        if isinstance(damping, tuple):
+            # (G ⊗ A)⁻¹ = G⁻¹ ⊗ A⁻¹, each factor with its own damping.
+            for_A, for_G = damping
             return Kronecker(self.G._inverse(for_G, retry), self.A._inverse(for_A, retry))
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("inverse")
+        # With one damping the inverse is no Kronecker product, but has the same eigenvectors.
         values, Q = self._eigh()
         if isinstance(damping, Tensor) and damping.ndim:
             damping = damping.repeat_interleave(len(values) // len(damping))
         return Eigendecomposed(Q, powers(values + damping, -1.0, self), self.structure, rtol=0.0)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        # A factor of size 1 is a number: the exact power costs no more.
         exact = exact or 1 in (self.G.size, self.A.size)
         if exact or not bool((self.G.traces() * self.A.traces() > 0).all()):
             return super().power(p, damping)
@@ -273,7 +287,7 @@ class Eigendecomposed(Flat):
         # not.
         Q = self.basis
         size = 1
-        for factor in Q.factors if isinstance(Q, Kronecker) else (Q,):
+        for factor in getattr(Q, "factors", (Q,)):
             if not isinstance(factor, IdentityMultiple):
                 size = max(size, getattr(factor, "size", factor.shape[0]))
         return psd_clip(self.values, size * torch.finfo(self.dtype).eps)
@@ -344,7 +358,9 @@ def _terms(A: LinearOperator) -> list[Kronecker]:
     """The Kronecker products that a matrix is a sum of; none of another matrix."""
     if isinstance(A, KroneckerSum):
         return _terms(A.A) + _terms(A.B)
-    return [A] if isinstance(A, Kronecker) else []
+    if isinstance(A, Kronecker):
+        return [A]
+    return []
 
 
 def _sizes(K: Kronecker) -> tuple[Any, ...]:

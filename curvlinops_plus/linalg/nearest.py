@@ -50,6 +50,7 @@ def nearest_kronecker(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
     values, vectors = torch.linalg.eig((scale[:, None] ** -1) * (P @ R) * scale)
     b = vectors[:, values.real.argmax()].real.abs() * scale
     b = b / b.sum()
+    # Given A = Σ b_u A_u, the coefficients of G are those of least squares: a = R b / (bᵀ R b).
     norm = b @ R @ b
     a = (R @ b) / norm if norm > 0 else torch.ones_like(b)
     return _combination(a, Gs), _combination(b, As)
@@ -117,6 +118,7 @@ def _leading(M: Tensor, n: int) -> Tensor:  # [*b, n n, n n] -> [*b, n, n]
 
 def _absolute(M: Tensor) -> Tensor:  # [*b, n, n] -> [*b, n, n]
     """`√(M²)` of symmetric matrices."""
+    # Q |v| Qᵀ, made symmetric to the last bit.
     values, Q = eigh((M + M.mT) / 2)
     root = (Q * values.abs()[..., None, :]) @ Q.mT
     return (root + root.mT) / 2
@@ -141,6 +143,7 @@ def balanced(G: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         >>> balanced(8 * torch.eye(2), torch.diag(torch.tensor([1.0, 3.0])))[1].diagonal()
         tensor([2., 6.])
     """
+    # (G / r) ⊗ (r A) with r² = mean_G / mean_A; as they are if a mean is not positive.
     mean_G = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     mean_A = A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     usable = (mean_G > 0) & (mean_A > 0)

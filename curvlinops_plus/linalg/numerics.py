@@ -89,10 +89,12 @@ def psd_clip(  # [*b, d] -> [*b, d]
     d = values.shape[-1]
     eps = torch.finfo(values.dtype).eps
     largest = values.detach().amax(-1, keepdim=True).clamp(min=0)
-    positive = values > (d * eps if rtol is None else rtol) * largest
+    threshold = d * eps if rtol is None else rtol
+    positive = values > threshold * largest
     if bool(positive.all()):
         return values.clone()
     if rtol is None and scales is not None:
+        # No eigenvalue is above d times the mean of the diagonal in its eigenvector's entries.
         large_in_scale = (values > eps**0.5 * scales) & (values <= d * scales)
         positive |= large_in_scale & (values > (d * eps) ** 2 * largest)
     return torch.where(positive, values, torch.zeros_like(values))
@@ -182,6 +184,7 @@ def cholesky_inverse(
         >>> cholesky_inverse(torch.zeros(2, 2), damping=4.0).diagonal()
         tensor([0.2500, 0.2500])
     """
+    # (L Lᵀ)⁻¹ from L
     L = damped_cholesky(M, damping, retry_double_precision=retry_double_precision)
     return torch.cholesky_inverse(L).to(M.dtype)
 
@@ -260,6 +263,7 @@ def _eigh_of_low_rank(M: Tensor, what: str, rtol: float) -> tuple[Tensor, Tensor
     L[torch.from_numpy(pivots).long() - 1] = torch.from_numpy(factor)[:, :r].tril()
     Q = torch.linalg.qr(L, "complete")[0]
     basis = Q[:, :r]
+    # M = B (Bᵀ M B) Bᵀ with the basis B of the range: an eigenproblem of size r.
     values, U = eigh(basis.T @ M @ basis, what)
     # The caller was wrong if something is left beside the range.
     if M.norm() > (1 + d * rtol + 1e-3) * values.norm():
@@ -289,8 +293,11 @@ def side_by_side(
         [1, 2]
     """
     available = torch.get_num_threads()
-    costs = [work(item) for item in items] if available > 1 else []
+    if available == 1:
+        return [function(item) for item in items]
+    costs = [work(item) for item in items]
     threads = min(available, sum(cost > 0 for cost in costs))
+    # The longest item is a thread's own; what the others take is gained.
     if threads < 2 or sum(costs) - max(costs) < _MUCH:
         return [function(item) for item in items]
     grad = torch.is_grad_enabled()
@@ -334,6 +341,7 @@ def standard_normal(
     draws stay the same when more are asked for.
     """
     device = torch.device("cpu") if generator is None else generator.device
+    # The normal quantiles of uniform numbers.
     uniform = torch.rand(num, dim, generator=generator, device=device, dtype=torch.float64)
     return torch.special.ndtri(uniform.clamp(min=2.0**-54)).to(like).T  # at 0 the quantile is -inf
 

@@ -229,6 +229,7 @@ class LinearOperator(ABC):
 
     def _to_dense(self) -> Tensor:
         m, n = self.shape
+        # The columns of A are its products with the columns of the identity.
         eye = torch.eye(n, dtype=self.dtype, device=self.device)
         return self._matmat(eye) if n else eye.new_zeros(m, 0)
 
@@ -292,8 +293,9 @@ class LinearOperator(ABC):
         if isinstance(device, torch.dtype):
             dtype = device
             device = None
-        place = None if device is None else torch.device(device)
-        if place is not None:
+        place = None
+        if device is not None:
+            place = torch.device(device)
             if place.type == self.device.type and place.index is None:
                 place = self.device
             # As its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu".
@@ -329,15 +331,17 @@ class LinearOperator(ABC):
         B = self._addend(other)
         if B is NotImplemented:
             return NotImplemented
-        total = Sum(self, B)  # also checks that they can be added
+        # Either operator may know the closed form; making the sum checks that they can be added.
+        total = Sum(self, B)
         closed = self._plus(B)
         if closed is None:
             closed = B._plus(self)
         return total if closed is None else closed
 
     def __radd__(self, other: Any) -> LinearOperator:
-        # `sum([A, B])` begins with 0
-        return self if isinstance(other, int) and other == 0 else self + other
+        if isinstance(other, int) and other == 0:  # `sum([A, B])` begins with it
+            return self
+        return self + other
 
     def __sub__(self, other: Any) -> LinearOperator:
         B = self._addend(other)
@@ -395,7 +399,9 @@ class LinearOperator(ABC):
                 "Only a square matrix can be shifted by a multiple of the identity, got "
                 f"{self.label}."
             )
-        return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
+        if callable(delta):
+            delta = delta(self)
+        return self._shift(scalar(delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         from curvlinops_plus.linalg.arithmetic import Scaled
@@ -430,6 +436,7 @@ class LinearOperator(ABC):
 
         `A.shift(delta).logdet` is differentiable in a tensor `delta`.
         """
+        # A negative determinant has no real logarithm.
         sign, logarithm = self._slogdet()
         return torch.where(sign < 0, torch.full_like(logarithm, torch.nan), logarithm)
 
@@ -510,6 +517,7 @@ class LinearOperator(ABC):
                 "seed write generator=torch.Generator().manual_seed(seed), for several draws "
                 "num=..."
             )
+        # If z is standard normal, L z has the covariance L Lᵀ = A.
         like = torch.empty((), dtype=self.dtype, device=self.device)
         numbers = standard_normal(1 if num is None else num, self.shape[1], generator, like)
         draws = self._root_matmat(numbers)
@@ -554,6 +562,7 @@ class LinearOperator(ABC):
     # ----------------------------------------------------------------------------------------------
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
+        # (A Jᵀ)ᵀ in one product with all rows as columns, then J (A Jᵀ).
         products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
         return rows @ (products.mT if rows.ndim > 1 else products)
 
@@ -634,10 +643,10 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-Product_ = Callable[[Tensor], Tensor]
+Multiply = Callable[[Tensor], Tensor]
 
 
-def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+def linear_in(X: Tensor, product: Multiply, adjoint: Multiply) -> Tensor:
     """`product(X)`, linear in `X [n, K]`, whose derivative in `X` is what `adjoint` multiplies
     with, to any order.
 
@@ -648,11 +657,13 @@ def linear_in(X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, X: Tensor, product: Product_, adjoint: Product_) -> Tensor:
+    def forward(ctx: Any, X: Tensor, product: Multiply, adjoint: Multiply) -> Tensor:
         ctx.product = product
         ctx.adjoint = adjoint
         return product(X.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        # The derivative of A X is A, and gradients are multiplied with its transpose; which is a
+        # linear product again, with A as its adjoint.
         return _Linear.apply(grads[0], ctx.adjoint, ctx.product), None, None

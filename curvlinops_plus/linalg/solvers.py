@@ -98,27 +98,30 @@ def cg(
     """
     A = operator_of(A)
     accepted = 1e-5 if tol is None else tol
-    system = System(A, b, x0, preconditioner)
-    limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
+    system = System(A, b, x0, preconditioner, max_iter)
     goal = 0.9 * system.goal(1e-10 if tol is None else tol, atol)
     iterations = 0
     with torch.no_grad(), outside_autocast(A.device):
+        # X is the solution so far, R its residual, Z = M R the preconditioned one, and P the
+        # direction of the next step.
         X = system.X
         R = system.residual()
         Z = system.M(R)
         P = Z
         rz = (R * Z).sum(0)
         active = (norm(R) > goal) & (rz > 0)
-        while iterations < limit and bool(active.any()):  # the one question to the device
+        while iterations < system.limit and bool(active.any()):  # the one question to the device
             Q = system.product(P)
             curvature = (P * Q).sum(0)
             active = active & (curvature > 0)
+            # The step along P to the minimum; 0 for columns that have ended.
             alpha = torch.where(active, rz / curvature, 0.0)
             X = X + alpha * P
             R = R - alpha * Q
             Z = system.M(R)
             rz_before = rz
             rz = (R * Z).sum(0)
+            # The next direction is conjugate to the others: Pᵀ A P' = 0.
             P = torch.where(active, rz / rz_before, 0.0) * P + Z
             active = active & (norm(R) > goal) & (rz > 0)
             iterations += 1
@@ -134,7 +137,7 @@ def cg(
             )
         tolerance = f"tol={accepted:g}, atol={atol:g}"
         enough = system.goal(accepted, atol)
-        return system.report("CG", tolerance, iterations, limit, enough, advice)
+        return system.report("CG", tolerance, iterations, enough, advice)
 
 
 def minres(
@@ -179,8 +182,7 @@ def minres(
         (tensor([ 1.0000, -0.5000]), True)
     """
     A = operator_of(A)
-    system = System(A, b, x0, preconditioner)
-    limit = min(10 * A.shape[1], 1000) if max_iter is None else max_iter
+    system = System(A, b, x0, preconditioner, max_iter)
     goal = system.goal(tol, atol)
     with torch.no_grad(), outside_autocast(A.device):
         size = system.size_of_A()
@@ -194,7 +196,7 @@ def minres(
             make: Any = scipy.sparse.linalg.LinearOperator
             M = make(A.shape, precondition)
         # SciPy's tolerance is relative to ‖A‖ ‖x‖.
-        options = {"rtol": torch.finfo(system.dtype).eps, "maxiter": limit, "M": M}
+        options = {"rtol": torch.finfo(system.dtype).eps, "maxiter": system.limit, "M": M}
 
         def solve(op: Any, right: np.ndarray, x: np.ndarray, column: int) -> tuple[np.ndarray, int]:
             return _minres(op, right, x, float(goal[column]), options)
@@ -205,7 +207,7 @@ def minres(
             "damp A"
         )
         tolerance = f"tol={tol:g}, atol={atol:g}"
-        return system.report("MINRES", tolerance, iterations, limit, goal, advice)
+        return system.report("MINRES", tolerance, iterations, goal, advice)
 
 
 class _Met(Exception):
@@ -235,8 +237,10 @@ def _minres(
         x, _ = scipy.sparse.linalg.minres(op, b, x0=x, callback=callback, **options)
     except _Met:
         return best, iterations
-    # Also where the residual is not a number, the last `x` is returned.
-    return best if least < float(np.linalg.norm(b - op @ x)) else x, iterations
+    # Where no residual is a number, the last `x` is returned.
+    if least < float(np.linalg.norm(b - op @ x)):
+        x = best
+    return x, iterations
 
 
 def lsmr(
@@ -288,18 +292,23 @@ def lsmr(
         (3.0, 0.58)
     """
     A = operator_of(A, square=False)
-    system = System(A, b, x0)
-    limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
+    system = System(A, b, x0, max_iter=max_iter)
     goal = system.norm_b.new_full(system.norm_b.shape, -1.0)
     with torch.no_grad(), outside_autocast(A.device):
         size = system.size_of_A()
-        options = {"atol": atol, "btol": btol, "conlim": conlim, "maxiter": limit, "show": show}
+        options = {
+            "atol": atol,
+            "btol": btol,
+            "conlim": conlim,
+            "maxiter": system.limit,
+            "show": show,
+        }
 
         def solve(op: Any, right: np.ndarray, x: np.ndarray, column: int) -> tuple[np.ndarray, int]:
             solution = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, **options)
             x, reason, iterations = solution[:3]
             # 3 and 6 say that the condition number is above conlim, 7 is the limit.
-            at_end = reason not in (3, 6, 7) and limit > 0
+            at_end = reason not in (3, 6, 7) and system.limit > 0
             if at_end and bool(np.isfinite(x).all()):
                 goal[column] = torch.inf
             return x, iterations
@@ -307,7 +316,7 @@ def lsmr(
         iterations = system.solve_columns(solve, size)
         tolerance = f"atol={atol:g}, btol={btol:g}"
         advice = "condition number above conlim; raise it or damp"
-        return system.report("LSMR", tolerance, iterations, limit, goal, advice)
+        return system.report("LSMR", tolerance, iterations, goal, advice)
 
 
 def neumann(
@@ -354,13 +363,14 @@ def neumann(
         tensor([2., 2.])
     """
     A = operator_of(A)
-    system = System(A, b, None, preconditioner)
+    system = System(A, b, None, preconditioner, num_terms + 2)
     goal = system.goal(1.0 if tol is None else tol, 0.0)
     advice = f"scale={scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg"
     with torch.no_grad(), outside_autocast(A.device):
         R = system.B  # each term is P times the residual of the sum of the terms before it
         terms = 0
         for terms in range(1, num_terms + 2):
+            # b - A (x + c M r) = r - c A M r
             Z = system.M(R)
             system.X = system.X + scale * Z
             R = R - scale * system.product(Z)
@@ -373,10 +383,8 @@ def neumann(
             if tol is not None and bool((size <= goal).all()):
                 break
         tolerance = "a residual below that of x = 0" if tol is None else f"tol={tol:g}"
-        name = "The Neumann series"
-        return system.report(
-            name, tolerance, terms, num_terms + 2, goal, f"add terms, decrease {advice}"
-        )
+        advice = f"add terms, decrease {advice}"
+        return system.report("The Neumann series", tolerance, terms, goal, advice)
 
 
 class System:
@@ -387,12 +395,20 @@ class System:
         x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None`
             is 0.
         preconditioner: Operator or function `[n, k] -> [n, k]`.
+        max_iter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
     """
 
     def __init__(
-        self, A: LinearOperator, b: Any, x0: Any = None, preconditioner: Preconditioner = None
+        self,
+        A: LinearOperator,
+        b: Any,
+        x0: Any = None,
+        preconditioner: Preconditioner = None,
+        max_iter: int | None = None,
     ) -> None:
         self.A = A
+        self.preconditioner = preconditioner
+        self.limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
         self.dtype = torch.promote_types(A.dtype, torch.float32)
         B, self.container = A.out_space.read(b, A.dtype, A.device)
         B = B.detach().to(self.dtype)
@@ -404,7 +420,6 @@ class System:
         if x0 is not None:
             guess = A.in_space.read(x0, A.dtype, A.device)[0].detach().to(self.dtype)
             self.X = torch.where(largest == 0, self.X, guess / self.scale)
-        self.preconditioner = preconditioner
 
     def M(self, R: Tensor) -> Tensor:  # [n, k] -> [n, k]
         """The product with the preconditioner, which may have a lower precision."""
@@ -429,9 +444,11 @@ class System:
         """About the norm of `A`: SciPy's methods compare numbers with others that don't depend on
         it, and get `A` divided by it.
         """
-        ratio = norm(self.A._rmatmat(self.B.to(self.A.dtype)).to(self.dtype)) / self.norm_b
-        size = float(ratio.nan_to_num(0.0, 0.0).amax()) if len(ratio) else 0.0
-        return size or 1.0
+        if len(self.norm_b) == 0:
+            return 1.0
+        products = self.A._rmatmat(self.B.to(self.A.dtype)).to(self.dtype)
+        ratios = norm(products) / self.norm_b  # ‖Aᵀ b‖ / ‖b‖
+        return float(ratios.nan_to_num(0.0, 0.0).amax()) or 1.0
 
     def solve_columns(
         self,
@@ -456,7 +473,7 @@ class System:
         return most
 
     def report(
-        self, name: str, tolerance: str, iterations: int, limit: int, goal: Tensor, advice: str
+        self, name: str, tolerance: str, iterations: int, goal: Tensor, advice: str
     ) -> tuple[Any, SolveInfo]:
         """The solution in the container type of the right-hand side, and a `SolveInfo`; warns of
         what was not met.
@@ -465,7 +482,6 @@ class System:
             name: Of the method, for the warning.
             tolerance: In words.
             iterations: How many were made.
-            limit: How many were allowed.
             goal: The residual of scaled columns, [K], that is enough.
             advice: Why columns end that are neither converged nor at the limit.
         """
@@ -482,10 +498,10 @@ class System:
                     "the right-hand side, or a product with A or the preconditioner, has NaN or "
                     "infinite entries"
                 )
-            elif iterations >= limit:
+            elif iterations >= self.limit:
                 reason = (
-                    f"iteration limit {limit} reached; raise it, precondition, or add a damping to "
-                    "A"
+                    f"iteration limit {self.limit} reached; raise it, precondition, or add a "
+                    "damping to A"
                 )
             warnings.warn(
                 f"{name} missed {tolerance} for {missed} of {len(converged)} columns; the largest "

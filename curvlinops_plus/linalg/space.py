@@ -339,7 +339,9 @@ class Space:
         v = flatten(tensors)
         if isinstance(X, Mapping):
             return "dict", v
-        return ("tuple" if isinstance(X, tuple) else "list"), v
+        if isinstance(X, tuple):
+            return "tuple", v
+        return "list", v
 
     def _ordered(self, tree: Tree) -> list[Tensor]:
         """The tensors of a tree, in the order of the vector."""

@@ -68,11 +68,13 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         spaces: Any = {"in_space": selection.space, "out_space": row_selection.space}
         return Dense(matrix, structure, A.rtol, **spaces)
     if isinstance(A, Scaled) and (same or is_zero(A.delta)):
+        # Off the diagonal there is no shift.
         part = submatrix(A.A, row_selection, selection)._scale(A.c)
         return part if is_zero(A.delta) else part.shift(A.delta)
-    principal = _principal(A, selection) if same else None
-    if principal is not None:
-        return principal
+    if same:
+        principal = _principal(A, selection)
+        if principal is not None:
+            return principal
     return SubmatrixLinearOperator(A, row_selection, selection)
 
 
@@ -171,6 +173,7 @@ def _principal(A: LinearOperator, selection: Selection) -> LinearOperator | None
             i = positions % A_.size
             entries = G.matrix[o][:, o] * A_.matrix[i][:, i]
             return Dense(entries, A.structure, in_space=space)
+    # Others are formed, from their products with some columns of the identity at a time.
     part = SubmatrixLinearOperator(A, selection, selection)
     eye = torch.eye(len(positions), dtype=A.dtype, device=A.device)
     entries = torch.cat([part._matmat(X) for X in eye.split(_COLUMNS, 1)], 1)
@@ -196,7 +199,9 @@ def _part_of_blocks(A: BlockDiagonal, selection: Selection) -> BlockDiagonal:
         if len(inside):
             block = A._fetched(name)
             is_cut = len(inside) < len(block_places)
-            blocks[name] = submatrix(block, inside, inside) if is_cut else block
+            if is_cut:
+                block = submatrix(block, inside, inside)
+            blocks[name] = block
             positions[name] = block_places[inside]
     return PositionedBlocks(blocks, positions, selection.space)
 
@@ -297,6 +302,7 @@ class ProjectedLinearOperator(LinearOperator):
         return self.selection.scatter(self.selection.gather(X))
 
     def _matmat(self, X: Tensor) -> Tensor:
+        # P A P X, where P sets all entries that are not selected to zero.
         return self._project(self.A._matmat(self._project(X)))
 
     def _rmatmat(self, X: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Dense,
@@ -21,10 +22,12 @@ from curvlinops_plus.linalg import (
     IdentityLinearOperator,
     Kronecker,
     Layout,
+    OwnedBlockDiagonal,
     Space,
     Structure,
     Sum,
 )
+from curvlinops_plus.linalg.layout import Pattern
 from curvlinops_plus.linalg.nearest import nearest_kronecker
 
 from .cases import F64, block_diagonal, eye_like, normal, psd
@@ -266,6 +269,29 @@ K2 = BlockDiagonal(BLOCKS, LAYOUTS, SPACE)
 
 def layout(pattern: str, *shape: int) -> Layout:
     return Layout({"w": pattern}, {"w": shape}, {"g": 4} if "g" in pattern else None)
+
+
+def test_negative_multiples_of_owned_blocks_are_indefinite() -> None:
+    K, _ = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    owned = OwnedBlockDiagonal(K.blocks, K.layouts, K.space, Alone(), F64, torch.device("cpu"))
+    for matrix in (-owned, owned.shift(-1.0), owned.shift({name: -1.0 for name in K.blocks})):
+        assert matrix.structure == Structure.SYMMETRIC
+    assert (2 * owned).shift(1.0).structure == Structure.PSD
+
+
+def test_pattern() -> None:
+    """What is read from a pattern, for those that see a parameter as a matrix."""
+    pattern = Pattern("(g o) i h w -> g o (i h w)")
+    assert (pattern.parameter, pattern.matrix) == ("(g o) i h w", "g o (i h w)")
+    assert pattern.axes == ["(g o)", "i", "h", "w"]
+    assert pattern.names == ["g", "o", "i", "h", "w"]
+    assert pattern.sizes((6, 2, 3, 5), {"g": 3, "k": 7}) == {"g": 3, "i": 2, "h": 3, "w": 5}
+    assert pattern.keeps_order
+    assert pattern.transposed == "(i h w) o g"
+    assert not Pattern("o i h -> o (h i)").keeps_order
+    assert Pattern("o -> o 1").transposed == "1 o"
+    assert Pattern("-> 1 1").axes == []
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
