@@ -67,11 +67,11 @@ class Alone:
         compute: Callable[[list[int]], Iterable[Sequence[Tensor]]],
         like: Callable[[int], Sequence[Tensor]],
     ) -> list[Sequence[Tensor]]:
-        """Results of jobs, each done by one process and sent to all: the longest first, to who has
-        least. Collective.
+        """Results of jobs, each done by one process and sent to all: the longest first, to the
+        process with the least work. Collective.
 
         Args:
-            costs: Of each job.
+            costs: One number per job.
             compute: Called with the numbers of some jobs; returns the results of each.
             like: Called with the number of a job; returns tensors of the shapes and dtypes of its
                 results.
@@ -93,6 +93,7 @@ class Alone:
         """The numbers in the whole data set of `count` examples, the first of which is number
         `first` of this part.
         """
+        # Examples were dealt out in turns: those of this process are `world` apart.
         start = self.rank + self.world * first
         return range(start, start + self.world * count, self.world)
 
@@ -102,7 +103,7 @@ class Alone:
         Args:
             data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt
                 out: of all examples in their order those of number `rank`, `rank + world`, and so
-                on. Of other sequences the items are dealt out. Of a `Dataset` a `Subset`. A
+                on. Items of other sequences are dealt out. A `Dataset` becomes a `Subset`. A
                 `DataLoader` in order, or with `shuffle=True`, becomes one over a subset of its data
                 set, with batches of the same size.
 
@@ -167,7 +168,7 @@ class Processes(Alone):
         return f"Processes, {self.rank} of {self.world}"
 
     def together(self, work: Callable[[], T]) -> T:
-        if self._inside:  # whoever began raises for all
+        if self._inside:  # the call around this one raises for all
             return work()
         self._inside = True
         try:
@@ -188,6 +189,7 @@ class Processes(Alone):
         dist.all_reduce(failed, dist.ReduceOp.MAX, self.group)
         if not failed.item():
             return
+        # Only after a failure are texts sent, which is slow.
         text = None
         if error is not None:
             trace = "".join(traceback.format_exception(error))
@@ -218,6 +220,7 @@ class Processes(Alone):
         compute: Callable[[list[int]], Iterable[Sequence[Tensor]]],
         like: Callable[[int], Sequence[Tensor]],
     ) -> list[Sequence[Tensor]]:
+        # Who does what follows from the costs alone: all processes know it without talking.
         jobs_of: list[list[int]] = [[] for _ in range(self.world)]
         for job, owner in enumerate(schedule(costs, self.world)):
             jobs_of[owner].append(job)
@@ -231,6 +234,7 @@ class Processes(Alone):
             for result, t in zip(results[job], computed, strict=True):
                 result.copy_(t)
         self._agree()
+        # Each process sends the results of its jobs to all others.
         for rank, jobs in enumerate(jobs_of):
             source = dist.get_global_rank(self.group, rank)
             tensors = [t for job in jobs for t in results[job]]

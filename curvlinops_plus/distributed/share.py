@@ -40,12 +40,14 @@ def share(data: Any, rank: int, world: int) -> Any:
     sizes = [_examples(item) for item in data]
     if None in sizes:
         return data[rank::world]
+    # Of all examples in their order this process has those of number rank, rank + world, ...
     parts = []
     before = 0  # examples of the items so far
     for item, size in zip(data, sizes, strict=True):
         mine = slice((rank - before) % world, None, world)
         parts.append(tree_map(lambda t, mine=mine: t[mine], _tree(item)))
         before += size
+    # A part has a `world`-th of each batch: so many of them together are of the usual size.
     batches = []
     for start in range(0, len(parts), world):
         batches += _joined(parts[start : start + world])
@@ -74,6 +76,7 @@ def _joined(batches: list[Any]) -> list[Any]:
     it is the same.
     """
     flat = [tree_flatten(batch) for batch in batches]
+    # Batches fit together if they differ in nothing but their numbers of examples.
     kinds = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
     if kinds.count(kinds[0]) < len(kinds):
         return batches

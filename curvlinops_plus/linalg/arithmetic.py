@@ -1,4 +1,4 @@
-"""What `+ - * / @ .T` return: sums, products, adjoints and multiples of operators, operators of
+"""Results of `+ - * / @ .T`: sums, products, adjoints and multiples of operators; operators of
 other libraries, and one that is computed later.
 """
 
@@ -192,8 +192,7 @@ class Foreign(LinearOperator):
     Args:
         op: The operator. If its dtype is PyTorch's, it gets tensors in that, on its device; else
             arrays.
-        like: What has the dtype and device of this one; the operator itself, if nothing else is
-            said.
+        like: Has the dtype and device that this operator shall have; by default `op`.
         structure: What is known about the matrix.
     """
 

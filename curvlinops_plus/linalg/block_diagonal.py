@@ -144,7 +144,7 @@ class BlockDiagonal(LinearOperator):
         """A vector's parts, block by block: what each block is multiplied with.
 
         Args:
-            v: What the operator may be multiplied with: a flat tensor, a list or dictionary of
+            v: Anything that the operator multiplies: a flat tensor, a list or dictionary of
                 tensors, with or without columns.
 
         Returns:
@@ -228,7 +228,7 @@ class BlockDiagonal(LinearOperator):
     # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All blocks and what they are of, in tensors and plain Python, as `save` and `torch.save`
+        """All blocks and their parameters, in tensors and plain Python, as `save` and `torch.save`
         take it.
 
         Raises:
@@ -363,7 +363,7 @@ class BlockDiagonal(LinearOperator):
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
     ) -> dict[str, Tensor]:
-        """Block name to `function(block)`, whoever has the block."""
+        """Block name to `function(block)`, for the blocks of all processes."""
         return self._each(function, decomposes)
 
     def _stacked(

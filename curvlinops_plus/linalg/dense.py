@@ -356,7 +356,7 @@ class Dense(OneTensor):
     def _power(self, p: float, damping: Scalar) -> Dense:
         # (Q diag(v) Qᵀ + λI)ᵖ = Q diag((v + λ)ᵖ) Qᵀ
         values, Q = self.eigh()
-        # What may be rounding has no power of its own.
+        # An eigenvalue that may be rounding counts as zero.
         if is_zero(damping) and self.structure == Structure.PSD:
             values = psd_clip(values, self.rtol)
         raised = powers(values + _column(damping), p, self)

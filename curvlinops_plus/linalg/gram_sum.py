@@ -1,6 +1,6 @@
 """Symmetric products `rowsᵀ rows`, and their sums over many pieces of rows.
 
-Of a large one only the lower triangle is computed, in strips of columns, each from its diagonal
+Only the lower triangle of a large one is computed, in strips of columns, each from its diagonal
 down: `d / 128` products of PyTorch, on PyTorch's threads, with little more than half of the work.
 """
 

@@ -319,13 +319,13 @@ class KroneckerSum(Sum):
         Gs = _entries([term.G for term in terms], batch)
         As = _entries([term.A for term in terms], batch)
         if not batch:
-            return _product(*nearest_kronecker(list(zip(Gs, As))), axes=2)
+            return _kronecker_of(*nearest_kronecker(list(zip(Gs, As))), axes=2)
         items = []
         for b in range(batch[0]):
             items.append(nearest_kronecker([(G[b], A[b]) for G, A in zip(Gs, As)]))
         G = torch.stack([G for G, _ in items])
         A = torch.stack([A for _, A in items])
-        return _product(G, A, axes=3)
+        return _kronecker_of(G, A, axes=3)
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         if isinstance(damping, Tensor) and damping.requires_grad:
@@ -376,7 +376,7 @@ def _entries(factors: list[Factor], batch: tuple[int, ...]) -> list[Tensor]:
     return [v.expand(*batch, v.shape[-1]) for v in diagonals]
 
 
-def _product(G: Tensor, A: Tensor, axes: int) -> Kronecker:
+def _kronecker_of(G: Tensor, A: Tensor, axes: int) -> Kronecker:
     """`G ⊗ A` of matrices, which have so many axes, or of diagonals, which have one less."""
     factors: list[Any] = [
         Dense(F, Structure.PSD) if F.ndim == axes else Diagonal(F) for F in (G, A)

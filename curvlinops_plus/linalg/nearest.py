@@ -108,7 +108,9 @@ def nearest_to_matrix(R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _leading(M: Tensor, n: int) -> Tensor:  # [*b, n n, n n] -> [*b, n, n]
-    """What powers of `M` turn the identity to: its projection onto all leading eigenvectors."""
+    """The projection of the identity onto all leading eigenvectors of `M`: powers of `M` turn it to
+    that.
+    """
     values, Q = eigh(M, "the rearranged block")
     tie = values >= values[..., -1:] * (1 - 10 * M.shape[-1] * torch.finfo(M.dtype).eps)
     start = torch.eye(n, dtype=M.dtype, device=M.device).flatten()

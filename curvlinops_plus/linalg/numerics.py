@@ -202,7 +202,7 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
         semidefinite: Whether it is known to be positive semi-definite. On the CPU a large one is
             then tested for a low rank, at 2 % of the cost; at a quarter of full rank it takes a
             third of the time, and the eigenvalues outside of its range are exactly 0.
-        rtol: Of a semidefinite matrix what is left of the diagonal below `rtol` times its largest
+        rtol: In a semidefinite matrix, what is left of the diagonal below `rtol` times its largest
             entry counts as zero.
 
     Raises:

@@ -352,7 +352,7 @@ class LinearOperator(ABC):
         return NotImplemented if B is NotImplemented else B + (-self)
 
     def _addend(self, addend: Any) -> Any:
-        """What can be added to this operator; `NotImplemented` of types that may know how to do it
+        """The addend as an operator; `NotImplemented` for types that may know how to do it
         themselves.
         """
         if isinstance(addend, LinearOperator):
@@ -618,7 +618,7 @@ class Flat(LinearOperator):
         return self.in_space if m == n else Space.flat(m)
 
 
-#: What errors about a part of a matrix are of.
+#: Errors about a part of a matrix, to which `about` adds the name of the part.
 OF_PARTS = (NumericsError, NotImplementedError, TypeError, ValueError)
 
 
@@ -652,7 +652,9 @@ def linear_in(X: Tensor, product: Multiply, adjoint: Multiply) -> Tensor:
 
     For products that are computed without a graph, of their own operator or in other libraries.
     """
-    return _Linear.apply(X, product, adjoint) if X.requires_grad else product(X)  # type: ignore[return-value]
+    if not X.requires_grad:
+        return product(X)
+    return _Linear.apply(X, product, adjoint)  # type: ignore[return-value]
 
 
 class _Linear(torch.autograd.Function):

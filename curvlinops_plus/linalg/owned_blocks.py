@@ -20,8 +20,8 @@ from curvlinops_plus.linalg.space import Space, Structure
 T = TypeVar("T")
 
 
-class Group(Protocol):
-    """What the matrix needs of the processes, see `Processes`."""
+class ProcessVerbs(Protocol):
+    """The verbs of `Processes` that the matrix needs."""
 
     def together(self, work: Callable[[], T]) -> T: ...
     def gather(self, part: T) -> list[T]: ...
@@ -39,15 +39,15 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     Args:
         blocks: Name to square operator: those of this process.
-        layouts: Of all blocks, as for `BlockDiagonal`.
+        layouts: Those of all blocks, as for `BlockDiagonal`.
         space: As for `BlockDiagonal`.
         processes: The processes, `Processes()`.
-        dtype, device: Of the blocks.
+        dtype, device: Those of the blocks.
         structure: What all blocks are.
 
     Raises:
-        ProcessError: By what is computed together, in all processes: if it fails in one of them, or
-            they multiply different vectors.
+        ProcessError: In all processes, if a computation together fails in one of them, or they
+            multiply different vectors.
         UnsupportedError: If derivatives are asked for, which would have to go through other
             processes.
 
@@ -70,7 +70,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         blocks: Mapping[str, LinearOperator],
         layouts: Mapping[str, Layout],
         space: Space,
-        processes: Group,
+        processes: ProcessVerbs,
         dtype: torch.dtype,
         device: torch.device,
         structure: Structure = Structure.PSD,

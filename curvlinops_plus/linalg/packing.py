@@ -14,7 +14,7 @@ from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, Kroneck
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
 
-#: What states of this package say that they are.
+#: Every state of this package has this as its format.
 FORMAT = "curvlinops_plus"
 
 #: Classes that are saved as the operators, tensors and numbers that they are made of.

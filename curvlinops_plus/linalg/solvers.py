@@ -479,7 +479,7 @@ class System:
         what was not met.
 
         Args:
-            name: Of the method, for the warning.
+            name: The method, for the warning.
             tolerance: In words.
             iterations: How many were made.
             goal: The residual of scaled columns, [K], that is enough.

@@ -91,7 +91,7 @@ class Space:
             >>> Space.of([torch.zeros(2, 3), torch.zeros(4)])
             Space(0: [2, 3], 1: [4])
         """
-        return cls({name: tensor.shape for name, tensor in _named(tensors).items()})
+        return cls({name: tensor.shape for name, tensor in _by_name(tensors).items()})
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]] | Sequence[Sequence[int]]) -> Space:
@@ -104,7 +104,7 @@ class Space:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
-        named = _named(shapes)
+        named = _by_name(shapes)
         if any(isinstance(shape, (int, str)) for shape in named.values()):
             raise TypeError(
                 f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}."
@@ -371,7 +371,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return at_least_float32(tensor.detach().cpu()).numpy()
 
 
-def _named(items: Any) -> dict[str, Any]:
+def _by_name(items: Any) -> dict[str, Any]:
     """A mapping as it is; members of a sequence under the names "0", "1", and so on."""
     if isinstance(items, Mapping):
         return dict(items)

@@ -100,7 +100,7 @@ class Selection:
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
-    """Read what was picked from a vector of `space`, or take a selection that was read before.
+    """Read a choice of entries of a vector of `space`, or take a selection that was read before.
 
     Args:
         device: Where positions are wanted.
@@ -278,8 +278,8 @@ class ProjectedLinearOperator(LinearOperator):
 
     Args:
         A: A square matrix.
-        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see
-            `submatrix`.
+        idxs: The rows and columns that stay: integers, a boolean mask, a slice, or names of
+            parameters; see `submatrix`.
 
     Raises:
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
