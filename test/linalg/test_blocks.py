@@ -23,6 +23,7 @@ from curvlinops_plus.linalg import (
     Kronecker,
     Layout,
     OwnedBlockDiagonal,
+    RelativeDamping,
     Space,
     Structure,
     Sum,
@@ -278,6 +279,24 @@ def test_negative_multiples_of_owned_blocks_are_indefinite() -> None:
     for matrix in (-owned, owned.shift(-1.0), owned.shift({name: -1.0 for name in K.blocks})):
         assert matrix.structure == Structure.SYMMETRIC
     assert (2 * owned).shift(1.0).structure == Structure.PSD
+
+
+def flat_blocks(blocks: dict[str, Any]) -> BlockDiagonal:
+    shapes = {name: (block.shape[0],) for name, block in blocks.items()}
+    layouts = {name: Layout({name: "d -> 1 d"}, {name: shapes[name]}) for name in blocks}
+    return BlockDiagonal(blocks, layouts, Space(shapes))
+
+
+def test_a_block_of_trace_zero_takes_the_mean_eigenvalue_of_the_matrix() -> None:
+    K = flat_blocks({"a": Diagonal(2 * torch.ones(3)), "b": Diagonal(torch.zeros(2))})
+    inverse = K.inverse(RelativeDamping(0.1)).diagonal()
+    close(1 / inverse, torch.tensor([2.2, 2.2, 2.2, 0.12, 0.12]))
+
+
+def test_states_keep_what_counts_as_zero() -> None:
+    K = flat_blocks({"a": Dense(psd(2, 2), Structure.PSD, rtol=0.0), "b": Dense(psd(2, 2))})
+    loaded = BlockDiagonal.from_state_dict(K.state_dict())
+    assert [block.rtol for block in loaded.blocks.values()] == [0.0, None]
 
 
 def test_pattern() -> None:

@@ -145,6 +145,8 @@ def test_zeros_norms_and_random_numbers() -> None:
     values = torch.tensor([[-1e-3, 1e-9, 1.0], [0.0, 0.0, 0.0], [-3.0, -2.0, -1.0]])
     assert psd_clip(values).tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
     assert torch.equal(psd_clip(values[0], rtol=0.0), torch.tensor([0.0, 1e-9, 1.0]))
+    eps = torch.finfo(F64).eps
+    assert psd_clip(torch.tensor([2 * eps, 4 * eps, 1.0], dtype=F64)).tolist() == [0, 4 * eps, 1]
     # Above √eps times its own scale an eigenvalue counts, but not above d times that, which none
     # can be.
     assert psd_clip(torch.tensor([1e-9, 1.0]), scales=torch.tensor([1e-9, 0.5]))[0] > 0

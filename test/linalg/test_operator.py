@@ -130,6 +130,7 @@ def test_operators_of_users() -> None:
     """Attributes are given to the constructor, or those of the class."""
     assert (Triangle() @ torch.ones(3, dtype=F64)).tolist() == [1, 2, 3]
     assert Triangle().to("cpu").in_shapes == ((3,),)
+    assert Triangle().to("cpu:0").in_shapes == ((3,),)
     space, out = Space.from_shapes({"w": (2,)}), Space.from_shapes({"y": (2,)})
     A = Twice(space, F64)
     assert (A.in_space, A.out_space, A.structure, A.device.type) == (space, space, GENERAL, "cpu")
