@@ -166,12 +166,12 @@ def _principal(A: LinearOperator, selection: Selection) -> LinearOperator | None
     if A.structure == Structure.GENERAL or not isinstance(A, (Dense, Kronecker, Eigendecomposed)):
         return None
     if isinstance(A, Kronecker) and not A.batch:
-        G, A_ = A.factors
-        if isinstance(G, Dense) and isinstance(A_, Dense):
-            # The entry (o i, p j) of G ⊗ A is G[o, p] A[i, j].
-            o = positions // A_.size
-            i = positions % A_.size
-            entries = G.matrix[o][:, o] * A_.matrix[i][:, i]
+        G, F = A.factors
+        if isinstance(G, Dense) and isinstance(F, Dense):
+            # The entry (o i, p j) of G ⊗ F is G[o, p] F[i, j].
+            o = positions // F.size
+            i = positions % F.size
+            entries = G.matrix[o][:, o] * F.matrix[i][:, i]
             return Dense(entries, A.structure, in_space=space)
     # Others are formed, from their products with some columns of the identity at a time.
     part = SubmatrixLinearOperator(A, selection, selection)
@@ -253,8 +253,8 @@ class SubmatrixLinearOperator(LinearOperator):
         A = self.A
         self.rows = select(row_idxs, A.out_space, A.device, "row")
         self.cols = select(col_idxs, A.in_space, A.device, "column")
-        self._principal = A.in_space.matches(A.out_space) and self.rows.same(self.cols)
-        structure = A.structure if self._principal else Structure.GENERAL
+        self._is_principal = A.in_space.matches(A.out_space) and self.rows.same(self.cols)
+        structure = A.structure if self._is_principal else Structure.GENERAL
         super().__init__(self.cols.space, A.dtype, A.device, structure, self.rows.space)
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class SubmatrixLinearOperator(LinearOperator):
         return self.diagonal().sum()
 
     def diagonal(self) -> Tensor:
-        if not self._principal:
+        if not self._is_principal:
             raise self._no_closed_form("diagonal")
         return self.cols.gather(self.A.diagonal())
 
