@@ -19,8 +19,6 @@ from curvlinops_plus.layer.convolution_gram import (
     grouped_gram,
     image_gram,
     input_gram,
-    packed_gram,
-    unpack_gram,
 )
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.rule import AffineRule, register_rule
@@ -120,21 +118,6 @@ class ConvRule(GroupedRule):
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
-
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Correlations of images, where these are faster than patches; none of a subclass with
-        another `input_gram`.
-        """
-        if type(self).input_gram is not ConvRule.input_gram:
-            return None
-        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
-        packed = packed_gram(geometry, x, ones) if groups == 1 else None
-        return None if packed is None else (packed, float(len(x) * geometry.positions(x)))
-
-    def unpack_gram(self, module: nn.Module, values: Tensor, ones: bool) -> Tensor:
-        """The Gram matrix of patches."""
-        assert isinstance(module, _CONVOLUTIONS)
-        return unpack_gram(Geometry.of(module), module.in_channels, values, ones)
 
     def mean_inputs(
         self, module: nn.Module, x: Tensor

@@ -327,18 +327,6 @@ class AffineRule(LayerRule):
             return a.square_sum(), a.sum(), a.count()
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
 
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Numbers of whose sums `unpack_gram` makes those of `a aᵀ`, faster than `input_gram`, and
-        the number of rows.
-
-        None if there are none. With `ones` each row is extended by a 1 at its end.
-        """
-        return None
-
-    def unpack_gram(self, module: nn.Module, values: Tensor, ones: bool) -> Tensor:  # -> [i, i]
-        """The matrix that sums of `packed_gram` stand for."""
-        raise NotImplementedError
-
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""
         a = self.rows(module, x)
