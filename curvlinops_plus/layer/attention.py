@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import AffineRule, LayerRule, register_rule
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule, LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 

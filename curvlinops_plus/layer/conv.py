@@ -21,7 +21,8 @@ from curvlinops_plus.layer.convolution_gram import (
     input_gram,
 )
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 

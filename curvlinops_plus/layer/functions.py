@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import AffineRule, rule_of
+from curvlinops_plus.layer.registry import rule_of
+from curvlinops_plus.layer.rule import AffineRule
 
 
 @dataclass(frozen=True)

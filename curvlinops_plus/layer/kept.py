@@ -65,7 +65,7 @@ class _KeptNames:
         now, before = self.container, self.before
         if len(now) == self.size and all(
             [now.get(name) is value for name, value in before.items()]
-        ):  # noqa: C419
+        ):
             return False
         new = [
             value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.replay import check_repeatable, why_computed
-from curvlinops_plus.layer.rule import LayerRule, register_rule
+from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.replay import in_chunks, why_computed
-from curvlinops_plus.layer.rule import LayerRule, register_rule
+from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory per example and step, in multiples of the gates, for tensors that autograd saves.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
+from curvlinops_plus.layer.registry import rule_of, why_generic
 from curvlinops_plus.layer.replay import (
     Call,
     attributes_restored,
@@ -24,7 +25,7 @@ from curvlinops_plus.layer.replay import (
     differentiable_parameters,
 )
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products, rule_of, why_generic
+from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
 from curvlinops_plus.linalg.space import Layout
 
 _TOLERANCE = 1e-8  # of double precision
