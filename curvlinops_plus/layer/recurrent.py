@@ -26,7 +26,7 @@ from curvlinops_plus.layer.replay import in_chunks, why_computed
 from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 
-# Work memory per example and step, in multiples of the gates, for tensors that autograd saves.
+# What autograd saves per example and step, in multiples of the gates.
 _ACTIVATIONS = 4
 
 
@@ -49,17 +49,16 @@ class _Products:
     ) -> dict[str, Tensor]:  # -> {name: [B, *shape]}
         """Gradients of each example by one backward pass."""
         products = [y for calls in self.calls.values() for _, y in calls]
-        at = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
-        found: dict[str, Tensor] = {}
+        deltas = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
+        gradients: dict[str, Tensor] = {}
         for (weight, bias), calls in self.calls.items():
-            a = torch.stack([a for a, _ in calls], 1).flatten(
-                1, -2
-            )  # all steps together: [B, T, i]
-            delta = torch.stack([next(at) for _ in calls], 1).flatten(1, -2)
-            found[weight] = delta.mT @ a
+            # All steps together: [B, T, i] and [B, T, o].
+            a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)
+            delta = torch.stack([next(deltas) for _ in calls], 1).flatten(1, -2)
+            gradients[weight] = delta.mT @ a
             if bias in self.params:
-                found[bias] = delta.sum(1)
-        return found
+                gradients[bias] = delta.sum(1)
+        return gradients
 
 
 class RecurrentRule(LayerRule):
@@ -70,7 +69,7 @@ class RecurrentRule(LayerRule):
 
     Example:
         >>> layer, x = nn.GRU(3, 2, batch_first=True), torch.ones(4, 5, 3)
-        >>> g = [torch.ones(1, 4, 5, 2), torch.zeros(1, 4, 1, 2)]  # of the sequence, and of the last state
+        >>> g = [torch.ones(1, 4, 5, 2), torch.zeros(1, 4, 1, 2)]  # of sequence and last state
         >>> RecurrentRule().per_example_grads(layer, (x,), {}, g)["weight_hh_l0"].shape
         torch.Size([1, 4, 6, 2])
     """
@@ -81,12 +80,8 @@ class RecurrentRule(LayerRule):
         Raises:
             UnsupportedError: For dropout in training mode.
         """
-        super().check(module)
-        if (
-            module.training
-            and getattr(module, "dropout", 0)
-            and getattr(module, "num_layers", 1) != 1
-        ):
+        draws = getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) > 1
+        if module.training and draws:
             raise UnsupportedError(
                 f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random "
                 "numbers, so that its gradients are those of one draw. For the curvature of the "
@@ -103,15 +98,17 @@ class RecurrentRule(LayerRule):
         Raises:
             UnsupportedError: If the input is one sequence without an example axis.
         """
-        cell = isinstance(module, nn.RNNCellBase)
-        if leaves[0].ndim == 2 - cell:
+        is_cell = isinstance(module, nn.RNNCellBase)
+        expected = 2 if is_cell else 3
+        sequence_axis = 0 if is_cell or module.batch_first else 1
+        if leaves[0].ndim == expected - 1:
             raise UnsupportedError(
                 f"{type(module).__name__} {'got' if inputs else 'returned'} shape "
-                f"{list(leaves[0].shape)} without an example axis, expected {3 - cell} dimensions. "
-                "Add it to the input, with "
-                f"`x.unsqueeze({0 if cell or module.batch_first else 1})`."
+                f"{list(leaves[0].shape)} without an example axis, expected {expected} dimensions. "
+                f"Add it to the input, with `x.unsqueeze({sequence_axis})`."
             )
-        return [0 if cell or module.batch_first else 1, *[0 if cell else 1] * (len(leaves) - 1)]
+        state_axis = 0 if is_cell else 1
+        return [sequence_axis, *[state_axis] * (len(leaves) - 1)]
 
     def replay(
         self,
@@ -128,40 +125,39 @@ class RecurrentRule(LayerRule):
         run again instead, one example at a time.
         """
         g = [g] if isinstance(g, Tensor) else list(g)
-        named = {**dict(zip(("input", "hx"), args)), **kwargs}
         if why_computed(module, self._weights(module)):
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
             in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
-            return super().replay(
-                module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False)
-            )
-        given = tree_leaves((named["input"], named.get("hx")))
-        B = g[0].shape[1]
+            out_axes = out_axes or self.axes(module, 0, g, inputs=False)
+            return super().replay(module, args, kwargs, g, in_axes, out_axes)
+        named = {**dict(zip(("input", "hx"), args)), **kwargs}
+        tensors = [t for t in tree_leaves((named["input"], named.get("hx"))) if t is not None]
+        num_examples = g[0].shape[1]
         x, *states = [
-            at_least_float32(t.detach()).expand(B, *t.shape[1:])
-            for t in given
-            if isinstance(t, Tensor)
+            at_least_float32(t.detach()).expand(num_examples, *t.shape[1:]) for t in tensors
         ]
         params = {
             name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)
         }
 
-        def chunk(g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
+        def gradients_of_chunk(
+            g: Sequence[Tensor], vectors: slice, examples: slice
+        ) -> dict[str, Tensor]:
             """All vectors at once: the examples are repeated for each."""
-            V = len(g[0][vectors])
-            given = [t[examples].repeat(V, *[1] * (t.ndim - 1)) for t in (x, *states)]
+            num_vectors = vectors.stop - vectors.start
+            inputs = [t[examples].repeat(num_vectors, *[1] * (t.ndim - 1)) for t in (x, *states)]
             with torch.enable_grad():
                 products = _Products(params)
-                outputs = self._run(module, products, given[0], given[1:])
-            J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
-            return {name: J[name].unflatten(0, (V, -1)) for name in params}
+                outputs = self._run(module, products, inputs[0], inputs[1:])
+            back = [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g]
+            J = products.grads(outputs, back)
+            return {name: J[name].unflatten(0, (num_vectors, -1)) for name in params}
 
-        V, gates = len(g[0]), sum(p.shape[0] for p in params.values() if p.ndim == 2)
-        rows = self.max_bytes // max(
-            1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size()
-        )
+        gates = sum(p.shape[0] for p in params.values() if p.ndim == 2)
+        steps = x[0].numel() // x.shape[-1]
+        pairs = self.max_bytes // max(1, _ACTIVATIONS * gates * steps * x.element_size())
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return in_chunks(chunk, g, (min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))))
+            return in_chunks(gradients_of_chunk, g, pairs)
 
     def _weights(self, module: nn.Module) -> Sequence[str]:
         """Names of weights and biases."""
@@ -175,18 +171,18 @@ class RecurrentRule(LayerRule):
         states after it.
         """
         assert isinstance(module, nn.RNNBase)
-        directions = 2 if module.bidirectional else 1
-        last: list[tuple[Tensor, ...]] = []
+        suffixes = ("", "_reverse") if module.bidirectional else ("",)
+        final_states: list[tuple[Tensor, ...]] = []
         for layer in range(module.num_layers):
             sequences = []
-            for reverse in range(directions):
-                name = f"_l{layer}" + "_reverse" * reverse
-                state = _states(module, x, [s[:, len(last)] for s in states])
-                out, state = _sequence(module, products, x.flip(1) if reverse else x, state, name)
-                sequences.append(out.flip(1) if reverse else out)
-                last.append(state)
+            for suffix in suffixes:
+                state = _initial_state(module, x, [s[:, len(final_states)] for s in states])
+                steps = x.flip(1) if suffix else x
+                out, state = _sequence(module, products, steps, state, f"_l{layer}{suffix}")
+                sequences.append(out.flip(1) if suffix else out)
+                final_states.append(state)
             x = torch.cat(sequences, -1)
-        return [x, *(torch.stack(states, 1) for states in zip(*last))]
+        return [x, *[torch.stack(states, 1) for states in zip(*final_states, strict=True)]]
 
 
 class CellRule(RecurrentRule):
@@ -200,57 +196,59 @@ class CellRule(RecurrentRule):
     def _run(
         self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]
     ) -> list[Tensor]:
-        given = products(x, "weight_ih", "bias_ih")
-        return [*_step(module, products, given, _states(module, x, states), "")]
+        contribution = products(x, "weight_ih", "bias_ih")
+        return [*_step(module, products, contribution, _initial_state(module, x, states), "")]
 
 
 register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
 register_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)(CellRule)
 
 
-def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _initial_state(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """State before the first step, zero by default: (h, c) of an LSTM, else (h,)."""
-    if given:
-        return tuple(given)
+    if states:
+        return tuple(states)
     assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     h = x.new_zeros(len(x), getattr(module, "proj_size", 0) or module.hidden_size)
-    return (
-        (h, x.new_zeros(len(x), module.hidden_size))
-        if isinstance(module, (nn.LSTM, nn.LSTMCell))
-        else (h,)
-    )
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        return h, x.new_zeros(len(x), module.hidden_size)
+    return (h,)
 
 
 def _sequence(
     module: nn.Module, products: _Products, x: Tensor, state: tuple[Tensor, ...], name: str
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One layer in one direction: outputs [B, T, h] and the state after the last step."""
-    steps = []
-    for given in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
-        state = _step(module, products, given, state, name)
-        steps.append(state[0])
-    return torch.stack(steps, 1), state
+    outputs = []
+    for contribution in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
+        state = _step(module, products, contribution, state, name)
+        outputs.append(state[0])
+    return torch.stack(outputs, 1), state
 
 
 def _step(
-    module: nn.Module, products: _Products, given: Tensor, state: tuple[Tensor, ...], name: str
+    module: nn.Module,
+    products: _Products,
+    contribution: Tensor,
+    state: tuple[Tensor, ...],
+    name: str,
 ) -> tuple[Tensor, ...]:
-    """State after one step; `given` is the contribution of the input to the gates, in PyTorch's
-    order.
-    """
+    """State after one step, from the contribution of the input to the gates in PyTorch's order."""
     h = state[0]
     past = products(h, f"weight_hh{name}", f"bias_hh{name}")
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
-        i, f, g, o = (given + past).chunk(4, -1)
+        i, f, g, o = (contribution + past).chunk(4, -1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
-        return (products(h, f"weight_hr{name}") if f"weight_hr{name}" in products.params else h), c
+        if f"weight_hr{name}" in products.params:
+            h = products(h, f"weight_hr{name}")
+        return h, c
     if isinstance(module, (nn.GRU, nn.GRUCell)):
-        (r, z, n), (r_past, z_past, n_past) = given.chunk(3, -1), past.chunk(3, -1)
+        r, z, n = contribution.chunk(3, -1)
+        r_past, z_past, n_past = past.chunk(3, -1)
         z = (z + z_past).sigmoid()
         n = (n + (r + r_past).sigmoid() * n_past).tanh()
         return ((1 - z) * n + z * h,)
     assert isinstance(module, (nn.RNN, nn.RNNCell))
-    return (
-        torch.tanh(given + past) if module.nonlinearity == "tanh" else torch.relu(given + past),
-    )
+    gates = contribution + past
+    return (gates.tanh() if module.nonlinearity == "tanh" else gates.relu(),)
