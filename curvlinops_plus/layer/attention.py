@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rule import AffineRule, LayerRule
-from curvlinops_plus.linalg.numerics import at_least_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class Projection(nn.Module):
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """All three of one input."""
@@ -77,10 +78,8 @@ class ProjectionRule(AffineRule):
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """Three matrices, each with its bias as one more column."""
-        every = {"weight": "(m o) i -> m o i", "bias": "(m o) -> m o 1"}
-        return {
-            name: pattern for name, pattern in every.items() if getattr(module, name) is not None
-        }
+        patterns = {"weight": "(m o) i -> m o i", "bias": "(m o) -> m o 1"}
+        return {local: patterns[local] for local in patterns if getattr(module, local) is not None}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """Three matrices."""
@@ -90,11 +89,8 @@ class ProjectionRule(AffineRule):
         """Which of the three a call reads."""
         if len(self.members) == 3:
             return None
-        given = module.weight if module.weight is not None else module.bias
-        assert isinstance(given, Tensor)
-        read = torch.zeros(
-            3, dtype=torch.promote_types(given.dtype, torch.float32), device=given.device
-        )
+        p: Any = module.bias if module.weight is None else module.weight
+        read = torch.zeros(3, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
         read[list(self.members)] = 1.0
         return read
 
@@ -102,32 +98,26 @@ class ProjectionRule(AffineRule):
         """The same input for each matrix that is read (a view if all three are), zero for the
         others.
         """
-        a = at_least_float32(x).reshape(x.shape[0], -1, 1, x.shape[-1]).expand(-1, -1, 3, -1)
+        a = x.reshape(x.shape[0], -1, 1, x.shape[-1]).expand(-1, -1, 3, -1)
         read = self.reads(module)
         return a if read is None else a * read.to(a.dtype)[:, None]
 
-    def grads(
-        self, module: nn.Module, g: Tensor
-    ) -> Tensor:  # [V, B, *positions, k·o] -> [V, B, S, 3, o]
-        """The output gradient by matrices."""
-        g = at_least_float32(g).reshape(
-            *g.shape[:2], -1, len(self.members), g.shape[-1] // len(self.members)
-        )
-        if len(self.members) == 3:
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:
+        """The output gradient `[V, B, *positions, k·o]` by matrices, `[V, B, S, 3, o]`."""
+        num_read = len(self.members)
+        g = g.reshape(*g.shape[:2], -1, num_read, g.shape[-1] // num_read)
+        if num_read == 3:
             return g
-        every = g.new_zeros(*g.shape[:3], 3, g.shape[-1])
-        every[:, :, :, list(self.members)] = g
-        return every
+        by_matrix = g.new_zeros(*g.shape[:3], 3, g.shape[-1])
+        by_matrix[:, :, :, list(self.members)] = g
+        return by_matrix
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """One Gram matrix, since the matrices that are read share their input."""
         total, row_sum, rows = LinearRule().input_gram(module, x)
-        total, row_sum = total.expand(3, -1, -1), row_sum.expand(3, -1)
         read = self.reads(module)
-        if read is not None:
-            read = read.to(total.dtype)
-            total, row_sum = total * read[:, None, None], row_sum * read[:, None]
-        return total, row_sum, rows
+        read = total.new_ones(3) if read is None else read.to(total.dtype)
+        return total * read[:, None, None], row_sum * read[:, None], rows
 
 
 @register_rule(nn.MultiheadAttention)
@@ -140,25 +130,22 @@ class AttentionRule(LayerRule):
     Example:
         >>> [part.name for part in AttentionRule().parts(nn.MultiheadAttention(4, 2))]
         ['in_proj', 'out_proj']
-        >>> [part.name for part in AttentionRule().parts(nn.MultiheadAttention(4, 2, kdim=3, vdim=5))]
+        >>> module = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
+        >>> [part.name for part in AttentionRule().parts(module)]
         ['q_proj', 'k_proj', 'v_proj', 'in_proj_bias', 'out_proj']
     """
 
-    def parts(self, module: nn.Module) -> list[Part]:
+    def parts(self, module: Any) -> list[Part]:
         """In-projection, or its three matrices if they have inputs of different sizes;
         out-projection.
         """
-        assert isinstance(module, nn.MultiheadAttention)
-        found = []
+        parts = []
 
-        def add(name: str, stub: nn.Module, rule: AffineRule) -> None:
-            params = {
-                local: p
-                for local in ("weight", "bias")
-                if isinstance(p := getattr(stub, local), nn.Parameter)
-            }
+        def add(name: str, reader: nn.Module, rule: AffineRule) -> None:
+            locals_ = {local: getattr(reader, local) for local in ("weight", "bias")}
+            params = {local: p for local, p in locals_.items() if isinstance(p, nn.Parameter)}
             if params:
-                found.append(Part(name, stub, rule, params))
+                parts.append(Part(name, reader, rule, params))
 
         bias = module.in_proj_bias
         if module.in_proj_weight is not None:
@@ -169,15 +156,12 @@ class AttentionRule(LayerRule):
             add("in_proj_bias", Projection(None, bias), ProjectionRule())
         if isinstance(module.out_proj, nn.Linear):
             add("out_proj", module.out_proj, LinearRule())
-        return found
+        return parts
 
-    def axes(
-        self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool
-    ) -> list[int]:
+    def axes(self, module: Any, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
         """Sequences have the examples on the axis that `batch_first` sets; masks and attention
         weights on axis 0.
         """
-        assert isinstance(module, nn.MultiheadAttention)
         sequence = 0 if module.batch_first else 1
         if inputs:
             return [sequence if t.ndim == 3 and t.is_floating_point() else 0 for t in leaves]

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rule import AffineRule
-from curvlinops_plus.linalg.numerics import at_least_float32
 
 
 @register_rule(nn.Linear)
@@ -23,8 +22,10 @@ class LinearRule(AffineRule):
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` as it is, then the bias as one more column."""
-        weight = {"weight": "o i -> o i"}
-        return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
+        patterns = {"weight": "o i -> o i"}
+        if module.bias is not None:
+            patterns["bias"] = "o -> o 1"
+        return patterns
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension (a view of a contiguous `x`).
@@ -38,13 +39,13 @@ class LinearRule(AffineRule):
                 f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with "
                 "`x[None]`."
             )
-        return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
+        return x.reshape(x.shape[0], -1, x.shape[-1])
 
     def grads(
         self, module: nn.Module, g: Tensor
     ) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
-        return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
+        return g.reshape(*g.shape[:2], -1, g.shape[-1])
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")

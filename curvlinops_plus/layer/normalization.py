@@ -49,25 +49,32 @@ class ScaleShiftRule(LayerRule):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {name: [V, B, *shape]}
         """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each."""
-        x, g = at_least_float32(next(iter([*args, *kwargs.values()]))), at_least_float32(g)
-        found: dict[str, Tensor] = {}
+        x = _input_of(args, kwargs)
+        gradients: dict[str, Tensor] = {}
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             for name in self.patterns(module):
-                first = 1 if self.channels_first else x.ndim - module.get_parameter(name).ndim
-                last = 2 if self.channels_first else x.ndim
-                factor = None if name == "bias" else self.normalized(module, x)
-                found[name] = sum_of_products(g, factor, [*range(1, first), *range(last, x.ndim)])
-        return found
+                x_hat = None if name == "bias" else self.normalized(module, x)
+                features = range(1, 2)
+                if not self.channels_first:
+                    features = range(x.ndim - module.get_parameter(name).ndim, x.ndim)
+                positions = [dim for dim in range(1, x.ndim) if dim not in features]
+                gradients[name] = sum_of_products(at_least_float32(g), x_hat, positions)
+        return gradients
 
 
-def sum_of_products(
-    g: Tensor, x: Tensor | None, over: list[int]
-) -> Tensor:  # [V, B, *in], [B, *in] -> [V, B, *left]
-    """`Σ g x` over some dimensions of `x`; None is one."""
-    rows = [
-        row.detach() if x is None else row.detach() * x for row in g
-    ]  # one vector at a time needs less memory
-    return torch.stack([row.sum(over) if over else row for row in rows])
+def _input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The first input of a call."""
+    return at_least_float32(next(iter([*args, *kwargs.values()])))
+
+
+def sum_of_products(g: Tensor, x: Tensor | None, dims: list[int]) -> Tensor:
+    """`Σ g x` over some dimensions of `x [B, *in]`, for `g [V, B, *in]`; None is one."""
+    sums = []
+    # One vector at a time needs less memory.
+    for g_v in g.detach():
+        products = g_v if x is None else g_v * x
+        sums.append(products.sum(dims) if dims else products)
+    return torch.stack(sums)
 
 
 @register_rule(nn.LayerNorm)
@@ -115,11 +122,11 @@ class BatchNormRule(ScaleShiftRule):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Shifted and scaled by the running statistics, in training mode by those of the batch."""
-        mean, var = (
-            (None, None)
-            if module.training
-            else (module.running_mean.to(x), module.running_var.to(x))
-        )
+        mean = None
+        var = None
+        if not module.training:
+            mean = module.running_mean.to(x)
+            var = module.running_var.to(x)
         return F.batch_norm(x, mean, var, training=module.training, eps=module.eps)
 
 
@@ -134,10 +141,10 @@ class InstanceNormRule(ScaleShiftRule):
         statistics.
         """
         if module.training or module.running_mean is None:
-            return F.instance_norm(
-                x, eps=module.eps
-            )  # not given to it, the running statistics are not updated
-        mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
+            # Running statistics that it does not get are not updated.
+            return F.instance_norm(x, eps=module.eps)
+        mean = module.running_mean.to(x)
+        var = module.running_var.to(x)
         return F.instance_norm(x, mean, var, use_input_stats=False, eps=module.eps)
 
 
@@ -174,8 +181,9 @@ class ScaledRMSNormRule(ScaleShiftRule):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Output at weight one minus output at weight zero."""
-        weights = [torch.full_like(module.weight, value, dtype=x.dtype) for value in (1.0, 0.0)]
-        at_one, at_zero = (functional_call(module, {"weight": weight}, (x,)) for weight in weights)
+        one = torch.ones_like(module.weight, dtype=x.dtype)
+        at_one = functional_call(module, {"weight": one}, (x,))
+        at_zero = functional_call(module, {"weight": torch.zeros_like(one)}, (x,))
         return at_one - at_zero
 
 
@@ -203,10 +211,8 @@ class PReLURule(LayerRule):
         """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass
         over `g`.
         """
-        x, slopes = (
-            at_least_float32(next(iter([*args, *kwargs.values()]))),
-            module.get_parameter("weight").numel(),
-        )
+        x = _input_of(args, kwargs)
+        slopes = module.get_parameter("weight").numel()
         # [B, slopes, positions], for one number per example [B] as well as for images.
         x = x.reshape(len(x), slopes, -1)
         rows = at_least_float32(g).reshape(len(g), *x.shape)
