@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvlinops_plus.layer.registry import register_rule
-from curvlinops_plus.layer.replay import check_repeatable, why_computed
-from curvlinops_plus.layer.rule import LayerRule
+from curvlinops_plus.layer.replay import check_repeatable
+from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 
@@ -41,40 +41,35 @@ class ScaleShiftRule(LayerRule):
         """The output at weight one and bias zero."""
         raise NotImplementedError
 
-    def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose weight is computed from other parameters (weight normalization, pruning)."""
-        return why_computed(module, ("weight", "bias"))
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """Weight and bias, as far as the layer has them."""
+        params = {name: getattr(module, name, None) for name in ("weight", "bias")}
+        return {name: flat_pattern(p.ndim) for name, p in params.items() if p is not None}
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {name: [V, B, *shape]}
         """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each."""
-        x = _input_of(args, kwargs)
+        x = at_least_float32(next(iter([*args, *kwargs.values()])))
+        g = at_least_float32(g.detach())
         gradients: dict[str, Tensor] = {}
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            x_hat = self.normalized(module, x)
             for name in self.patterns(module):
-                x_hat = None if name == "bias" else self.normalized(module, x)
-                features = range(1, 2)
-                if not self.channels_first:
-                    features = range(x.ndim - module.get_parameter(name).ndim, x.ndim)
-                positions = [dim for dim in range(1, x.ndim) if dim not in features]
-                gradients[name] = sum_of_products(at_least_float32(g), x_hat, positions)
+                p = module.get_parameter(name)
+                shape = self._shape_of_sums(p, x)
+                # One vector at a time needs less memory.
+                products = (g_v if name == "bias" else g_v * x_hat for g_v in g)
+                sums = torch.stack([product.sum_to_size(shape) for product in products])
+                gradients[name] = sums.view(*g.shape[:2], *p.shape)
         return gradients
 
-
-def _input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The first input of a call."""
-    return at_least_float32(next(iter([*args, *kwargs.values()])))
-
-
-def sum_of_products(g: Tensor, x: Tensor | None, dims: list[int]) -> Tensor:
-    """`Σ g x` over some dimensions of `x [B, *in]`, for `g [V, B, *in]`; None is one."""
-    sums = []
-    # One vector at a time needs less memory.
-    for g_v in g.detach():
-        products = g_v if x is None else g_v * x
-        sums.append(products.sum(dims) if dims else products)
-    return torch.stack(sums)
+    def _shape_of_sums(self, p: Tensor, x: Tensor) -> list[int]:
+        """The shape of `x` with 1 for each dimension of positions."""
+        features = range(x.ndim - p.ndim, x.ndim) if self.channels_first is False else range(1, 2)
+        if p.numel() == 1:
+            features = range(0)
+        return [size if dim in (0, *features) else 1 for dim, size in enumerate(x.shape)]
 
 
 @register_rule(nn.LayerNorm)
@@ -188,7 +183,7 @@ class ScaledRMSNormRule(ScaleShiftRule):
 
 
 @register_rule(nn.PReLU)
-class PReLURule(LayerRule):
+class PReLURule(ScaleShiftRule):
     """`max(0, x) + weight · min(0, x)`, with one slope or one for each entry of dimension 1.
 
     Example:
@@ -201,19 +196,6 @@ class PReLURule(LayerRule):
 
     channels_first: ClassVar[bool | None] = None
 
-    def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose slopes are computed from other parameters (a parametrization)."""
-        return why_computed(module, ("weight",))
-
-    def per_example_grads(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
-    ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {"weight": [V, B, slopes]}
-        """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass
-        over `g`.
-        """
-        x = _input_of(args, kwargs)
-        slopes = module.get_parameter("weight").numel()
-        # [B, slopes, positions], for one number per example [B] as well as for images.
-        x = x.reshape(len(x), slopes, -1)
-        rows = at_least_float32(g).reshape(len(g), *x.shape)
-        return {"weight": sum_of_products(rows, x.detach().clamp(max=0), [2])}
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """What the weight is multiplied with: `min(0, x)`."""
+        return x.clamp(max=0)

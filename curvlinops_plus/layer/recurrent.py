@@ -18,51 +18,62 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.registry import register_rule
-from curvlinops_plus.layer.replay import in_chunks, why_computed
+from curvlinops_plus.layer.replay import Call
 from curvlinops_plus.layer.rule import LayerRule
-from curvlinops_plus.linalg.numerics import at_least_float32
 
 # What autograd saves per example and step, in multiples of the gates.
-_ACTIVATIONS = 4
+_SAVED_OF_GATES = 4
 
 
-class _Products:
-    """All products `W a + b` of a pass through the recurrence, with their inputs."""
+class RecurrentCall(Call):
+    """A call of a recurrent layer, whose steps are repeated for all examples at once."""
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self.params = params
-        self.calls: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
+    def all_at_once(
+        self, g: Sequence[Tensor], vectors: slice, examples: slice
+    ) -> dict[str, Tensor]:
+        """Gradients of a chunk, `[V, B, *shape]`: the examples are repeated for each vector.
 
-    def __call__(self, a: Tensor, weight: str, bias: str = "") -> Tensor:  # [..., i] -> [..., o]
-        y = F.linear(a, self.params[weight], self.params.get(bias))
-        if not y.requires_grad:  # the parameters do not: their summed gradients are not needed
-            y.requires_grad_()
-        self.calls.setdefault((weight, bias), []).append((a.detach(), y))
-        return y
+        Raises:
+            KeyError: If a weight is computed from other parameters (weight normalization, pruning).
+        """
+        num_vectors = vectors.stop - vectors.start
+        x, *states = [
+            t.expand(self.num_examples, *t.shape[1:])[examples].repeat(
+                num_vectors, *[1] * (t.ndim - 1)
+            )
+            for t in self._sequence_and_states()
+        ]
+        products = _Products(self.params, bool(self.module.bias))
+        run = _run_cell if isinstance(self.module, nn.RNNCellBase) else _run_layers
+        with torch.enable_grad():
+            outputs = run(self.module, products, x, states)
+        J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
+        return {name: J[name].unflatten(0, (num_vectors, -1)) for name in self.params}
 
-    def grads(
-        self, outputs: Sequence[Tensor], g: Sequence[Tensor]
-    ) -> dict[str, Tensor]:  # -> {name: [B, *shape]}
-        """Gradients of each example by one backward pass."""
-        products = [y for calls in self.calls.values() for _, y in calls]
-        deltas = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
-        gradients: dict[str, Tensor] = {}
-        for (weight, bias), calls in self.calls.items():
-            # All steps together: [B, T, i] and [B, T, o].
-            a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)
-            delta = torch.stack([next(deltas) for _ in calls], 1).flatten(1, -2)
-            gradients[weight] = delta.mT @ a
-            if bias in self.params:
-                gradients[bias] = delta.sum(1)
-        return gradients
+    def pairs_at_once(self, g: Sequence[Tensor], max_bytes: int) -> int:
+        """How many pairs of a vector and an example are worked on at a time."""
+        x = self._sequence_and_states()[0]
+        gates = sum(p.shape[0] for p in self.params.values() if p.ndim == 2)
+        num_steps = x[0].numel() // x.shape[-1]
+        return max_bytes // max(1, _SAVED_OF_GATES * gates * num_steps * x.element_size())
+
+    def _sequence_and_states(self) -> list[Tensor]:
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        named = {**dict(zip(("input", "hx"), args)), **kwargs}
+        return [t for t in tree_leaves((named["input"], named.get("hx"))) if t is not None]
 
 
+@register_rule(nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 class RecurrentRule(LayerRule):
-    """`nn.RNN`, `nn.LSTM` and `nn.GRU` with all their options, but no dropout in training mode.
+    """`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells with all options, but no dropout in training
+    mode.
+
+    Layers whose weights are computed from other parameters (weight normalization, pruning) are run
+    again instead, one example at a time.
 
     Cost: a forward and a backward pass of the layer, step by step, for each vector and example (all
     in one batch).
@@ -73,6 +84,8 @@ class RecurrentRule(LayerRule):
         >>> RecurrentRule().per_example_grads(layer, (x,), {}, g)["weight_hh_l0"].shape
         torch.Size([1, 4, 6, 2])
     """
+
+    call_type = RecurrentCall
 
     def check(self, module: nn.Module) -> None:
         """Refuse dropout between layers, which draws random numbers.
@@ -110,98 +123,65 @@ class RecurrentRule(LayerRule):
         state_axis = 0 if is_cell else 1
         return [sequence_axis, *[state_axis] * (len(leaves) - 1)]
 
-    def replay(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        g: Tensor | Sequence[Tensor],
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
-    ) -> dict[str, Tensor]:
-        """Gradients of each example by repeating the steps of the layer, for all examples at once.
 
-        Layers whose weights are computed from other parameters (weight normalization, pruning) are
-        run again instead, one example at a time.
-        """
-        g = [g] if isinstance(g, Tensor) else list(g)
-        if why_computed(module, self._weights(module)):
-            tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
-            in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
-            out_axes = out_axes or self.axes(module, 0, g, inputs=False)
-            return super().replay(module, args, kwargs, g, in_axes, out_axes)
-        named = {**dict(zip(("input", "hx"), args)), **kwargs}
-        tensors = [t for t in tree_leaves((named["input"], named.get("hx"))) if t is not None]
-        num_examples = g[0].shape[1]
-        x, *states = [
-            at_least_float32(t.detach()).expand(num_examples, *t.shape[1:]) for t in tensors
-        ]
-        params = {
-            name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)
-        }
+class _Products:
+    """All products `W a + b` of a pass through the recurrence, with their inputs."""
 
-        def gradients_of_chunk(
-            g: Sequence[Tensor], vectors: slice, examples: slice
-        ) -> dict[str, Tensor]:
-            """All vectors at once: the examples are repeated for each."""
-            num_vectors = vectors.stop - vectors.start
-            inputs = [t[examples].repeat(num_vectors, *[1] * (t.ndim - 1)) for t in (x, *states)]
-            with torch.enable_grad():
-                products = _Products(params)
-                outputs = self._run(module, products, inputs[0], inputs[1:])
-            back = [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g]
-            J = products.grads(outputs, back)
-            return {name: J[name].unflatten(0, (num_vectors, -1)) for name in params}
+    def __init__(self, params: Mapping[str, Tensor], has_bias: bool) -> None:
+        self.params = params
+        self.has_bias = has_bias
+        self.calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-        gates = sum(p.shape[0] for p in params.values() if p.ndim == 2)
-        steps = x[0].numel() // x.shape[-1]
-        pairs = self.max_bytes // max(1, _ACTIVATIONS * gates * steps * x.element_size())
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return in_chunks(gradients_of_chunk, g, pairs)
+    def __call__(self, name: str, a: Tensor) -> Tensor:  # [..., i] -> [..., o]
+        """`weight_name a + bias_name`, or without the bias of a projection."""
+        has_bias = self.has_bias and not name.startswith("hr")
+        bias = self.params[f"bias_{name}"] if has_bias else None
+        y = F.linear(a, self.params[f"weight_{name}"], bias)
+        # The parameters do not require gradients: those summed over examples are not needed.
+        if not y.requires_grad:
+            y.requires_grad_()
+        self.calls.setdefault(name, []).append((a.detach(), y))
+        return y
 
-    def _weights(self, module: nn.Module) -> Sequence[str]:
-        """Names of weights and biases."""
-        assert isinstance(module, nn.RNNBase)
-        return module._flat_weights_names
-
-    def _run(
-        self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and
-        states after it.
-        """
-        assert isinstance(module, nn.RNNBase)
-        suffixes = ("", "_reverse") if module.bidirectional else ("",)
-        final_states: list[tuple[Tensor, ...]] = []
-        for layer in range(module.num_layers):
-            sequences = []
-            for suffix in suffixes:
-                state = _initial_state(module, x, [s[:, len(final_states)] for s in states])
-                steps = x.flip(1) if suffix else x
-                out, state = _sequence(module, products, steps, state, f"_l{layer}{suffix}")
-                sequences.append(out.flip(1) if suffix else out)
-                final_states.append(state)
-            x = torch.cat(sequences, -1)
-        return [x, *[torch.stack(states, 1) for states in zip(*final_states, strict=True)]]
+    def grads(self, outputs: Sequence[Tensor], g: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients `[B, *shape]` of each example by one backward pass."""
+        products = [y for calls in self.calls.values() for _, y in calls]
+        deltas = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
+        gradients: dict[str, Tensor] = {}
+        for name, calls in self.calls.items():
+            # All steps together: [B, T, i] and [B, T, o].
+            a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)
+            delta = torch.stack([next(deltas) for _ in calls], 1).flatten(1, -2)
+            gradients[f"weight_{name}"] = delta.mT @ a
+            gradients[f"bias_{name}"] = delta.sum(1)
+        return gradients
 
 
-class CellRule(RecurrentRule):
-    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples
-    first.
+def _run_layers(
+    module: Any, products: _Products, x: Tensor, states: Sequence[Tensor]
+) -> list[Tensor]:
+    """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and
+    states after it.
     """
+    suffixes = ("", "_reverse") if module.bidirectional else ("",)
+    final_states: list[tuple[Tensor, ...]] = []
+    for layer in range(module.num_layers):
+        sequences = []
+        for suffix in suffixes:
+            state = _initial_state(module, x, [s[:, len(final_states)] for s in states])
+            steps = x.flip(1) if suffix else x
+            out, state = _sequence(module, products, steps, state, f"_l{layer}{suffix}")
+            sequences.append(out.flip(1) if suffix else out)
+            final_states.append(state)
+        x = torch.cat(sequences, -1)
+    return [x, *[torch.stack(states, 1) for states in zip(*final_states, strict=True)]]
 
-    def _weights(self, module: nn.Module) -> Sequence[str]:
-        return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
-    def _run(
-        self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]
-    ) -> list[Tensor]:
-        contribution = products(x, "weight_ih", "bias_ih")
-        return [*_step(module, products, contribution, _initial_state(module, x, states), "")]
-
-
-register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
-register_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)(CellRule)
+def _run_cell(
+    module: Any, products: _Products, x: Tensor, states: Sequence[Tensor]
+) -> list[Tensor]:
+    """The state after one step."""
+    return [*_step(module, products, products("ih", x), _initial_state(module, x, states), "")]
 
 
 def _initial_state(module: nn.Module, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -220,7 +200,7 @@ def _sequence(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One layer in one direction: outputs [B, T, h] and the state after the last step."""
     outputs = []
-    for contribution in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
+    for contribution in products(f"ih{name}", x).unbind(1):
         state = _step(module, products, contribution, state, name)
         outputs.append(state[0])
     return torch.stack(outputs, 1), state
@@ -235,13 +215,13 @@ def _step(
 ) -> tuple[Tensor, ...]:
     """State after one step, from the contribution of the input to the gates in PyTorch's order."""
     h = state[0]
-    past = products(h, f"weight_hh{name}", f"bias_hh{name}")
+    past = products(f"hh{name}", h)
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
         i, f, g, o = (contribution + past).chunk(4, -1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
-        if f"weight_hr{name}" in products.params:
-            h = products(h, f"weight_hr{name}")
+        if getattr(module, "proj_size", 0):
+            h = products(f"hr{name}", h)
         return h, c
     if isinstance(module, (nn.GRU, nn.GRUCell)):
         r, z, n = contribution.chunk(3, -1)

@@ -88,24 +88,6 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}
 
 
-def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
-    """A message if some of a module's tensors are computed from its parameters; None if all are
-    parameters.
-
-    Example:
-        >>> why_computed(nn.utils.parametrizations.weight_norm(nn.LayerNorm(3)), ("weight", "bias"))
-        "['weight'] of this ParametrizedLayerNorm is computed from other parameters"
-    """
-    computed = [
-        name
-        for name in names
-        if name not in module._parameters and isinstance(getattr(module, name, None), Tensor)
-    ]
-    if not computed:
-        return None
-    return f"{computed} of this {type(module).__name__} is computed from other parameters"
-
-
 class Call:
     """One call of a module, repeated for single examples with detached copies of its tensors, in
     float32 at least.
@@ -136,6 +118,7 @@ class Call:
         names: Sequence[str] | None = None,
     ) -> None:
         self.module = module
+        self.num_examples = num_examples
         self.out_axes = out_axes
         inner = dict(module.named_parameters(remove_duplicate=False))
         if names is None:
@@ -166,6 +149,8 @@ class Call:
             in_axes = [0] * len(tensors)
         #: Place among the leaves of each tensor with an entry per example, and its axis there.
         self.per_example: dict[int, int] = {}
+        #: The same of each tensor with one entry that is broadcast over the examples.
+        self.broadcast: dict[int, int] = {}
         for i, axis in zip(tensors, in_axes, strict=True):
             t = self.leaves[i]
             if axis is None or t.ndim == 0:
@@ -173,7 +158,7 @@ class Call:
             if len(t) == num_examples:
                 self.per_example[i] = axis
             elif len(t) == 1 and t.ndim > axis:
-                self.leaves[i] = t.movedim(0, axis)
+                self.broadcast[i] = axis
 
     def per_example_grads(self, g: Tensor | Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
         """Backpropagate output gradients to the parameters, for each example separately.
@@ -246,9 +231,8 @@ class Call:
 
     def pairs_at_once(self, g: Sequence[Tensor], max_bytes: int) -> int:
         """How many pairs of a vector and an example are worked on at a time."""
-        num_examples = g[0].shape[1]
         tensors = [t[0] for t in g] + [self.leaves[i] for i in self.per_example]
-        example_bytes = sum(t.nbytes for t in tensors) // max(1, num_examples)
+        example_bytes = sum(t.nbytes for t in tensors) // max(1, self.num_examples)
         param_bytes = sum(p.nbytes for p in self.params.values())
         return max_bytes // max(1, 2 * param_bytes + _SAVED_FOR_BACKWARD * example_bytes)
 
@@ -263,6 +247,8 @@ class Call:
         leaves = list(self.leaves)
         for (i, axis), t in zip(self.per_example.items(), inputs, strict=True):
             leaves[i] = t.unsqueeze(axis)
+        for i, axis in self.broadcast.items():
+            leaves[i] = leaves[i].movedim(0, axis)
         # The module may write into what it is given: inputs and buffers are copies.
         leaves = [t.clone() if isinstance(t, Tensor) else t for t in leaves]
         buffers = {name: b.clone() for name, b in self.buffers.items()}

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import Call, differentiable_parameters
@@ -55,6 +56,9 @@ class LayerRule:
     """
 
     max_bytes: int = 64 * 2**20
+
+    #: How a call is repeated for single examples.
+    call_type: ClassVar[type[Call]] = Call
 
     #: Names in the module of the parameters that `replay` is about; None for the module's own.
     names: tuple[str, ...] | None = None
@@ -147,11 +151,16 @@ class LayerRule:
         Args:
             module, args, kwargs, g: As for `per_example_grads`.
             in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None
-                for one that all examples share. Default 0.
-            out_axes: The same for each floating-point tensor of the output; default 0.
+                for one that all examples share. Default: `axes` says it.
+            out_axes: The same for each floating-point tensor of the output.
         """
         num_examples = (g if isinstance(g, Tensor) else g[0]).shape[1]
-        call = Call(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
+        if in_axes is None:
+            tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
+            in_axes = self.axes(module, 0, tensors, inputs=True) if tensors else []
+        if out_axes is None:
+            out_axes = self.axes(module, 0, [g] if isinstance(g, Tensor) else g, inputs=False)
+        call = self.call_type(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
         return call.per_example_grads(g, self.max_bytes)
 
     def per_example_grads(
