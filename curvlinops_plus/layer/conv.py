@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
+from curvlinops_plus.layer.convolution_gram import image_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rule import AffineRule
@@ -100,18 +100,14 @@ class ConvRule(GroupedRule):
             ValueError: If `x` has no example dimension.
         """
         _require_examples(module, x)
-        geometry = Geometry.of(module)
-        return geometry.rows(x) if module.groups == 1 else geometry.group_rows(x, module.groups)
+        return Geometry.of(module).rows(x, module.groups)
 
     def input_gram(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all patches, formed a few at a time; sum of `a`; number of patches."""
         _require_examples(module, x)
         x = at_least_float32(x)
         geometry = Geometry.of(module)
-        if module.groups == 1:
-            total = input_gram(geometry, x)
-        else:
-            total = grouped_gram(geometry, x, module.groups)
+        total = input_gram(geometry, x, module.groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
@@ -195,9 +191,8 @@ class TransposedConvRule(GroupedRule):
         sides = [reach - int(padding) for reach, padding in zip(_reach(module), module.padding)]
         kernel = tuple(module.kernel_size)
         geometry = Geometry(kernel, (1,) * n, tuple(module.dilation), tuple(zip(sides, sides)))
-        a = geometry.group_rows(spread, module.groups).unflatten(3, (-1, *kernel))
-        a = a.flip(tuple(range(4, 4 + n))).flatten(3)
-        return a[:, :, 0] if module.groups == 1 else a
+        a = geometry.rows(spread, module.groups).unflatten(-1, (-1, *kernel))
+        return a.flip(tuple(range(-n, 0))).flatten(-n - 1)
 
 
 def _reach(module: Any) -> list[int]:

@@ -44,33 +44,22 @@ _MIN_PRODUCTS = 4e7
 _SUMMANDS = 2**14
 
 
-def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
-    """Sum of `a aᵀ` over all patches, in the order of the flattened weight."""
-    if geometry.pointwise:
-        return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
-    if correlations_pay(geometry, x):
-        return correlation_gram(geometry, x)
-    return patch_gram(geometry, x)
-
-
-def grouped_gram(geometry: Geometry, x: Tensor, groups: int) -> Tensor:
-    """Sum of `a aᵀ` over all patches, for each group of channels by itself.
+def input_gram(geometry: Geometry, x: Tensor, groups: int = 1) -> Tensor:
+    """Sum of `a aᵀ` over all patches, in the order of the flattened weight.
 
     Args:
         x: Images `[B, g·c, *size]`.
 
     Returns:
-        `[g, c·kernel, c·kernel]`. All small groups are multiplied at once.
+        `[*g, c·kernel, c·kernel]`, without an axis of groups if there is one. All small groups are
+        multiplied at once.
     """
-    d = x.shape[1] // groups * prod(geometry.kernel)
-    if d >= _LARGE_GROUP:
+    columns = x.shape[1] // groups * prod(geometry.kernel)
+    if groups > 1 and columns >= _LARGE_GROUP:
         return torch.stack([input_gram(geometry, channels) for channels in x.chunk(groups, 1)])
-    total = x.new_zeros(groups, d, d)
-    image_bytes = groups * d * geometry.positions(x) * x.element_size()
-    for images in x.split(max(1, _PATCH_BYTES // max(1, image_bytes))):
-        columns = geometry.group_columns(images, groups)
-        total += columns @ columns.mT
-    return total
+    if groups == 1 and correlations_pay(geometry, x):
+        return correlation_gram(geometry, x)
+    return patch_gram(geometry, x, groups)
 
 
 def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
@@ -87,17 +76,16 @@ def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
     return columns @ columns.mT if columns.ndim == 3 else gram(columns.T)
 
 
-def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
-    """Sum of `a aᵀ` by forming the patches of a few examples at a time."""
-    c = x.shape[1]
-    taps = prod(geometry.kernel)
-    d = c * taps
+def patch_gram(geometry: Geometry, x: Tensor, groups: int = 1) -> Tensor:
+    """Sum of `a aᵀ` by forming the patches of a few examples at a time, as `input_gram`."""
+    d = x.shape[1] // groups * prod(geometry.kernel)
+    total = x.new_zeros((d, d) if groups == 1 else (groups, d, d))
     # With fewer numbers than d², adding up the parts would dominate.
     numbers = max(_PATCH_BYTES // x.element_size(), d * d)
-    total = x.new_zeros(d, d)
-    for images in x.split(max(1, numbers // max(1, geometry.positions(x) * d))):
-        total += gram(geometry.channels_last_rows(images))
-    return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
+    for images in x.split(max(1, numbers // max(1, geometry.positions(x) * groups * d))):
+        columns = geometry.columns(images, groups)
+        total += image_gram(columns[:, 0] if groups == 1 else columns)
+    return total
 
 
 def correlations_pay(geometry: Geometry, x: Tensor) -> bool:
