@@ -116,15 +116,6 @@ class MatrixRule(LinearRule):
             return self
         return MatrixRule(self.transposed, (rows, total))
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` or its transpose, then the bias as one more column."""
-        patterns = {}
-        if module.weight is not None:
-            patterns["weight"] = "i o -> o i" if self.transposed else "o i -> o i"
-        if module.bias is not None:
-            patterns["bias"] = "o -> o 1"
-        return patterns
-
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension; zeros where it does not meet the rows that are
         read.

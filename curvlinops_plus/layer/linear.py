@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.registry import register_rule
@@ -20,9 +22,14 @@ class LinearRule(AffineRule):
         torch.Size([4, 30, 3])
     """
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` as it is, then the bias as one more column."""
-        patterns = {"weight": "o i -> o i"}
+    #: Whether the weight is stored as `[i, o]`.
+    transposed: bool = False
+
+    def patterns(self, module: Any) -> dict[str, str]:
+        """`W` or its transpose, then the bias as one more column."""
+        patterns = {}
+        if module.weight is not None:
+            patterns["weight"] = "i o -> o i" if self.transposed else "o i -> o i"
         if module.bias is not None:
             patterns["bias"] = "o -> o 1"
         return patterns
@@ -50,16 +57,9 @@ class LinearRule(AffineRule):
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class Conv1DRule(LinearRule):
-    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always
-    with a bias.
+    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed.
 
     It is registered by its full name, so that `transformers` need not be installed.
-
-    Example:
-        >>> Conv1DRule().patterns(nn.Identity())
-        {'weight': 'i o -> o i', 'bias': 'o -> o 1'}
     """
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` transposed, then the bias as one more column."""
-        return {"weight": "i o -> o i", "bias": "o -> o 1"}
+    transposed = True

@@ -93,14 +93,14 @@ class SparseRows:
         return replace(self, weight=self._values * factors[:, None, None])
 
     def reshape(self, num_examples: int) -> SparseRows:
-        """Rows `[N·p, S]` as `[N, p·S]`: `p` times as many positions per example.
+        """The same rows as those of another number of examples, with more or fewer positions.
 
         Example:
             >>> SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5).reshape(3).shape
             torch.Size([3, 4, 5])
         """
         B, S, L = self.index.shape
-        positions = B // num_examples * S
+        positions = B * S // num_examples
         return replace(
             self,
             index=self.index.reshape(num_examples, positions, L),
@@ -146,15 +146,16 @@ class SparseRows:
         if self.index.shape[2] == 1:  # no entries to add up
             return self._at_places(self.index.flatten(), self._values.square().flatten())
         B, S, _ = self.index.shape
-        rows = torch.arange(B * S, device=self.index.device).view(B, S)
-        return self._square_sum(rows, self._values)
+        rows = self.reshape(max(1, B * S))  # each row as an example of its own
+        return rows.squared(rows._values.new_ones(1, *rows.index.shape[:2], 1))[0]
 
     def mean_square(self) -> Tensor:  # [i]
         """`Σ_n ā_n²` of the means `ā_n` over an example's kept rows: the diagonal of `Σ_n ā_n
         ā_nᵀ`.
         """
-        num_rows = self._kept.sum(1).clamp(min=1)[:, None, None]
-        return self._square_sum(self._examples(), self._values / num_rows)
+        num_rows = self._kept.sum(1).clamp(min=1)
+        means = self.times(1 / num_rows.to(self._values))
+        return means.squared(self._values.new_ones(1, *self.index.shape[:2], 1))[0]
 
     def count(self) -> float:
         """Number of kept rows."""
@@ -174,7 +175,7 @@ class SparseRows:
         g = self._promoted(g)
         V, B, _, o = g.shape
         J = g.new_zeros(V, B * self.size, o)
-        columns = self._examples()[..., None] * self.size + self.index
+        columns = self._examples() * self.size + self.index
         # One entry of each row at a time.
         for column, value in zip(columns.unbind(2), self._values.to(g.dtype).unbind(2)):
             J.index_add_(1, column.flatten(), (g * value[..., None]).flatten(1, 2))
@@ -227,13 +228,17 @@ class SparseRows:
         """
         g = self._promoted(g)
         o = g.shape[3]
-        total = g.new_zeros(self.size, o)
         values = self._values.to(g.dtype)[..., None]
-        places, pair = self._pairs(self._examples())
+        # Pairs of an index and an example that occur, and which of them each entry is.
+        num_examples = max(1, len(self.index))
+        keys = self.index * num_examples + self._examples()
+        keys, pair_of_entry = torch.unique(keys.flatten(), return_inverse=True)
+        columns = keys // num_examples
+        total = g.new_zeros(self.size, o)
         for g_v in g:
             terms = (g_v[:, :, None] * values).flatten(0, 2)
-            J = g.new_zeros(len(places), o).index_add_(0, pair, terms)
-            total.index_add_(0, places, multiplied(J, Q).square_())
+            J = g.new_zeros(len(columns), o).index_add_(0, pair_of_entry, terms)
+            total.index_add_(0, columns, multiplied(J, Q).square_())
         return total.T
 
     # ------------------------------------------------------------------------------------ internals
@@ -256,27 +261,9 @@ class SparseRows:
         assert self.dtype is not None  # since __post_init__
         return g.to(torch.promote_types(g.dtype, self.dtype))
 
-    def _examples(self) -> Tensor:  # [B, 1]
+    def _examples(self) -> Tensor:  # [B, 1, 1]
         """The number of each example."""
-        return torch.arange(len(self.index), device=self.index.device)[:, None]
-
-    def _pairs(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of an index and a group that occur: the index of each, and which pair each entry
-        is.
-
-        Args:
-            group: A number for each row, `[B, S]` or `[B, 1]`, less than `B·S`.
-        """
-        num_groups = max(1, self.index.shape[0] * self.index.shape[1])
-        keys = self.index * num_groups + group[..., None]
-        keys, pair = torch.unique(keys.flatten(), return_inverse=True)
-        return keys // num_groups, pair
-
-    def _square_sum(self, group: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k (Σ values)²` at each index, summed within groups of rows before squaring."""
-        places, pair = self._pairs(group)
-        sums = values.new_zeros(len(places)).index_add_(0, pair, values.flatten())
-        return self._at_places(places, sums.square())
+        return torch.arange(len(self.index), device=self.index.device)[:, None, None]
 
     def _at_places(self, places: Tensor, values: Tensor) -> Tensor:
         total = torch.zeros(self.size, dtype=self.dtype, device=values.device)
