@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.functions import MatrixRule, Projection
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rule import AffineRule, LayerRule
@@ -40,77 +41,55 @@ class Part:
     params: dict[str, nn.Parameter]
 
 
-class Projection(nn.Module):
-    """Queries, keys and values: a weight `[3·o, i]` and a bias `[3·o]`, of which one may be
-    missing.
-    """
-
-    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """All three of one input."""
-        assert self.weight is not None
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
-
-class ProjectionRule(AffineRule):
-    """A batch of three matrices `[3, o, i]`, of which a call reads some.
+class ProjectionRule(MatrixRule):
+    """Queries, keys and values: a batch of three matrices `[3, o, i]`, of which a call reads some.
 
     Example:
-        >>> ProjectionRule().at(slice(4, 12), 12).members
-        (1, 2)
+        >>> module = Projection(nn.Parameter(torch.ones(12, 5)), None)
+        >>> ProjectionRule().at(slice(4, 12), 12).reads(module)
+        tensor([0., 1., 1.])
     """
 
-    def __init__(self, members: tuple[int, ...] = (0, 1, 2)) -> None:
-        self.members = members
-
-    def at(self, rows: slice, total: int) -> ProjectionRule:
-        """The rule of a call that reads some of the rows."""
+    def at(self, rows: slice, total: int) -> MatrixRule:
+        """The rule of a call that reads some of the matrices."""
         o = total // 3
         if rows.start % o or rows.stop % o:
             raise UnsupportedError(
                 f"A call reads rows {rows.start}:{rows.stop} of a projection with {total} rows."
             )
-        return ProjectionRule(tuple(range(rows.start // o, rows.stop // o)))
+        return super().at(rows, total)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """Three matrices, each with its bias as one more column."""
         patterns = {"weight": "(m o) i -> m o i", "bias": "(m o) -> m o 1"}
-        return {local: patterns[local] for local in patterns if getattr(module, local) is not None}
+        return {name: patterns[name] for name in super().patterns(module)}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """Three matrices."""
         return {"m": 3}
 
-    def reads(self, module: nn.Module) -> Tensor | None:
+    def reads(self, module: Any) -> Tensor | None:
         """Which of the three a call reads."""
-        if len(self.members) == 3:
+        if self.read_rows is None:
             return None
-        p: Any = module.bias if module.weight is None else module.weight
-        read = torch.zeros(3, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-        read[list(self.members)] = 1.0
-        return read
+        rows, total = self.read_rows
+        p = module.bias if module.weight is None else module.weight
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        read = torch.zeros(total, dtype=dtype, device=p.device)
+        read[rows] = 1
+        return read.view(3, -1)[:, 0]
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, 3, i]
         """The same input for each matrix that is read (a view if all three are), zero for the
         others.
         """
-        a = x.reshape(x.shape[0], -1, 1, x.shape[-1]).expand(-1, -1, 3, -1)
+        a = super().inputs(module, x)[:, :, None].expand(-1, -1, 3, -1)
         read = self.reads(module)
         return a if read is None else a * read.to(a.dtype)[:, None]
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:
         """The output gradient `[V, B, *positions, k·o]` by matrices, `[V, B, S, 3, o]`."""
-        num_read = len(self.members)
-        g = g.reshape(*g.shape[:2], -1, num_read, g.shape[-1] // num_read)
-        if num_read == 3:
-            return g
-        by_matrix = g.new_zeros(*g.shape[:3], 3, g.shape[-1])
-        by_matrix[:, :, :, list(self.members)] = g
-        return by_matrix
+        return super().grads(module, g).unflatten(-1, (3, -1))
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """One Gram matrix, since the matrices that are read share their input."""
@@ -142,8 +121,11 @@ class AttentionRule(LayerRule):
         parts = []
 
         def add(name: str, reader: nn.Module, rule: AffineRule) -> None:
-            locals_ = {local: getattr(reader, local) for local in ("weight", "bias")}
-            params = {local: p for local, p in locals_.items() if isinstance(p, nn.Parameter)}
+            params: dict[str, Any] = {
+                local: getattr(reader, local)
+                for local in ("weight", "bias")
+                if isinstance(getattr(reader, local), nn.Parameter)
+            }
             if params:
                 parts.append(Part(name, reader, rule, params))
 

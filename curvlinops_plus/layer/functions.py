@@ -55,7 +55,7 @@ class Function:
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
-            return Matrix(weight, bias), MatrixRule(self.transposed)
+            return Projection(weight, bias), MatrixRule(self.transposed)
         assert weight is not None
         options: dict[str, Any] = {**dict(self.options), "device": "meta"}
         if self.name == "embedding":
@@ -79,7 +79,7 @@ BIAS = Function("bias")
 TRANSPOSED = Function("linear", transposed=True)
 
 
-class Matrix(nn.Module):
+class Projection(nn.Module):
     """A weight, whichever way round, and a bias, or one of them: what stands for products that
     functions compute.
     """
@@ -88,6 +88,11 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with a weight `[o, i]`."""
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
 
 
 class MatrixRule(LinearRule):
@@ -102,7 +107,7 @@ class MatrixRule(LinearRule):
 
     Example:
         >>> rule = MatrixRule().at(slice(1, 3), 4)
-        >>> rule.grads(Matrix(nn.Parameter(torch.ones(4, 3)), None), torch.ones(1, 1, 2))
+        >>> rule.grads(Projection(nn.Parameter(torch.ones(4, 3)), None), torch.ones(1, 1, 2))
         tensor([[[[0., 1., 1., 0.]]]])
     """
 
@@ -114,7 +119,7 @@ class MatrixRule(LinearRule):
         """The rule of a call that reads only some rows of the parameter."""
         if rows.stop - rows.start == total:
             return self
-        return MatrixRule(self.transposed, (rows, total))
+        return type(self)(self.transposed, (rows, total))
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension; zeros where it does not meet the rows that are
