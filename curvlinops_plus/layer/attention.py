@@ -95,7 +95,9 @@ class ProjectionRule(MatrixRule):
         """One Gram matrix, since the matrices that are read share their input."""
         total, row_sum, rows = LinearRule().input_gram(module, x)
         read = self.reads(module)
-        read = total.new_ones(3) if read is None else read.to(total.dtype)
+        if read is None:
+            read = total.new_ones(3)
+        read = read.to(total.dtype)
         return total * read[:, None, None], row_sum * read[:, None], rows
 
 

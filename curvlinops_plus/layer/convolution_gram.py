@@ -79,12 +79,12 @@ def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
 def patch_gram(geometry: Geometry, x: Tensor, groups: int = 1) -> Tensor:
     """Sum of `a aᵀ` by forming the patches of a few examples at a time, as `input_gram`."""
     d = x.shape[1] // groups * prod(geometry.kernel)
-    total = x.new_zeros((d, d) if groups == 1 else (groups, d, d))
+    total = x.new_zeros(groups, d, d).squeeze(0)
     # With fewer numbers than d², adding up the parts would dominate.
     numbers = max(_PATCH_BYTES // x.element_size(), d * d)
     for images in x.split(max(1, numbers // max(1, geometry.positions(x) * groups * d))):
         columns = geometry.columns(images, groups)
-        total += image_gram(columns[:, 0] if groups == 1 else columns)
+        total += image_gram(columns.squeeze(1))
     return total
 
 

@@ -117,7 +117,8 @@ class EmbeddingBagRule(EmbeddingRule):
         weights = named.get("per_sample_weights")
         if x.is_nested:
             offsets = x.offsets()[:-1]
-            weights = None if weights is None else weights.values()
+            if weights is not None:
+                weights = weights.values()
             x = x.values()
         elif module.include_last_offset and offsets is not None:
             offsets = offsets[:-1]
@@ -129,7 +130,8 @@ class EmbeddingBagRule(EmbeddingRule):
                 )
             place, present = _places_in_bags(len(x), offsets)
             x = torch.where(present, x[place], -1)
-            weights = None if weights is None else weights[place]
+            if weights is not None:
+                weights = weights[place]
         if weights is None:
             return x
         return torch.stack([x.double(), weights.detach().double()], -1)
@@ -167,9 +169,10 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
     """
     lengths = torch.diff(starts, append=starts.new_tensor([entries]))
     longest = int(lengths.max()) if len(lengths) else 0
-    steps = torch.arange(longest, device=starts.device)
-    places = starts[:, None] + steps
-    return places.clamp(max=max(0, entries - 1)), steps < lengths[:, None]
+    step = torch.arange(longest, device=starts.device)
+    places = starts[:, None] + step
+    present = step < lengths[:, None]
+    return places.clamp(max=max(0, entries - 1)), present
 
 
 def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -66,10 +66,16 @@ class ScaleShiftRule(LayerRule):
 
     def _shape_of_sums(self, p: Tensor, x: Tensor) -> list[int]:
         """The shape of `x` with 1 for each dimension of positions."""
-        features = range(x.ndim - p.ndim, x.ndim) if self.channels_first is False else range(1, 2)
         if p.numel() == 1:
             features = range(0)
-        return [size if dim in (0, *features) else 1 for dim, size in enumerate(x.shape)]
+        elif self.channels_first is False:
+            features = range(x.ndim - p.ndim, x.ndim)
+        else:
+            features = range(1, 2)
+        shape = [len(x), *[1] * (x.ndim - 1)]
+        for dim in features:
+            shape[dim] = x.shape[dim]
+        return shape
 
 
 @register_rule(nn.LayerNorm)

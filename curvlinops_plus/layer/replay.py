@@ -101,8 +101,8 @@ class Call:
         num_examples: `B`.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself,
             or of the size 1 of a tensor that is broadcast over them; None for one that all examples
-            share. Default 0.
-        out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
+            share.
+        out_axes: For each floating-point tensor of the output, the axis of the examples.
         names: Other parameters than the module's own, by names in the module: those of its
             children, wherever it reads them.
     """
@@ -113,17 +113,22 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None],
+        out_axes: Sequence[int],
         names: Sequence[str] | None = None,
     ) -> None:
         self.module = module
         self.num_examples = num_examples
         self.out_axes = out_axes
-        inner = dict(module.named_parameters(remove_duplicate=False))
+        self._read_parameters(names)
+        self._read_inputs(args, kwargs, in_axes)
+
+    def _read_parameters(self, names: Sequence[str] | None) -> None:
+        """The parameters whose gradients are asked for, and all other tensors of the module."""
+        inner = dict(self.module.named_parameters(remove_duplicate=False))
         if names is None:
-            targets = differentiable_parameters(module)
-            by_name = _own_parameters(module)
+            targets = differentiable_parameters(self.module)
+            by_name = _own_parameters(self.module)
         else:
             targets = {name: inner[name] for name in names}
             by_name = inner
@@ -140,32 +145,34 @@ class Call:
         }
         self.buffers = {
             name: at_least_float32(b.detach())
-            for name, b in module.named_buffers(remove_duplicate=False)
+            for name, b in self.module.named_buffers(remove_duplicate=False)
         }
-        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
-        self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-        if in_axes is None:
-            in_axes = [0] * len(tensors)
+
+    def _read_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int | None]
+    ) -> None:
+        """The leaves of the inputs, and which of them belong to examples."""
+        self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
         #: Place among the leaves of each tensor with an entry per example, and its axis there.
         self.per_example: dict[int, int] = {}
         #: The same of each tensor with one entry that is broadcast over the examples.
         self.broadcast: dict[int, int] = {}
-        for i, axis in zip(tensors, in_axes, strict=True):
-            t = self.leaves[i]
+        places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        for i, axis in zip(places, axes, strict=True):
+            t = at_least_float32(self.leaves[i].detach())
+            self.leaves[i] = t
             if axis is None or t.ndim == 0:
                 continue
-            if len(t) == num_examples:
+            if len(t) == self.num_examples:
                 self.per_example[i] = axis
             elif len(t) == 1 and t.ndim > axis:
                 self.broadcast[i] = axis
 
-    def per_example_grads(self, g: Tensor | Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
+    def per_example_grads(self, g: Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
         """Backpropagate output gradients to the parameters, for each example separately.
 
         Args:
-            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a
-                list of them, one for each floating-point tensor.
+            g: Gradients `[V, B, *out]`, one for each floating-point tensor of the output.
             max_bytes: Target for work memory, in addition to the result. At least one example is
                 processed at a time.
 
@@ -177,9 +184,8 @@ class Call:
                 fails on one example, or returns other tensors than gradients are given for.
 
         Example:
-            >>> g = torch.ones(1, 3, 4)
-            >>> call = Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3)
-            >>> call.per_example_grads(g, 2**20)["bias"].shape
+            >>> call = Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3, [0], [0])
+            >>> call.per_example_grads([torch.ones(1, 3, 4)], 2**20)["bias"].shape
             torch.Size([1, 3, 4])
             >>> layer = nn.GRU(4, 2)
             >>> x = torch.rand(3, 5, 4)  # examples first here, and second where the layer wants it
@@ -189,7 +195,7 @@ class Call:
             torch.Size([1, 3, 6, 4])
         """
         check_repeatable(self.module)
-        g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
+        g = [at_least_float32(t.detach()) for t in g]
         pairs = self.pairs_at_once(g, max_bytes)
         random = RandomState.now(g[0].device)
         # Autocast would undo the conversion to float32.
@@ -265,9 +271,8 @@ class Call:
         self, kind: str, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]
     ) -> None:
         """Refuse outputs of one example that don't have these shapes on the axes of `out_axes`."""
-        axes = [0] * len(outputs) if self.out_axes is None else self.out_axes
         fits = [t.numel() for t in outputs] == [shape.numel() for shape in shapes]
-        for t, axis in zip(outputs, axes):
+        for t, axis in zip(outputs, self.out_axes):
             if axis and (t.ndim <= axis or t.shape[axis] != 1):
                 fits = False
         if fits:
@@ -275,8 +280,8 @@ class Call:
         reason = (
             f"It returned a {kind} with floating-point tensors of shapes "
             f"{[list(t.shape) for t in outputs]}, and its output gradients have "
-            f"{[list(shape) for shape in shapes]} for one example, which is to be on axis {axes} "
-            "of them."
+            f"{[list(shape) for shape in shapes]} for one example, which is to be on axis "
+            f"{self.out_axes} of them."
         )
         if not self.per_example:
             reason += (
@@ -295,11 +300,14 @@ class Call:
             """Gradients `[V, *shape]` of the parameters from those of the outputs, `[V, *out]`."""
             shapes = [t.shape[1:] for t in g_n]
             outputs, pull_back, *_ = vjp(lambda p: self.run(p, inputs, shapes), self.params)
-            g_n = [t.to(f.dtype) for t, f in zip(g_n, outputs, strict=True)]
+            rows: dict[str, list[Tensor]] = {name: [] for name in self.params}
             # No second vmap over vectors: nested in the first it gives wrong numbers for PReLU
             # (torch 2.13).
-            rows = [pull_back(list(g_v))[0] for g_v in zip(*g_n, strict=True)]
-            return {name: torch.stack([row[name] for row in rows]) for name in self.params}
+            for g_v in zip(*g_n, strict=True):
+                back = [t.to(f.dtype) for t, f in zip(g_v, outputs, strict=True)]
+                for name, J in pull_back(back)[0].items():
+                    rows[name].append(J)
+            return {name: torch.stack(J) for name, J in rows.items()}
 
         chunk = [t[vectors, examples] for t in g]
         with warnings.catch_warnings():

@@ -154,12 +154,13 @@ class LayerRule:
                 for one that all examples share. Default: `axes` says it.
             out_axes: The same for each floating-point tensor of the output.
         """
-        num_examples = (g if isinstance(g, Tensor) else g[0]).shape[1]
+        g = [g] if isinstance(g, Tensor) else g
         if in_axes is None:
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
-            in_axes = self.axes(module, 0, tensors, inputs=True) if tensors else []
+            in_axes = self.axes(module, 0, tensors, inputs=True)
         if out_axes is None:
-            out_axes = self.axes(module, 0, [g] if isinstance(g, Tensor) else g, inputs=False)
+            out_axes = self.axes(module, 0, g, inputs=False)
+        num_examples = g[0].shape[1]
         call = self.call_type(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
         return call.per_example_grads(g, self.max_bytes)
 

@@ -162,8 +162,12 @@ class _Check:
         leaves, self.spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         model_axis = int(getattr(self.module, "batch_first", None) is False)
-        axes = self.rule.axes(self.module, model_axis, tensors, inputs=True) if tensors else []
-        N = tensors[0].shape[axes[0]] if tensors and tensors[0].ndim > axes[0] else 0
+        axes: Sequence[int] = ()
+        N = 0
+        if tensors:
+            axes = self.rule.axes(self.module, model_axis, tensors, inputs=True)
+            if tensors[0].ndim > axes[0]:
+                N = tensors[0].shape[axes[0]]
         if N < 2:
             raise ValueError(
                 "check_rule needs a call of the layer with two examples at least: "
