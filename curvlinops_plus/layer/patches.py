@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -68,10 +67,10 @@ class Geometry:
             return x
         return F.pad(x, list(chain(*reversed(self.padding))), mode=self.mode)
 
-    def columns(
-        self, x: Tensor, groups: int = 1
-    ) -> Tensor:  # [B, g·c, *size] -> [B, g, c·kernel, S]
-        """Patches of each group of channels, one in each column, positions in row-major order."""
+    def columns(self, x: Tensor, groups: int = 1) -> Tensor:
+        """Patches of each group of channels, one in each column: `[B, g·c, *size]` to
+        `[B, g, c·kernel, S]`, positions in row-major order.
+        """
         n = len(self.kernel)
         x = self.pad(x)
         steps = zip(self.kernel, self.stride, self.dilation, strict=True)
@@ -82,9 +81,10 @@ class Geometry:
         # In 1-D it is a view of overlapping lines, with which products are slow.
         return columns.flatten(n + 3).flatten(2, -2).contiguous()
 
-    def rows(self, x: Tensor, groups: int = 1) -> Tensor:  # [B, g·c, *size] -> [B, S, *g, c·kernel]
-        """Patches, one in each row; without an axis of groups if there is one. In memory the
-        positions come last, as for output gradients.
+    def rows(self, x: Tensor, groups: int = 1) -> Tensor:
+        """Patches, one in each row: `[B, S, g, c·kernel]`, or `[B, S, c·kernel]` of one group.
+
+        In memory the positions come last, as in output gradients.
         """
         rows = self.columns(x, groups).movedim(-1, 1)
         return rows[:, :, 0] if groups == 1 else rows
@@ -93,28 +93,21 @@ class Geometry:
         """Sum of each example's patches, one dimension after the other, so that no patch is
         formed.
         """
-        zeros = self.mode == "constant"
-        x = x if zeros else self.pad(x)  # zeros add nothing
-        for dim in range(len(self.kernel) + 1, 1, -1):
-            before, after = self.padding[dim - 2] if zeros else (0, 0)
-            size = x.shape[dim]
-            taps = _taps(
-                before + size + after,
-                self.kernel[dim - 2],
-                self.stride[dim - 2],
-                self.dilation[dim - 2],
-                x.dtype,
-                x.device,
-            )
-            x = (x.movedim(dim, -1) @ taps[before : before + size]).movedim(-1, dim)
+        x = self.pad(x)
+        steps = zip(self.kernel, self.stride, self.dilation, strict=True)
+        for dim, (k, stride, dilation) in enumerate(steps, 2):
+            taps = _taps(x.shape[dim], k, stride, dilation, x.dtype, x.device)
+            x = (x.movedim(dim, -1) @ taps).movedim(-1, dim)
         return x.flatten(1)
 
     def positions(self, x: Tensor) -> int:
         """Number of patches per example."""
-        reach = [d * (k - 1) for k, d in zip(self.kernel, self.dilation)]
-        padded = [size + before + after for size, (before, after) in zip(x.shape[2:], self.padding)]
-        steps = zip(padded, reach, self.stride, strict=True)
-        return prod((size - r - 1) // stride + 1 for size, r, stride in steps)
+        count = 1
+        for dim, (before, after) in enumerate(self.padding):
+            padded = before + x.shape[2 + dim] + after
+            reach = self.dilation[dim] * (self.kernel[dim] - 1)
+            count *= (padded - reach - 1) // self.stride[dim] + 1
+        return count
 
 
 @lru_cache(256)

@@ -8,7 +8,7 @@ tolerance of 1e-8.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,53 +159,49 @@ class _Check:
 
     def read_call(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Call the module, and note where inputs and outputs have the examples."""
-        leaves, self.spec = tree_flatten((args, kwargs))
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
         model_axis = int(getattr(self.module, "batch_first", None) is False)
-        axes: Sequence[int] = ()
-        N = 0
-        if tensors:
-            axes = self.rule.axes(self.module, model_axis, tensors, inputs=True)
-            if tensors[0].ndim > axes[0]:
-                N = tensors[0].shape[axes[0]]
-        if N < 2:
-            raise ValueError(
-                "check_rule needs a call of the layer with two examples at least: "
-                "check_rule(layer, x)."
-            )
+        self.read_inputs(args, kwargs, model_axis)
         copied_args, copied_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         with torch.no_grad():
             out = self.module(*copied_args, **copied_kwargs)
         outputs = floating_tensors(out)
-        self.out_axes: Sequence[int] = ()
+        out_axes: list[int] = []
         if outputs:
-            self.out_axes = self.rule.axes(self.module, model_axis, outputs, inputs=False)
-        divided = [_has_examples(t, axis, N) for t, axis in zip(outputs, self.out_axes)]
-        if not all(divided) or not outputs:
+            out_axes = self.rule.axes(self.module, model_axis, outputs, inputs=False)
+        divided = [_size(t, axis) == self.num_examples for t, axis in zip(outputs, out_axes)]
+        if not outputs or not all(divided):
             raise self.failed(
                 "examples are independent",
-                f"{N} examples gave outputs of shapes {[list(t.shape) for t in outputs]}, expected "
-                f"floating-point tensors with the examples on axis {model_axis}. If they are "
-                "elsewhere, override `axes`.",
+                f"{self.num_examples} examples gave outputs of shapes "
+                f"{[list(t.shape) for t in outputs]}, expected floating-point tensors with the "
+                f"examples on axis {model_axis}. If they are elsewhere, override `axes`.",
             )
-        self.num_examples = N
-        self.single = isinstance(out, Tensor)
-        #: Examples first, as rules get inputs and outputs.
-        self.outputs = [t.movedim(axis, 0) for t, axis in zip(outputs, self.out_axes)]
-        self.in_axes: list[int | None] = []
-        self.leaves = list[Any]()
-        input_axes = iter(axes)
-        for t in leaves:
-            if isinstance(t, Tensor):
-                axis = next(input_axes)
-                if _has_examples(t, axis, N):
-                    self.in_axes.append(axis)
-                    t = t.movedim(axis, 0)
-                else:
-                    self.in_axes.append(None)
-            self.leaves.append(t)
+        self.is_single = isinstance(out, Tensor)
+        #: With the examples first, as rules get them.
+        self.outputs = [t.movedim(axis, 0) for t, axis in zip(outputs, out_axes)]
         args, kwargs = tree_unflatten(self.leaves, self.spec)
-        self.call = Call(self.module, args, kwargs, N, self.in_axes, self.out_axes)
+        self.call = Call(self.module, args, kwargs, self.num_examples, self.in_axes, out_axes)
+
+    def read_inputs(self, args: Any, kwargs: Mapping[str, Any], model_axis: int) -> None:
+        """The leaves of the inputs, with the examples first."""
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        tensors = [self.leaves[i] for i in places]
+        axes = self.rule.axes(self.module, model_axis, tensors, inputs=True) if tensors else []
+        sizes = [_size(t, axis) for t, axis in zip(tensors, axes, strict=True)]
+        self.num_examples = sizes[0] if sizes else 0
+        if self.num_examples < 2:
+            raise ValueError(
+                "check_rule needs a call of the layer with two examples at least: "
+                "check_rule(layer, x)."
+            )
+        self.in_axes: list[int | None] = []
+        for i, axis, size in zip(places, axes, sizes):
+            if size == self.num_examples:
+                self.in_axes.append(axis)
+                self.leaves[i] = self.leaves[i].movedim(axis, 0)
+            else:  # all examples share it
+                self.in_axes.append(None)
 
     def alone(self, n: int, params: Mapping[str, Tensor]) -> list[Tensor]:
         """Outputs of the module for one example."""
@@ -236,9 +232,9 @@ class _Check:
             self.module,
             args,
             kwargs,
-            copies[0] if self.single else copies,
+            copies[0] if self.is_single else copies,
             self.in_axes,
-            self.out_axes,
+            self.call.out_axes,
         )
         if gradients.keys() != self.params.keys():
             raise self.failed(
@@ -341,8 +337,8 @@ class _Check:
         self.rows[check] = max(error, self.rows.get(check, 0.0))
 
 
-def _has_examples(t: Tensor, axis: int, num_examples: int) -> bool:
-    return t.ndim > axis and t.shape[axis] == num_examples
+def _size(t: Tensor, axis: int) -> int:
+    return t.shape[axis] if t.ndim > axis else 0
 
 
 def _dense(rows: Tensor | SparseRows) -> Tensor:
