@@ -83,6 +83,7 @@ class ProjectionRule(MatrixRule):
         """The same input for each matrix that is read (a view if all three are), zero for the
         others.
         """
+        # [B, S, i] -> [B, S, 3, i]
         a = super().inputs(module, x)[:, :, None].expand(-1, -1, 3, -1)
         read = self.reads(module)
         return a if read is None else a * read.to(a.dtype)[:, None]
@@ -131,6 +132,7 @@ class AttentionRule(LayerRule):
             if params:
                 parts.append(Part(name, reader, rule, params))
 
+        # One weight for queries, keys and values, or three if their inputs differ in size.
         bias = module.in_proj_bias
         if module.in_proj_weight is not None:
             add("in_proj", Projection(module.in_proj_weight, bias), ProjectionRule())

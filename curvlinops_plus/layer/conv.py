@@ -161,6 +161,7 @@ class TransposedConvRule(GroupedRule):
             _reach(module),
             strict=True,
         )
+        # The output has (size - 1)·stride - 2·padding + reach + 1 positions, plus its padding.
         output_padding = tuple(
             int(out) - ((size - 1) * stride - 2 * int(padding) + reach + 1)
             for out, size, stride, padding, reach in dimensions
@@ -189,6 +190,7 @@ class TransposedConvRule(GroupedRule):
         spread[(..., *pixels)] = x
         # Zeros on both sides; a negative number crops.
         sides = [reach - int(padding) for reach, padding in zip(_reach(module), module.padding)]
+        # A convolution with stride 1 whose taps are in reverse.
         kernel = tuple(module.kernel_size)
         geometry = Geometry(kernel, (1,) * n, tuple(module.dilation), tuple(zip(sides, sides)))
         a = geometry.rows(spread, module.groups).unflatten(-1, (-1, *kernel))

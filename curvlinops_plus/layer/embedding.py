@@ -62,6 +62,7 @@ class EmbeddingRule(AffineRule):
                 f"{module} got an input of shape (), expected [examples, ...]. Add the example "
                 "dimension with `x[None]`."
             )
+        # The output at token t is Wᵀ e_t.
         tokens = x[..., None].flatten(1)
         kept = None if module.padding_idx is None else tokens != module.padding_idx
         return SparseRows(tokens[..., None], None, module.num_embeddings, kept, _dtype(module))
@@ -145,6 +146,7 @@ class EmbeddingBagRule(EmbeddingRule):
         weight = present.to(_dtype(module))
         if x.ndim == 3:
             weight = torch.where(present, x[..., 1].to(weight.dtype), 0)
+        # Entries at `padding_idx` don't count in a mean.
         if module.mode == "mean":
             weight = weight / present.sum(1, keepdim=True).clamp(min=1)
         return SparseRows(
@@ -167,6 +169,7 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the entries of each bag in a flat list, `[B, L]`, and which of them belong to
     the bag.
     """
+    # A bag ends where the next one begins, the last one at the end of the list.
     lengths = torch.diff(starts, append=starts.new_tensor([entries]))
     longest = int(lengths.max()) if len(lengths) else 0
     step = torch.arange(longest, device=starts.device)

@@ -64,6 +64,7 @@ class Function:
         else:
             kind = getattr(nn, self.name.replace("conv", "Conv"))
             out_channels, in_channels, *kernel = weight.shape
+            # Each group sees its part of the input's channels.
             in_channels *= options["groups"]
             module = kind(in_channels, out_channels, kernel, bias=bias is not None, **options)
         module.weight = weight
@@ -184,10 +185,12 @@ def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     ]
 
 
+# One reader for each signature: which argument is what.
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
     return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
+# x @ W
 def _matmul(
     input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None
 ) -> list[Product]:
@@ -197,6 +200,7 @@ def _matmul(
     return [Product(TRANSPOSED, input, weight)]
 
 
+# mat1 @ mat2 + input
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Product]:
@@ -204,6 +208,7 @@ def _addmm(
     return [Product(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
+# Either side may be the vector.
 def _add(input: Any, other: Any) -> list[Product]:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return []
@@ -223,7 +228,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> list[Product]:
-    if max_norm is not None or input.ndim == 0:  # it would overwrite rows
+    # With `max_norm` it overwrites rows of the weight.
+    if max_norm is not None or input.ndim == 0:
         return []
     if padding_idx is not None:
         padding_idx %= len(weight)

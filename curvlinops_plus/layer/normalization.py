@@ -56,6 +56,7 @@ class ScaleShiftRule(LayerRule):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_hat = self.normalized(module, x)
             for name in self.patterns(module):
+                # J_weight = Σ g x̂ and J_bias = Σ g over positions.
                 p = module.get_parameter(name)
                 shape = self._shape_of_sums(p, x)
                 # One vector at a time needs less memory.
@@ -66,6 +67,7 @@ class ScaleShiftRule(LayerRule):
 
     def _shape_of_sums(self, p: Tensor, x: Tensor) -> list[int]:
         """The shape of `x` with 1 for each dimension of positions."""
+        # One number is shared by all positions, whichever dimension it is in.
         if p.numel() == 1:
             features = range(0)
         elif self.channels_first is False:

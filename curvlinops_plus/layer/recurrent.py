@@ -41,6 +41,7 @@ class RecurrentCall(Call):
             KeyError: If a weight is computed from other parameters (weight normalization, pruning).
         """
         num_vectors = vectors.stop - vectors.start
+        # [V·B, ...]: one batch holds all examples, once for each vector.
         x, *states = [
             t.expand(self.num_examples, *t.shape[1:])[examples].repeat(
                 num_vectors, *[1] * (t.ndim - 1)
@@ -152,6 +153,7 @@ class _Products:
             # All steps together: [B, T, i] and [B, T, o].
             a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)
             delta = torch.stack([next(deltas) for _ in calls], 1).flatten(1, -2)
+            # Σ_t δ_t a_tᵀ and Σ_t δ_t
             gradients[f"weight_{name}"] = delta.mT @ a
             gradients[f"bias_{name}"] = delta.sum(1)
         return gradients
@@ -218,6 +220,7 @@ def _step(
     past = products(f"hh{name}", h)
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
         i, f, g, o = (contribution + past).chunk(4, -1)
+        # c' = σ(f) c + σ(i) tanh(g), h' = σ(o) tanh(c')
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         if getattr(module, "proj_size", 0):
@@ -226,6 +229,7 @@ def _step(
     if isinstance(module, (nn.GRU, nn.GRUCell)):
         r, z, n = contribution.chunk(3, -1)
         r_past, z_past, n_past = past.chunk(3, -1)
+        # h' = (1 - z) n + z h: the reset gate r acts on the past's contribution to n.
         z = (z + z_past).sigmoid()
         n = (n + (r + r_past).sigmoid() * n_past).tanh()
         return ((1 - z) * n + z * h,)

@@ -111,6 +111,7 @@ def _find_rule(
         path = kind.__name__ if path.startswith("torch.") else path
         return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
     key, base = registered
+    # A subclass that computes something else has no rule.
     same_forward = kind.forward is base.forward and kind.__call__ is base.__call__
     if not same_forward or "forward" in vars(module):
         return (

@@ -143,7 +143,8 @@ class SparseRows:
 
     def square_sum(self) -> Tensor:  # [i]
         """`Σ a²` over all rows: the diagonal of `Σ a aᵀ`."""
-        if self.index.shape[2] == 1:  # no entries to add up
+        # With one entry in each row there is nothing to add up before squaring.
+        if self.index.shape[2] == 1:
             return self._at_places(self.index.flatten(), self._values.square().flatten())
         B, S, _ = self.index.shape
         rows = self.reshape(max(1, B * S))  # each row as an example of its own

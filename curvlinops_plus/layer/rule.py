@@ -334,6 +334,7 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If inputs and gradients do not fit together.
         """
+        # J = Σ_s g_s a_sᵀ
         a = self.rows(module, self.input_of(module, args, kwargs))
         rows = self.grad_rows(module, g)
         b = rows.shape[3:-1] if isinstance(a, SparseRows) else a.shape[2:-1]
@@ -380,6 +381,7 @@ class AffineRule(LayerRule):
             name: vector.view(*J.shape[:2], *shape)
             for (name, _, shape), vector in zip(weights, vectors, strict=True)
         }
+        # The bias multiplies a column of ones, which is not stored.
         if "bias" in patterns:
             bias: Any = module.bias
             gradients["bias"] = rows.sum(2).reshape(*J.shape[:2], *bias.shape)

@@ -256,6 +256,7 @@ class _Check:
             raise self.failed(
                 "rows", f"inputs(...) returned a {type(a).__name__}, with sparse={rule.sparse}."
             )
+        # An affine function at the middle of two points is the mean of its values there.
         step = {name: self.randn(*p.shape) for name, p in self.call.params.items()}
         forth = {name: p + step[name] for name, p in self.call.params.items()}
         back = {name: p - step[name] for name, p in self.call.params.items()}
@@ -288,6 +289,7 @@ class _Check:
         rows = _dense(a)
         gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
         count = a.count() if isinstance(a, SparseRows) else float(rows.shape[0] * rows.shape[1])
+        # The plain sums are formed from rows; fast paths may never form them.
         A, row_sum, number = rule.input_gram(self.module, x)
         meaning = "Σ a aᵀ [*b, i, i], of sparse rows its diagonal"
         compare("input_gram", A, gram.diag() if rule.sparse else gram, meaning)

@@ -74,6 +74,7 @@ def squared_gradients(
     if batch:  # [N, b, S, .]
         g = g.movedim(2, 1)
         a = a.movedim(2, 1)
+    # Rotating S inputs takes S·i² multiplications, rotating their product o·i².
     if o >= S:
         a = _rotated_inputs(a, QA, bias)
         QA = None
@@ -83,6 +84,7 @@ def squared_gradients(
         QG = None
     if total is None:
         total = g.new_zeros(*batch, o, i)
+    # (g aᵀ)² = g² (a²)ᵀ, so that the sum over examples is one product.
     if S == 1:
         return _add_unshared(total, g[..., 0, :].square(), a[..., 0, :].square())
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
