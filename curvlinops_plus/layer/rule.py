@@ -18,11 +18,13 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from math import prod
 from typing import Any, ClassVar
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +33,6 @@ from curvlinops_plus.layer.replay import Call, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.numerics import at_least_float32
-from curvlinops_plus.linalg.space import Layout
 
 
 class LayerRule:
@@ -364,27 +365,24 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If the columns are not those of the parameters.
         """
-        patterns = self.patterns(module)
-        weights = [
-            (name, pattern, getattr(module, name).shape)
-            for name, pattern in patterns.items()
-            if name != "bias"
-        ]
-        layout = _layout_of_weights(tuple(weights), tuple(self.sizes(module).items()))
-        if layout.matrix_shape[-1] != J.shape[-1]:
+        gradients = {}
+        sizes = self.sizes(module)
+        start = 0
+        for name, pattern in self.patterns(module).items():
+            shape = getattr(module, name).shape
+            if name == "bias":
+                # It multiplies a column of ones, which is not stored.
+                M = rows.sum(2)[..., None]
+            else:
+                width = prod(shape) // prod(J.shape[2:-1])
+                M = J[..., start : start + width]
+                start += width
+            gradients[name] = _to_parameter(M, pattern, shape, sizes)
+        if start != J.shape[-1]:
             raise ValueError(
                 f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters "
-                f"of patterns(...) without the bias have {layout.matrix_shape[-1]}."
+                f"of patterns(...) without the bias have {start}."
             )
-        vectors = layout.scatter(J.reshape(-1, layout.dim))
-        gradients = {
-            name: vector.view(*J.shape[:2], *shape)
-            for (name, _, shape), vector in zip(weights, vectors, strict=True)
-        }
-        # The bias multiplies a column of ones, which is not stored.
-        if "bias" in patterns:
-            bias: Any = module.bias
-            gradients["bias"] = rows.sum(2).reshape(*J.shape[:2], *bias.shape)
         return gradients
 
 
@@ -440,11 +438,11 @@ def outer_products(
     return torch.einsum("vbsko,bski->vbkoi", g, a)
 
 
-@lru_cache(4096)
-def _layout_of_weights(
-    weights: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]
-) -> Layout:
-    """The matrix of an affine layer without its bias, from names, patterns and shapes."""
-    patterns = {name: pattern for name, pattern, _ in weights}
-    shapes = {name: shape for name, _, shape in weights}
-    return Layout(patterns, shapes, dict(sizes))
+def _to_parameter(M: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
+    """Invert a parameter's pattern: `[*lead, *matrix]` to `[*lead, *shape]`, a view if possible."""
+    tensor, matrix = pattern.split("->")
+    axes = re.findall(r"\([^()]*\)|\w+", tensor)
+    lengths = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
+    inside = re.findall(r"\w+", tensor)
+    lengths |= {axis: n for axis, n in sizes.items() if axis in inside}
+    return rearrange(M, f"... {matrix} -> ... {tensor}", **lengths)
