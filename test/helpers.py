@@ -87,7 +87,7 @@ def check_fast_paths(
     rule: Any, module: Any, x: Tensor, g: Tensor, dtype: torch.dtype = F64, tolerance: float = 1e-11
 ) -> None:
     """What a rule computes without its rows is what plain sums over its rows `a` and `b` give."""
-    a, b = rule.inputs(module, x), rule.grads(module, g)
+    a, b = rule.rows(module, x), rule.grad_rows(module, g)
     assert isinstance(a, Tensor)
     A, total, count = rule.input_gram(module, x)
     assert {a.dtype, b.dtype, A.dtype, total.dtype} == {dtype}

@@ -35,7 +35,6 @@ from curvlinops_plus.blocks.accumulator import (
     is_one_product,
     products,
 )
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
@@ -49,8 +48,6 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 # Larger factors are diagonal.
 MAX_BYTES = 2 * 2**30
-# The part of `A` that is the sum of numbers of a rule's `packed_gram`.
-_PACKED = "A packed"
 
 
 @dataclass(frozen=True)
@@ -161,10 +158,6 @@ class KFAC(Accumulator):
                 a = None if of_A.diagonal else own.stacked_inputs(self.reduce)
                 if a is not None:
                     self.add_rows(name, a, ones=own.bias, count=float(len(a)))
-                elif (
-                    not (self.reduce or of_A.diagonal) and (packed := own.packed_gram()) is not None
-                ):
-                    self.add(_PACKED, *packed)
                 else:
                     self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
             if batch.num_vectors and of_G is not None:
@@ -261,15 +254,6 @@ class KFAC(Accumulator):
                 G = G if form.diagonal else torch.diag_embed(G)
             if self.weight_group is None:
                 return {"G": G}
-            if _PACKED in self.raw:  # of a layer with a single use
-                (use,), rows, more = self.layer.uses, self.counts.get("A"), self.counts[_PACKED]
-                assert isinstance(use.rule, AffineRule)
-                ones = self.layer.bias in self.weight_group.keys
-                A = use.rule.unpack_gram(use.module, self.value(_PACKED), ones)
-                return {
-                    "G": G,
-                    "A": A if rows is None else (rows * self.value("A") + more * A) / (rows + more),
-                }
             if len(self.layer.roles) == 1:
                 return {"G": G, "A": self.value(of_A)}
             if of_A in self.raw:  # a module may never have been called

@@ -11,16 +11,10 @@ from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.linear import Conv1DRule, LinearRule
 from curvlinops_plus.layer.normalization import PReLURule, ScaleShiftRule
 from curvlinops_plus.layer.recurrent import RecurrentRule
+from curvlinops_plus.layer.registry import RULES, register_rule, rule_of, why_generic
 from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import (
-    RULES,
-    AffineRule,
-    LayerRule,
-    register_rule,
-    rule_of,
-    why_generic,
-)
+from curvlinops_plus.layer.rule import AffineRule, LayerRule
 from curvlinops_plus.layer.rule_check import check_rule
 from curvlinops_plus.linalg.numerics import at_least_float32
 

@@ -11,22 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
-from curvlinops_plus.layer.convolution_gram import (
-    grouped_gram,
-    image_gram,
-    input_gram,
-    packed_gram,
-    unpack_gram,
-)
+from curvlinops_plus.layer.convolution_gram import image_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.linalg.numerics import at_least_float32
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class GroupedRule(AffineRule):
@@ -34,41 +25,39 @@ class GroupedRule(AffineRule):
     batch of matrices.
     """
 
-    stored: ClassVar[tuple[str, str]]  # the first two axes of the weight
+    #: The first two axes of the weight.
+    stored: ClassVar[tuple[str, str]]
 
-    def grouped(self, module: nn.Module, t: Tensor, dim: int = -1) -> Tensor:
-        """Channels split into groups, if there are several."""
-        assert isinstance(module, _ConvNd)
-        return t if module.groups == 1 else t.unflatten(dim, (module.groups, -1))
-
-    def patterns(self, module: nn.Module) -> dict[str, str]:
+    def patterns(self, module: Any) -> dict[str, str]:
         """`W` with one column per input channel and tap, then the bias as one more column."""
-        assert isinstance(module, _ConvNd)
-        first, second = self.stored
+        first_axis, second_axis = self.stored
         taps = ("w", "h w", "d h w")[module.weight.ndim - 3]
-        if module.groups == 1:
-            weight, bias = f"{first} {second} {taps} -> o (i {taps})", "o -> o 1"
-        else:
-            weight, bias = f"(g {first}) {second} {taps} -> g o (i {taps})", "(g o) -> g o 1"
-        return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
+        patterns = {"weight": f"{first_axis} {second_axis} {taps} -> o (i {taps})"}
+        if module.groups > 1:
+            patterns["weight"] = f"(g {first_axis}) {second_axis} {taps} -> g o (i {taps})"
+        if module.bias is not None:
+            patterns["bias"] = "o -> o 1" if module.groups == 1 else "(g o) -> g o 1"
+        return patterns
 
-    def sizes(self, module: nn.Module) -> dict[str, int]:
+    def sizes(self, module: Any) -> dict[str, int]:
         """The number of groups, if there are several."""
-        assert isinstance(module, _ConvNd)
         return {} if module.groups == 1 else {"g": module.groups}
 
-    def grads(
-        self, module: nn.Module, g: Tensor
-    ) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
+    def grads(self, module: Any, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
         """The output gradient, positions in row-major order (a view)."""
-        return self.grouped(module, at_least_float32(g).flatten(3).mT)
+        return self.grouped(module, g.flatten(3).mT)
 
-    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
+    def grad_gram(self, module: Any, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
         """Sum of `g gᵀ` over vectors, examples and positions."""
-        return image_gram(self.grouped(module, at_least_float32(g).flatten(3).flatten(0, 1), dim=1))
+        images = at_least_float32(g).flatten(3).flatten(0, 1)
+        return image_gram(self.grouped(module, images, dim=1))
+
+    def grouped(self, module: Any, t: Tensor, dim: int = -1) -> Tensor:
+        """Channels split into groups, if there are several."""
+        return t if module.groups == 1 else t.unflatten(dim, (module.groups, -1))
 
 
-@register_rule(*_CONVOLUTIONS)
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(GroupedRule):
     """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation
     and number of groups.
@@ -79,11 +68,13 @@ class ConvRule(GroupedRule):
 
     Example:
         >>> import torch
-        >>> layer, x = nn.Conv2d(3, 8, 3, padding="same", padding_mode="reflect"), torch.rand(4, 3, 5, 5)
+        >>> layer = nn.Conv2d(3, 8, 3, padding="same", padding_mode="reflect")
+        >>> x = torch.rand(4, 3, 5, 5)
         >>> a = ConvRule().inputs(layer, x)
         >>> a.shape
         torch.Size([4, 25, 27])
-        >>> torch.allclose(a @ layer.weight.flatten(1).T + layer.bias, layer(x).flatten(2).mT, atol=1e-5)
+        >>> y = a @ layer.weight.flatten(1).T + layer.bias
+        >>> torch.allclose(y, layer(x).flatten(2).mT, atol=1e-5)
         True
         >>> depthwise = nn.Conv2d(3, 6, 3, groups=3)
         >>> ConvRule().inputs(depthwise, x).shape, ConvRule().patterns(depthwise)["weight"]
@@ -94,60 +85,38 @@ class ConvRule(GroupedRule):
 
     def refuses(self, module: nn.Module) -> str | None:
         """Subclasses that change what is convolved."""
-        if getattr(type(module), "_conv_forward", None) in [
-            kind._conv_forward for kind in _CONVOLUTIONS
-        ]:
+        convolve = getattr(type(module), "_conv_forward", None)
+        if convolve in (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward):
             return None
         return (
             f"this {type(module).__name__} has another `_conv_forward` than Conv1d, Conv2d and "
             "Conv3d"
         )
 
-    def inputs(
-        self, module: nn.Module, x: Tensor
-    ) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
+    def inputs(self, module: Any, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The patches.
 
         Raises:
             ValueError: If `x` has no example dimension.
         """
-        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
-        return geometry.rows(x) if groups == 1 else geometry.group_rows(x, groups)
+        _require_examples(module, x)
+        return Geometry.of(module).rows(x, module.groups)
 
-    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
+    def input_gram(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all patches, formed a few at a time; sum of `a`; number of patches."""
-        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
-        total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
+        _require_examples(module, x)
+        x = at_least_float32(x)
+        geometry = Geometry.of(module)
+        total = input_gram(geometry, x, module.groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Correlations of images, where these are faster than patches; none of a subclass with
-        another `input_gram`.
-        """
-        if type(self).input_gram is not ConvRule.input_gram:
-            return None
-        (groups, geometry), x = self._geometry(module, x), at_least_float32(x)
-        packed = packed_gram(geometry, x, ones) if groups == 1 else None
-        return None if packed is None else (packed, float(len(x) * geometry.positions(x)))
-
-    def unpack_gram(self, module: nn.Module, values: Tensor, ones: bool) -> Tensor:
-        """The Gram matrix of patches."""
-        assert isinstance(module, _CONVOLUTIONS)
-        return unpack_gram(Geometry.of(module), module.in_channels, values, ones)
-
-    def mean_inputs(
-        self, module: nn.Module, x: Tensor
-    ) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
+    def mean_inputs(self, module: Any, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
-        (_, geometry), x = self._geometry(module, x), at_least_float32(x)
-        return self.grouped(module, geometry.sum_rows(x) / geometry.positions(x))
-
-    def _geometry(self, module: nn.Module, x: Tensor) -> tuple[int, Geometry]:
-        """The number of groups, and where the kernel goes."""
-        assert isinstance(module, _CONVOLUTIONS)
         _require_examples(module, x)
-        return module.groups, Geometry.of(module)
+        geometry = Geometry.of(module)
+        row_sums = geometry.sum_rows(at_least_float32(x))
+        return self.grouped(module, row_sums / geometry.positions(x))
 
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -175,64 +144,65 @@ class TransposedConvRule(GroupedRule):
 
     stored = ("i", "o")
 
-    def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def input_of(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The input; if the call passes another `output_size`, expanded to encode its output
         padding.
         """
-        assert isinstance(module, _ConvNd)
-        x, n = super().input_of(module, args, kwargs), len(module.kernel_size)
-        asked = args[1] if len(args) > 1 else kwargs.get("output_size")
-        if asked is None or x.ndim != n + 2:
+        x = super().input_of(module, args, kwargs)
+        n = len(module.kernel_size)
+        output_size = args[1] if len(args) > 1 else kwargs.get("output_size")
+        if output_size is None or x.ndim != n + 2:
             return x
-        each = zip(
-            list(asked)[-n:],
+        dimensions = zip(
+            list(output_size)[-n:],
             x.shape[2:],
             module.stride,
             module.padding,
             _reach(module),
             strict=True,
         )
-        extra = tuple(
-            [int(wanted) - ((size - 1) * s - 2 * int(p) + r + 1) for wanted, size, s, p, r in each]
+        # The output has (size - 1)·stride - 2·padding + reach + 1 positions, plus its padding.
+        output_padding = tuple(
+            int(out) - ((size - 1) * stride - 2 * int(padding) + reach + 1)
+            for out, size, stride, padding, reach in dimensions
         )
-        if extra == tuple(module.output_padding):
+        if output_padding == tuple(module.output_padding):
             return x
-        return x[(...,) + (None,) * n].expand(*x.shape, *(e + 1 for e in extra))
+        return x[(...,) + (None,) * n].expand(*x.shape, *[size + 1 for size in output_padding])
 
-    def inputs(
-        self, module: nn.Module, x: Tensor
-    ) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
+    def inputs(self, module: Any, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The input pixels that contribute to each output position; zero where a tap has none.
 
         Raises:
             ValueError: If `x` has no example dimension.
         """
-        assert isinstance(module, _ConvNd)
-        n, extra = len(module.kernel_size), tuple(module.output_padding)
+        n = len(module.kernel_size)
+        output_padding = tuple(module.output_padding)
         if x.ndim == 2 + 2 * n:
-            extra, x = tuple([size - 1 for size in x.shape[2 + n :]]), x[(...,) + (0,) * n]
+            output_padding = tuple(size - 1 for size in x.shape[2 + n :])
+            x = x[(...,) + (0,) * n]
         _require_examples(module, x)
-        x = at_least_float32(x)
-        sizes = [(size - 1) * s + 1 + e for size, s, e in zip(x.shape[2:], module.stride, extra)]
-        apart = x.new_zeros(*x.shape[:2], *sizes)
-        apart[
-            (..., *[slice(0, size - e, s) for size, s, e in zip(sizes, module.stride, extra)])
-        ] = x
-        sides = [r - int(p) for r, p in zip(_reach(module), module.padding)]  # negative ones crop
-        apart = F.pad(apart, [side for side in reversed(sides) for _ in range(2)])
+        # Zeros between the pixels, and at the end of the image.
+        sizes = [(size - 1) * stride + 1 for size, stride in zip(x.shape[2:], module.stride)]
+        padded = [size + extra for size, extra in zip(sizes, output_padding)]
+        spread = x.new_zeros(*x.shape[:2], *padded)
+        pixels = [slice(0, size, stride) for size, stride in zip(sizes, module.stride)]
+        spread[(..., *pixels)] = x
+        # Zeros on both sides; a negative number crops.
+        sides = [reach - int(padding) for reach, padding in zip(_reach(module), module.padding)]
+        # A convolution with stride 1 whose taps are in reverse.
         kernel = tuple(module.kernel_size)
-        geometry = Geometry(kernel, (1,) * n, tuple(module.dilation), ((0, 0),) * n)
-        a = geometry.group_rows(apart, module.groups).unflatten(3, (-1, *kernel))
-        a = a.flip(tuple(range(4, 4 + n))).flatten(3)
-        return a[:, :, 0] if module.groups == 1 else a
+        geometry = Geometry(kernel, (1,) * n, tuple(module.dilation), tuple(zip(sides, sides)))
+        a = geometry.rows(spread, module.groups).unflatten(-1, (-1, *kernel))
+        return a.flip(tuple(range(-n, 0))).flatten(-n - 1)
 
 
-def _reach(module: _ConvNd) -> list[int]:
+def _reach(module: Any) -> list[int]:
     """How far apart the outermost taps are, in each dimension."""
     return [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
 
 
-def _require_examples(module: _ConvNd, x: Tensor) -> None:
+def _require_examples(module: Any, x: Tensor) -> None:
     if x.ndim != module.weight.ndim:
         raise ValueError(
             f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected "

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, register_rule
-from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.layer.rule import AffineRule
 
 
 @register_rule(nn.Embedding)
@@ -39,40 +39,37 @@ class EmbeddingRule(AffineRule):
 
     sparse = True
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: Any) -> None:
         """Refuse `max_norm`.
 
         Raises:
             UnsupportedError: If it is set.
         """
-        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         refuse_renormalization(module)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The table, transposed: one column per token."""
         return {"weight": "i o -> o i"}
 
-    def inputs(self, module: nn.Module, x: Tensor) -> SparseRows:  # [B, *positions] -> [B, S, i]
+    def inputs(self, module: Any, x: Tensor) -> SparseRows:  # [B, *positions] -> [B, S, i]
         """One unit vector for each token.
 
         Raises:
             ValueError: If `x` has no example dimension.
         """
-        assert isinstance(module, nn.Embedding)
         if x.ndim == 0:
             raise ValueError(
                 f"{module} got an input of shape (), expected [examples, ...]. Add the example "
                 "dimension with `x[None]`."
             )
+        # The output at token t is Wᵀ e_t.
         tokens = x[..., None].flatten(1)
         kept = None if module.padding_idx is None else tokens != module.padding_idx
         return SparseRows(tokens[..., None], None, module.num_embeddings, kept, _dtype(module))
 
-    def grads(
-        self, module: nn.Module, g: Tensor
-    ) -> Tensor:  # [V, B, *positions, d] -> [V, B, S, d]
+    def grads(self, module: Any, g: Tensor) -> Tensor:  # [V, B, *positions, d] -> [V, B, S, d]
         """The output gradient, positions in one dimension."""
-        return at_least_float32(g)[:, :, None].flatten(2, -2)
+        return g[:, :, None].flatten(2, -2)
 
 
 @register_rule(nn.EmbeddingBag)
@@ -87,16 +84,16 @@ class EmbeddingBagRule(EmbeddingRule):
 
     Example:
         >>> layer = nn.EmbeddingBag(6, 3, mode="mean")
-        >>> x = EmbeddingBagRule().input_of(layer, (torch.tensor([4, 2, 4, 1]), torch.tensor([0, 2])), {})
+        >>> tokens, offsets = torch.tensor([4, 2, 4, 1]), torch.tensor([0, 2])
+        >>> x = EmbeddingBagRule().input_of(layer, (tokens, offsets), {})
         >>> EmbeddingBagRule().inputs(layer, x).to_dense()
         tensor([[[0.0000, 0.0000, 0.5000, 0.0000, 0.5000, 0.0000]],
         <BLANKLINE>
                 [[0.0000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000]]])
     """
 
-    def refuses(self, module: nn.Module) -> str | None:
+    def refuses(self, module: Any) -> str | None:
         """Mode "max", which is not linear in the table."""
-        assert isinstance(module, nn.EmbeddingBag)
         if module.mode == "max":
             return (
                 f"{type(module).__name__}(mode='max') is not linear in its table, so it has no "
@@ -104,7 +101,7 @@ class EmbeddingBagRule(EmbeddingRule):
             )
         return None
 
-    def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def input_of(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The bags as one tensor, examples first.
 
         Returns:
@@ -115,32 +112,33 @@ class EmbeddingBagRule(EmbeddingRule):
         Raises:
             ValueError: If the input is no tensor, or has one dimension and comes without offsets.
         """
-        assert isinstance(module, nn.EmbeddingBag)
         named = {**dict(zip(("input", "offsets", "per_sample_weights"), args)), **kwargs}
-        x = super().input_of(module, (named.get("input"),), {})
-        offsets, weights = named.get("offsets"), named.get("per_sample_weights")
-        last = module.include_last_offset
+        x: Any = super().input_of(module, (named.get("input"),), {})
+        offsets = named.get("offsets")
+        weights = named.get("per_sample_weights")
         if x.is_nested:
-            x, offsets, last = x.values(), x.offsets(), True  # pyright: ignore[reportAttributeAccessIssue]
-            weights = None if weights is None else weights.values()
+            offsets = x.offsets()[:-1]
+            if weights is not None:
+                weights = weights.values()
+            x = x.values()
+        elif module.include_last_offset and offsets is not None:
+            offsets = offsets[:-1]
         if x.ndim == 1:
             if offsets is None:
                 raise ValueError(
                     f"{module} got an input of shape {tuple(x.shape)} without `offsets`, which say "
                     "its bags."
                 )
-            place, present = _places_in_bags(len(x), offsets[:-1] if last else offsets)
+            place, present = _places_in_bags(len(x), offsets)
             x = torch.where(present, x[place], -1)
-            weights = None if weights is None else weights[place]
+            if weights is not None:
+                weights = weights[place]
         if weights is None:
             return x
         return torch.stack([x.double(), weights.detach().double()], -1)
 
-    def inputs(
-        self, module: nn.Module, x: Tensor
-    ) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
+    def inputs(self, module: Any, x: Tensor) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
         """One row for each bag of what `input_of` returns."""
-        assert isinstance(module, nn.EmbeddingBag)
         tokens = x if x.ndim == 2 else x[..., 0].long()
         present = tokens >= 0
         if module.padding_idx is not None:
@@ -148,6 +146,7 @@ class EmbeddingBagRule(EmbeddingRule):
         weight = present.to(_dtype(module))
         if x.ndim == 3:
             weight = torch.where(present, x[..., 1].to(weight.dtype), 0)
+        # Entries at `padding_idx` don't count in a mean.
         if module.mode == "mean":
             weight = weight / present.sum(1, keepdim=True).clamp(min=1)
         return SparseRows(
@@ -159,7 +158,7 @@ class EmbeddingBagRule(EmbeddingRule):
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, d] -> [V, B, 1, d]
         """The output gradient of each bag."""
-        return at_least_float32(g)[:, :, None]
+        return g[:, :, None]
 
 
 def _dtype(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
@@ -170,10 +169,13 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the entries of each bag in a flat list, `[B, L]`, and which of them belong to
     the bag.
     """
+    # A bag ends where the next one begins, the last one at the end of the list.
     lengths = torch.diff(starts, append=starts.new_tensor([entries]))
     longest = int(lengths.max()) if len(lengths) else 0
-    steps = torch.arange(longest, device=starts.device)
-    return (starts[:, None] + steps).clamp(max=max(0, entries - 1)), steps < lengths[:, None]
+    step = torch.arange(longest, device=starts.device)
+    places = starts[:, None] + step
+    present = step < lengths[:, None]
+    return places.clamp(max=max(0, entries - 1)), present
 
 
 def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import AffineRule, rule_of
+from curvlinops_plus.layer.registry import rule_of
+from curvlinops_plus.layer.rule import AffineRule
 
 
 @dataclass(frozen=True)
@@ -54,39 +55,45 @@ class Function:
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
-            return Matrix(weight, bias), MatrixRule(self.transposed)
+            return Projection(weight, bias), MatrixRule(self.transposed)
         assert weight is not None
-        options: dict[str, Any] = dict(self.options)
+        options: dict[str, Any] = {**dict(self.options), "device": "meta"}
         if self.name == "embedding":
-            module: nn.Module = nn.Embedding(
-                weight.shape[0], weight.shape[1], device="meta", **options
-            )
+            vocabulary, dim = weight.shape
+            module: nn.Module = nn.Embedding(vocabulary, dim, **options)
         else:
-            channels = weight.shape[1] * options["groups"], weight.shape[0]
             kind = getattr(nn, self.name.replace("conv", "Conv"))
-            module = kind(
-                *channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options
-            )
-        for local, p in (("weight", weight), ("bias", bias)):
-            if p is not None:
-                setattr(module, local, p)
+            out_channels, in_channels, *kernel = weight.shape
+            # Each group sees its part of the input's channels.
+            in_channels *= options["groups"]
+            module = kind(in_channels, out_channels, kernel, bias=bias is not None, **options)
+        module.weight = weight
+        if bias is not None:
+            module.bias = bias
         rule = rule_of(module)
         assert isinstance(rule, AffineRule)
         return module, rule
 
 
-LINEAR, BIAS = Function("linear"), Function("bias")
+LINEAR = Function("linear")
+BIAS = Function("bias")
 TRANSPOSED = Function("linear", transposed=True)
 
 
-class Matrix(nn.Module):
+class Projection(nn.Module):
     """A weight, whichever way round, and a bias, or one of them: what stands for products that
     functions compute.
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with a weight `[o, i]`."""
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
 
 
 class MatrixRule(LinearRule):
@@ -101,24 +108,19 @@ class MatrixRule(LinearRule):
 
     Example:
         >>> rule = MatrixRule().at(slice(1, 3), 4)
-        >>> rule.grads(Matrix(nn.Parameter(torch.ones(4, 3)), None), torch.ones(1, 1, 2))
+        >>> rule.grads(Projection(nn.Parameter(torch.ones(4, 3)), None), torch.ones(1, 1, 2))
         tensor([[[[0., 1., 1., 0.]]]])
     """
 
     def __init__(self, transposed: bool = False, rows: tuple[slice, int] | None = None) -> None:
-        self.transposed, self.read_rows = transposed, rows
+        self.transposed = transposed
+        self.read_rows = rows
 
     def at(self, rows: slice, total: int) -> MatrixRule:
         """The rule of a call that reads only some rows of the parameter."""
-        whole = rows.stop - rows.start == total
-        return self if whole else MatrixRule(self.transposed, (rows, total))
-
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` or its transpose, then the bias as one more column."""
-        every = {"weight": "i o -> o i" if self.transposed else "o i -> o i", "bias": "o -> o 1"}
-        return {
-            name: pattern for name, pattern in every.items() if getattr(module, name) is not None
-        }
+        if rows.stop - rows.start == total:
+            return self
+        return type(self)(self.transposed, (rows, total))
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension; zeros where it does not meet the rows that are
@@ -169,35 +171,36 @@ def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
         >>> products(torch.mul, (x, x), {})
         []
     """
-    read = _READERS.get(function)
-    if read is None:
+    reader = _READERS.get(function)
+    if reader is None:
         return []
     try:
-        found = read(*args, **kwargs)
+        readings = reader(*args, **kwargs)
     except TypeError:  # arguments that this signature does not have
         return []
     return [
-        p
-        for p in found
-        if isinstance(p.input, Tensor) and isinstance(p.weight, (Tensor, type(None)))
+        reading
+        for reading in readings
+        if isinstance(reading.input, Tensor) and isinstance(reading.weight, (Tensor, type(None)))
     ]
 
 
+# One reader for each signature: which argument is what.
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
     return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
+# x @ W
 def _matmul(
     input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None
 ) -> list[Product]:
     weight = mat2 if other is None else other
-    return (
-        [Product(TRANSPOSED, input, weight)]
-        if weight is not None and input.ndim > 1 and weight.ndim == 2
-        else []
-    )
+    if weight is None or input.ndim < 2 or weight.ndim != 2:
+        return []
+    return [Product(TRANSPOSED, input, weight)]
 
 
+# mat1 @ mat2 + input
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Product]:
@@ -205,16 +208,14 @@ def _addmm(
     return [Product(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
+# Either side may be the vector.
 def _add(input: Any, other: Any) -> list[Product]:
-    pairs = [
-        (a, b)
-        for a, b in ((input, other), (other, input))
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-    ]
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return []
     return [
         Product(BIAS, a, None, b)
-        for a, b in pairs
-        if b.ndim == 1 < a.ndim and a.shape[-1:] == b.shape
+        for a, b in ((input, other), (other, input))
+        if b.ndim == 1 < a.ndim and a.shape[-1] == len(b)
     ]
 
 
@@ -227,7 +228,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> list[Product]:
-    if max_norm is not None or input.ndim == 0:  # it would overwrite rows
+    # With `max_norm` it overwrites rows of the weight.
+    if max_norm is not None or input.ndim == 0:
         return []
     if padding_idx is not None:
         padding_idx %= len(weight)
@@ -235,12 +237,15 @@ def _embedding(
 
 
 def _convolution(name: str) -> Callable[..., list[Product]]:
+    """The reader of `conv1d`, `conv2d` or `conv3d`."""
     n = int(name[-2])
 
-    def sizes(value: Any) -> Any:  # a string, or one number for each dimension
+    def sizes(value: Any) -> Any:
+        """A string, or one number for each dimension."""
         if isinstance(value, str):
             return value
-        values = tuple(int(v) for v in value) if isinstance(value, Sequence) else (int(value),)
+        values = value if isinstance(value, Sequence) else (value,)
+        values = tuple(map(int, values))
         return values * n if len(values) == 1 else values
 
     def read(
@@ -254,12 +259,13 @@ def _convolution(name: str) -> Callable[..., list[Product]]:
     ) -> list[Product]:
         if input.ndim != n + 2:
             return []
-        each = (
-            ("stride", sizes(stride)),
-            ("padding", sizes(padding)),
-            ("dilation", sizes(dilation)),
-        )
-        return [Product(Function(name, (*each, ("groups", groups))), input, weight, bias)]
+        options = {
+            "stride": sizes(stride),
+            "padding": sizes(padding),
+            "dilation": sizes(dilation),
+            "groups": groups,
+        }
+        return [Product(Function(name, tuple(options.items())), input, weight, bias)]
 
     return read
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# What every module has, which is looked after elsewhere or does not change.
+# Attributes of every module, which are looked after elsewhere or do not change.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # Types of most attributes: nothing is kept in them.
 _PLAIN = frozenset(
@@ -31,16 +31,82 @@ _PLAIN = frozenset(
 _PLAIN |= {Tensor, nn.Parameter, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type}
 _METHOD_CACHE: Any = type(lru_cache(len))
 
+# Places where modules keep something, of each context that is open; the outermost first.
+_open: list[dict[nn.Module, list[Any]]] = []
 
-class _Kept:
-    """A list, set or deque, and what was in it."""
 
-    def __init__(self, container: Any) -> None:
-        self.container, self.before = container, [*container]
+@contextmanager
+def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Attributes of modules are as before at the end, as activations and counters; and all, where
+    they kept tensors.
+    """
+    modules = [*modules]
+    attributes = [_Container(vars(module)) for module in modules]
+    places = {module: _places_of(module) for module in modules if not _is_of_torch(type(module))}
+    _open.append(places)
+    try:
+        yield
+    finally:
+        _open.remove(places)
+        drop_new_tensors(places.values())
+        for container in attributes:
+            container.put_back()
+
+
+def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the outermost open `kept_attributes` puts back in modules, for `drop_new_tensors`."""
+    by_module = []
+    for module in modules:
+        places = next((places[module] for places in _open if module in places), None)
+        if places:
+            by_module.append(places)
+    return by_module
+
+
+def drop_new_tensors(by_module: Iterable[Sequence[Any]]) -> None:
+    """Put modules back that keep tensors since `kept_attributes` began, before they run once more.
+
+    Numbers that go with a tensor, such as a flag that says that it is there, are put back, too;
+    others stay.
+    """
+    for places in by_module:
+        if any(place.gained() for place in places):
+            for place in places:
+                place.put_back()
+
+
+def keepers_of_graphs(model: nn.Module) -> list[str]:
+    """Names and types of modules that keep tensors which were computed with a graph."""
+    keepers = []
+    for name, module in model.named_modules():
+        containers = [place for place in _places_of(module) if isinstance(place, _Container)]
+        leaves = tree_leaves([_values(container.before) for container in containers])
+        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in leaves):
+            keepers.append(f"{name!r} ({type(module).__name__})")
+    return keepers
+
+
+class _Container:
+    """A dictionary, list, set or deque, and what was in it.
+
+    Args:
+        skipped: Names of attributes that are left alone.
+    """
+
+    def __init__(self, container: Any, skipped: frozenset[str] = frozenset()) -> None:
+        self.container = container
+        self.skipped = skipped
+        self.before = self._contents()
+
+    def _contents(self) -> Any:
+        if not isinstance(self.container, dict):
+            return [*self.container]
+        return {name: x for name, x in self.container.items() if name not in self.skipped}
 
     def gained(self) -> bool:
         """Whether tensors came into it."""
-        now, before = self.container, self.before
+        now = _values(self._contents())
+        before = _values(self.before)
         if len(now) == len(before) and all(map(is_, now, before)):
             return False
         old = {*map(id, before)}
@@ -48,45 +114,27 @@ class _Kept:
 
     def put_back(self) -> None:
         """Put back what was in it."""
+        if isinstance(self.container, dict):
+            # Other threads may read it meanwhile.
+            for name in self.container.keys() - self.before.keys() - self.skipped:
+                del self.container[name]
+            self.container.update(self.before)
+            return
         self.container.clear()
-        (self.container.update if isinstance(self.container, set) else self.container.extend)(
-            self.before
-        )
+        if isinstance(self.container, set):
+            self.container.update(self.before)
+        else:
+            self.container.extend(self.before)
 
 
-class _KeptNames:
-    """The same of a dictionary, or of attributes, which other threads may read meanwhile."""
-
-    def __init__(self, container: dict[Any, Any], skipped: frozenset[str] = frozenset()) -> None:
-        self.container, self.size, self.skipped = container, len(container), skipped
-        self.before = {name: value for name, value in container.items() if name not in skipped}
-
-    def gained(self) -> bool:
-        now, before = self.container, self.before
-        if len(now) == self.size and all(
-            [now.get(name) is value for name, value in before.items()]
-        ):  # noqa: C419
-            return False
-        new = [
-            value
-            for name, value in now.items()
-            if name not in self.skipped and value is not before.get(name)
-        ]
-        return any(map(_holds_tensors, new))
-
-    def put_back(self) -> None:
-        for name in self.container.keys() - self.before.keys() - self.skipped:
-            del self.container[name]
-        self.container.update(self.before)
-
-
-class _KeptMethod:
+class _MethodCache:
     """The cache of a method, which all modules of the type have in common; it can't be told what
     came into it.
     """
 
     def __init__(self, cache: Any) -> None:
-        self.cache, self.misses = cache, cache.cache_info().misses
+        self.cache = cache
+        self.misses = cache.cache_info().misses
 
     def gained(self) -> bool:
         return self.cache.cache_info().misses != self.misses
@@ -97,73 +145,42 @@ class _KeptMethod:
             self.misses = 0
 
 
-# What is kept in contexts that are open, by module; the outermost first.
-_open: list[dict[nn.Module, list[Any]]] = []
-
-
-@contextmanager
-def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Attributes of modules are as before at the end, as activations and counters; and all, where
-    they kept tensors.
-    """
-    modules = [*modules]
-    kept = {module: _kept_by(module) for module in modules if not _is_of_torch(type(module))}
-    before = [(vars(module), {**vars(module)}) for module in modules]
-    _open.append(kept)
-    try:
-        yield
-    finally:
-        _open.remove(kept)
-        drop_new_tensors(kept.values())
-        for own, attributes in before:
-            for name in own.keys() - attributes.keys():
-                del own[name]
-            own.update(attributes)
-
-
-def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
-    """Of some modules what the outermost `kept_attributes` that is open keeps, for
-    `drop_new_tensors`.
-    """
-    kept = (next((kept[module] for kept in _open if module in kept), ()) for module in modules)
-    return [parts for parts in kept if parts]
-
-
-def drop_new_tensors(modules: Iterable[Sequence[Any]]) -> None:
-    """Put modules back that keep tensors since `kept_attributes` began, before they run once more.
-
-    Numbers that go with a tensor, such as a flag that says that it is there, are put back, too;
-    others stay.
-    """
-    for parts in modules:
-        for part in parts:
-            if part.gained():
-                for each in parts:
-                    each.put_back()
-                break
-
-
-def keepers_of_graphs(model: nn.Module) -> list[str]:
-    """Names and types of modules that keep tensors which were computed with a graph."""
-    found = list[str]()
-    for name, module in model.named_modules():
-        attributes, *parts = [
-            part for part in _kept_by(module) if not isinstance(part, _KeptMethod)
-        ]
-        values = [attributes.before, *[_values(part.container) for part in parts]]
-        if any(isinstance(t, Tensor) and t.grad_fn is not None for t in tree_leaves(values)):
-            found.append(f"{name!r} ({type(module).__name__})")
-    return found
-
-
-def _kept_by(module: nn.Module) -> list[Any]:
-    """All that a module keeps something in, its attributes first."""
-    attributes = _KeptNames(vars(module), _OF_TORCH)
-    found = [attributes, *map(_KeptMethod, _method_caches(type(module)))]
+def _places_of(module: nn.Module) -> list[Any]:
+    """All that a module keeps something in."""
+    attributes = _Container(vars(module), _OF_TORCH)
+    places = [attributes, *map(_MethodCache, _method_caches(type(module)))]
+    visited = {id(module)}
     for value in attributes.before.values():
-        if type(value) not in _PLAIN:
-            _collect(value, found, {id(module)}, True)
-    return found
+        _collect(value, places, visited, objects=True)
+    return places
+
+
+def _collect(value: Any, places: list[Any], visited: set[int], objects: bool) -> None:
+    """Find containers in a value, those inside of others, and with `objects` those that an object
+    has as attributes.
+    """
+    if type(value) in _PLAIN or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, tuple):
+        inside: Any = value
+    elif isinstance(value, (dict, list, set, deque)):
+        places.append(_Container(value))
+        inside = _values(value)
+    elif objects and hasattr(value, "__dict__") and not isinstance(value, (Tensor, type)):
+        places.append(_Container(vars(value), _OF_TORCH))
+        inside = vars(value).values()
+        objects = False
+    else:
+        return
+    # A table may have a million numbers.
+    if not _PLAIN.issuperset(map(type, inside)):
+        for part in [*inside]:
+            _collect(part, places, visited, objects)
+
+
+def _values(container: Any) -> Sequence[Any]:
+    return [*container.values()] if isinstance(container, dict) else container
 
 
 @lru_cache(1024)
@@ -176,46 +193,14 @@ def _is_of_torch(kind: type[nn.Module]) -> bool:
 
 @lru_cache(1024)
 def _method_caches(kind: type[nn.Module]) -> list[Any]:
-    return [
-        value
-        for base in kind.__mro__
-        for value in vars(base).values()
-        if isinstance(value, _METHOD_CACHE)
-    ]
-
-
-def _collect(value: Any, found: list[Any], seen: set[int], of_module: bool) -> None:
-    """Find containers in a value, those inside of others, and those that an object has as
-    attributes.
-    """
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        found.append(_KeptNames(value))
-    elif isinstance(value, (list, set, deque)):
-        found.append(_Kept(value))
-    elif of_module and not isinstance(value, (tuple, Tensor, type)) and hasattr(value, "__dict__"):
-        value, of_module = vars(value), False
-        found.append(_KeptNames(value, _OF_TORCH))
-    elif not isinstance(value, tuple):
-        return
-    inside = _values(value)
-    if not _PLAIN.issuperset(map(type, inside)):  # else a table may have a million numbers
-        for part in inside:
-            if type(part) not in _PLAIN:
-                _collect(part, found, seen, of_module)
-
-
-def _values(container: Any) -> Iterable[Any]:
-    return [*container.values()] if isinstance(container, dict) else container
+    members = [member for base in kind.__mro__ for member in vars(base).values()]
+    return [member for member in members if isinstance(member, _METHOD_CACHE)]
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or has some in it."""
-    leaves = tree_leaves(value)
-    return any(
-        isinstance(t, Tensor)
-        for leaf in leaves
-        for t in (leaf, *getattr(leaf, "__dict__", {}).values())
-    )
+    """Whether a value is a tensor, or has some in it or among its attributes."""
+    for leaf in tree_leaves(value):
+        attributes = getattr(leaf, "__dict__", {}).values()
+        if isinstance(leaf, Tensor) or any(isinstance(t, Tensor) for t in attributes):
+            return True
+    return False

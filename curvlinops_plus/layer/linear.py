@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.rule import AffineRule, register_rule
-from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.rule import AffineRule
 
 
 @register_rule(nn.Linear)
@@ -20,10 +22,17 @@ class LinearRule(AffineRule):
         torch.Size([4, 30, 3])
     """
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` as it is, then the bias as one more column."""
-        weight = {"weight": "o i -> o i"}
-        return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
+    #: Whether the weight is stored as `[i, o]`.
+    transposed: bool = False
+
+    def patterns(self, module: Any) -> dict[str, str]:
+        """`W` or its transpose, then the bias as one more column."""
+        patterns = {}
+        if module.weight is not None:
+            patterns["weight"] = "i o -> o i" if self.transposed else "o i -> o i"
+        if module.bias is not None:
+            patterns["bias"] = "o -> o 1"
+        return patterns
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
         """The input, positions in one dimension (a view of a contiguous `x`).
@@ -37,27 +46,20 @@ class LinearRule(AffineRule):
                 f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with "
                 "`x[None]`."
             )
-        return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
+        return x.reshape(x.shape[0], -1, x.shape[-1])
 
     def grads(
         self, module: nn.Module, g: Tensor
     ) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
         """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
-        return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])
+        return g.reshape(*g.shape[:2], -1, g.shape[-1])
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class Conv1DRule(LinearRule):
-    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always
-    with a bias.
+    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed.
 
     It is registered by its full name, so that `transformers` need not be installed.
-
-    Example:
-        >>> Conv1DRule().patterns(nn.Identity())
-        {'weight': 'i o -> o i', 'bias': 'o -> o 1'}
     """
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` transposed, then the bias as one more column."""
-        return {"weight": "i o -> o i", "bias": "o -> o 1"}
+    transposed = True

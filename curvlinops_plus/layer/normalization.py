@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus.layer.replay import check_repeatable, why_computed
-from curvlinops_plus.layer.rule import LayerRule, register_rule
+from curvlinops_plus.layer.registry import register_rule
+from curvlinops_plus.layer.replay import check_repeatable
+from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 
@@ -40,33 +41,43 @@ class ScaleShiftRule(LayerRule):
         """The output at weight one and bias zero."""
         raise NotImplementedError
 
-    def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose weight is computed from other parameters (weight normalization, pruning)."""
-        return why_computed(module, ("weight", "bias"))
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """Weight and bias, as far as the layer has them."""
+        params = {name: getattr(module, name, None) for name in ("weight", "bias")}
+        return {name: flat_pattern(p.ndim) for name, p in params.items() if p is not None}
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {name: [V, B, *shape]}
         """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each."""
-        x, g = at_least_float32(next(iter([*args, *kwargs.values()]))), at_least_float32(g)
-        found: dict[str, Tensor] = {}
+        x = at_least_float32(next(iter([*args, *kwargs.values()])))
+        g = at_least_float32(g.detach())
+        gradients: dict[str, Tensor] = {}
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            x_hat = self.normalized(module, x)
             for name in self.patterns(module):
-                first = 1 if self.channels_first else x.ndim - module.get_parameter(name).ndim
-                last = 2 if self.channels_first else x.ndim
-                factor = None if name == "bias" else self.normalized(module, x)
-                found[name] = sum_of_products(g, factor, [*range(1, first), *range(last, x.ndim)])
-        return found
+                # J_weight = Σ g x̂ and J_bias = Σ g over positions.
+                p = module.get_parameter(name)
+                shape = self._shape_of_sums(p, x)
+                # One vector at a time needs less memory.
+                products = (g_v if name == "bias" else g_v * x_hat for g_v in g)
+                sums = torch.stack([product.sum_to_size(shape) for product in products])
+                gradients[name] = sums.view(*g.shape[:2], *p.shape)
+        return gradients
 
-
-def sum_of_products(
-    g: Tensor, x: Tensor | None, over: list[int]
-) -> Tensor:  # [V, B, *in], [B, *in] -> [V, B, *left]
-    """`Σ g x` over some dimensions of `x`; None is one."""
-    rows = [
-        row.detach() if x is None else row.detach() * x for row in g
-    ]  # one vector at a time needs less memory
-    return torch.stack([row.sum(over) if over else row for row in rows])
+    def _shape_of_sums(self, p: Tensor, x: Tensor) -> list[int]:
+        """The shape of `x` with 1 for each dimension of positions."""
+        # One number is shared by all positions, whichever dimension it is in.
+        if p.numel() == 1:
+            features = range(0)
+        elif self.channels_first is False:
+            features = range(x.ndim - p.ndim, x.ndim)
+        else:
+            features = range(1, 2)
+        shape = [len(x), *[1] * (x.ndim - 1)]
+        for dim in features:
+            shape[dim] = x.shape[dim]
+        return shape
 
 
 @register_rule(nn.LayerNorm)
@@ -114,11 +125,11 @@ class BatchNormRule(ScaleShiftRule):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Shifted and scaled by the running statistics, in training mode by those of the batch."""
-        mean, var = (
-            (None, None)
-            if module.training
-            else (module.running_mean.to(x), module.running_var.to(x))
-        )
+        mean = None
+        var = None
+        if not module.training:
+            mean = module.running_mean.to(x)
+            var = module.running_var.to(x)
         return F.batch_norm(x, mean, var, training=module.training, eps=module.eps)
 
 
@@ -133,10 +144,10 @@ class InstanceNormRule(ScaleShiftRule):
         statistics.
         """
         if module.training or module.running_mean is None:
-            return F.instance_norm(
-                x, eps=module.eps
-            )  # not given to it, the running statistics are not updated
-        mean, var = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
+            # Running statistics that it does not get are not updated.
+            return F.instance_norm(x, eps=module.eps)
+        mean = module.running_mean.to(x)
+        var = module.running_var.to(x)
         return F.instance_norm(x, mean, var, use_input_stats=False, eps=module.eps)
 
 
@@ -173,13 +184,14 @@ class ScaledRMSNormRule(ScaleShiftRule):
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         """Output at weight one minus output at weight zero."""
-        weights = [torch.full_like(module.weight, value, dtype=x.dtype) for value in (1.0, 0.0)]
-        at_one, at_zero = (functional_call(module, {"weight": weight}, (x,)) for weight in weights)
+        one = torch.ones_like(module.weight, dtype=x.dtype)
+        at_one = functional_call(module, {"weight": one}, (x,))
+        at_zero = functional_call(module, {"weight": torch.zeros_like(one)}, (x,))
         return at_one - at_zero
 
 
 @register_rule(nn.PReLU)
-class PReLURule(LayerRule):
+class PReLURule(ScaleShiftRule):
     """`max(0, x) + weight · min(0, x)`, with one slope or one for each entry of dimension 1.
 
     Example:
@@ -192,21 +204,6 @@ class PReLURule(LayerRule):
 
     channels_first: ClassVar[bool | None] = None
 
-    def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose slopes are computed from other parameters (a parametrization)."""
-        return why_computed(module, ("weight",))
-
-    def per_example_grads(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
-    ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {"weight": [V, B, slopes]}
-        """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass
-        over `g`.
-        """
-        x, slopes = (
-            at_least_float32(next(iter([*args, *kwargs.values()]))),
-            module.get_parameter("weight").numel(),
-        )
-        # [B, slopes, positions], for one number per example [B] as well as for images.
-        x = x.reshape(len(x), slopes, -1)
-        rows = at_least_float32(g).reshape(len(g), *x.shape)
-        return {"weight": sum_of_products(rows, x.detach().clamp(max=0), [2])}
+    def normalized(self, module: Any, x: Tensor) -> Tensor:
+        """What the weight is multiplied with: `min(0, x)`."""
+        return x.clamp(max=0)

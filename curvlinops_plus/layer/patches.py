@@ -1,9 +1,8 @@
 """The patches that a convolution multiplies its weight with, in one, two or three dimensions.
 
-A patch holds the input under the kernel at one output position. Two layouts are used: *rows* in the
-order of the flattened weight `(c *kernel)`, which is the public format, and *channels-last* rows
-`(*kernel c)`, which are cheaper to copy and are used where the result can be permuted afterwards.
-Grouped convolutions also use *columns* `[groups, c·kernel, B·S]`, for one matrix product per group.
+A patch holds the input under the kernel at one output position, in the order of the flattened
+weight `(c *kernel)`. Patches are copied as *columns* `[c·kernel, S]`, which moves whole lines of
+the image; rows are a view of them.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# Below this many examples, computing the offsets of patch entries costs more than it saves.
-_FEW_EXAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -71,94 +67,46 @@ class Geometry:
             return x
         return F.pad(x, list(chain(*reversed(self.padding))), mode=self.mode)
 
-    def windows(
-        self, x: Tensor, start: int
-    ) -> Tensor:  # [*lead, *padded, *rest] -> [*lead, *out, *rest, *kernel]
-        """Patches of a padded input as a view; its spatial dimensions begin at dimension
-        `start`.
+    def columns(self, x: Tensor, groups: int = 1) -> Tensor:
+        """Patches of each group of channels, one in each column: `[B, g·c, *size]` to
+        `[B, g, c·kernel, S]`, positions in row-major order.
         """
-        steps = zip(self.kernel, self.stride, self.dilation, strict=True)
-        for dim, (k, stride, dilation) in enumerate(steps, start):
-            x = x.unfold(dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
-        return x
-
-    def rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, S, c·kernel]
-        """Patches in the order of the flattened weight, positions in row-major order."""
+        n = len(self.kernel)
         x = self.pad(x)
-        if self.pointwise:
-            return self.windows(x, 2).flatten(2).mT
-        if len(x) < _FEW_EXAMPLES:
-            return self._ordered(x)
-        # The entries of a patch have the same strided offsets in every example: compute them once.
-        places = self._ordered(torch.arange(x[0].numel(), device=x.device).view(1, *x.shape[1:]))
-        return x.flatten(1).index_select(1, places.flatten()).view(len(x), *places.shape[1:])
+        steps = zip(self.kernel, self.stride, self.dilation, strict=True)
+        for dim, (k, stride, dilation) in enumerate(steps, 2):
+            x = x.unfold(dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
+        windows = x.unflatten(1, (groups, -1))  # [B, g, c, *out, *kernel]
+        columns = windows.permute(0, 1, 2, *range(n + 3, 2 * n + 3), *range(3, n + 3))
+        # In 1-D it is a view of overlapping lines, with which products are slow.
+        return columns.flatten(n + 3).flatten(2, -2).contiguous()
 
-    def _ordered(self, padded: Tensor) -> Tensor:  # [B, c, *padded] -> [B, S, c·kernel]
-        n = len(self.kernel)
-        return self.windows(padded, 2).movedim(1, n + 1).flatten(n + 1).flatten(1, n)
+    def rows(self, x: Tensor, groups: int = 1) -> Tensor:
+        """Patches, one in each row: `[B, S, g, c·kernel]`, or `[B, S, c·kernel]` of one group.
 
-    def channels_last_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B·S, kernel·c]
-        """Patches of all examples with columns ordered `(*kernel c)`: memory is copied in longer
-        contiguous runs.
+        In memory the positions come last, as in output gradients.
         """
-        n = len(self.kernel)
-        windows = self.windows(self.pad(x).movedim(1, -1).contiguous(), 1)  # [B, *out, c, *kernel]
-        return windows.movedim(n + 1, -1).flatten(n + 1).flatten(0, n)
-
-    def group_columns(
-        self, x: Tensor, groups: int
-    ) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, B·S]
-        """Patches of each group of channels, one in each column: memory is copied in lines of the
-        image.
-        """
-        columns = self._columns(x, groups)
-        return (
-            columns.movedim(0, -len(self.kernel) - 1).flatten(2 + len(self.kernel)).flatten(1, -2)
-        )
-
-    def group_rows(
-        self, x: Tensor, groups: int
-    ) -> Tensor:  # [B, g·c, *size] -> [B, S, g, c·kernel]
-        """Patches of each group of channels: in memory the positions come last, as for output
-        gradients.
-        """
-        columns = self._columns(x, groups).flatten(3 + len(self.kernel)).flatten(2, -2)
-        return columns.contiguous().movedim(
-            -1, 1
-        )  # in 1-D a view of overlapping lines, with which products are slow
-
-    def _columns(
-        self, x: Tensor, groups: int
-    ) -> Tensor:  # [B, g·c, *size] -> [B, g, c, *kernel, *out]
-        n = len(self.kernel)
-        windows = self.windows(self.pad(x), 2).unflatten(
-            1, (groups, -1)
-        )  # [B, g, c, *out, *kernel]
-        return windows.permute(0, 1, 2, *range(n + 3, 2 * n + 3), *range(3, n + 3))
+        rows = self.columns(x, groups).movedim(-1, 1)
+        return rows[:, :, 0] if groups == 1 else rows
 
     def sum_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c·kernel]
         """Sum of each example's patches, one dimension after the other, so that no patch is
         formed.
         """
-        zeros = self.mode == "constant"
-        x = x if zeros else self.pad(x)  # zeros add nothing
-        steps = list(
-            enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2)
-        )
-        for dim, (k, stride, dilation, padding) in reversed(steps):
-            size, (before, after) = x.shape[dim], padding if zeros else (0, 0)
-            taps = _taps(before + size + after, k, stride, dilation, x.dtype, x.device)
-            met = taps[before : before + size]
-            x = (x.movedim(dim, -1) @ met).movedim(-1, dim)
+        x = self.pad(x)
+        steps = zip(self.kernel, self.stride, self.dilation, strict=True)
+        for dim, (k, stride, dilation) in enumerate(steps, 2):
+            taps = _taps(x.shape[dim], k, stride, dilation, x.dtype, x.device)
+            x = (x.movedim(dim, -1) @ taps).movedim(-1, dim)
         return x.flatten(1)
 
     def positions(self, x: Tensor) -> int:
         """Number of patches per example."""
         count = 1
-        for n, pads, k, s, d in zip(
-            x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, strict=True
-        ):
-            count *= (n + sum(pads) - d * (k - 1) - 1) // s + 1
+        for dim, (before, after) in enumerate(self.padding):
+            padded = before + x.shape[2 + dim] + after
+            reach = self.dilation[dim] * (self.kernel[dim] - 1)
+            count *= (padded - reach - 1) // self.stride[dim] + 1
         return count
 
 

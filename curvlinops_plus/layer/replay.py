@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ class NoExampleGradients(UnsupportedError):
         self.fact, self.advice = fact, advice
 
 
-# Work memory per example, in multiples of its inputs and output: what a small module keeps for its
-# backward pass.
-_ACTIVATIONS = 6
+# What a small module keeps for its backward pass, in multiples of its inputs and output.
+_SAVED_FOR_BACKWARD = 6
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -69,9 +68,9 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    every = _own_parameters(module)
-    first = {id(p): name for name, p in reversed(every.items())}
-    return {name: p for name, p in every.items() if first[id(p)] == name}
+    by_name = _own_parameters(module)
+    first_name = {id(p): name for name, p in reversed(by_name.items())}
+    return {name: p for name, p in by_name.items() if first_name[id(p)] == name}
 
 
 def is_parametrized(module: nn.Module) -> bool:
@@ -81,31 +80,12 @@ def is_parametrized(module: nn.Module) -> bool:
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
-    held = module._parameters.items()  # by its method, which knows what other threads may see
-    if "parametrizations" in module._modules and is_parametrized(module):
+    # By its method, which knows what other threads may see.
+    held = module._parameters.items()
+    if is_parametrized(module):
         inner = module.get_submodule("parametrizations")
         held = (*held, *inner.named_parameters(prefix="parametrizations", remove_duplicate=False))
     return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}
-
-
-def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
-    """A message if some of a module's tensors are computed from its parameters; None if all are
-    parameters.
-
-    Example:
-        >>> why_computed(nn.utils.parametrizations.weight_norm(nn.LayerNorm(3)), ("weight", "bias"))
-        "['weight'] of this ParametrizedLayerNorm is computed from other parameters"
-    """
-    found = [
-        n
-        for n in names
-        if n not in module._parameters and isinstance(getattr(module, n, None), Tensor)
-    ]
-    return (
-        f"{found} of this {type(module).__name__} is computed from other parameters"
-        if found
-        else None
-    )
 
 
 class Call:
@@ -121,8 +101,8 @@ class Call:
         num_examples: `B`.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself,
             or of the size 1 of a tensor that is broadcast over them; None for one that all examples
-            share. Default 0.
-        out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
+            share.
+        out_axes: For each floating-point tensor of the output, the axis of the examples.
         names: Other parameters than the module's own, by names in the module: those of its
             children, wherever it reads them.
     """
@@ -133,49 +113,66 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
-        in_axes: Sequence[int | None] | None = None,
-        out_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None],
+        out_axes: Sequence[int],
         names: Sequence[str] | None = None,
     ) -> None:
-        self.module, self.out_axes = module, out_axes
-        inner = dict(module.named_parameters(remove_duplicate=False))
-        own = (
-            differentiable_parameters(module)
-            if names is None
-            else {name: inner[name] for name in names}
-        )
+        self.module = module
+        self.num_examples = num_examples
+        self.out_axes = out_axes
+        self._read_parameters(names)
+        self._read_inputs(args, kwargs, in_axes)
+
+    def _read_parameters(self, names: Sequence[str] | None) -> None:
+        """The parameters whose gradients are asked for, and all other tensors of the module."""
+        inner = dict(self.module.named_parameters(remove_duplicate=False))
+        if names is None:
+            targets = differentiable_parameters(self.module)
+            by_name = _own_parameters(self.module)
+        else:
+            targets = {name: inner[name] for name in names}
+            by_name = inner
         # Copies: some layers write to their weight (`nn.Embedding(max_norm=...)`).
-        self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
+        self.params = {name: at_least_float32(p.detach().clone()) for name, p in targets.items()}
         # An own parameter may have two names. A child that shares it keeps using its own copy
         # (`tie_weights=False`).
-        first = {id(p): name for name, p in own.items()}
-        every = _own_parameters(module) if names is None else inner
-        self.aliases = {name: first[id(p)] for name, p in every.items() if id(p) in first}
+        name_of = {id(p): name for name, p in targets.items()}
+        self.aliases = {name: name_of[id(p)] for name, p in by_name.items() if id(p) in name_of}
         self.frozen = {
-            n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases
+            name: at_least_float32(p.detach())
+            for name, p in inner.items()
+            if name not in self.aliases
         }
         self.buffers = {
-            n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)
+            name: at_least_float32(b.detach())
+            for name, b in self.module.named_buffers(remove_duplicate=False)
         }
-        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
-        self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-        self.per_example: dict[int, int] = {}
-        for i, axis in zip(
-            tensors, [0] * len(tensors) if in_axes is None else in_axes, strict=True
-        ):
-            t = self.leaves[i]
-            if axis is not None and t.ndim and len(t) == num_examples:
-                self.per_example[i] = axis
-            elif axis is not None and t.ndim > axis and len(t) == 1:
-                self.leaves[i] = t.movedim(0, axis)
 
-    def per_example_grads(self, g: Tensor | Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
+    def _read_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int | None]
+    ) -> None:
+        """The leaves of the inputs, and which of them belong to examples."""
+        self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
+        #: Place among the leaves of each tensor with an entry per example, and its axis there.
+        self.per_example: dict[int, int] = {}
+        #: The same of each tensor with one entry that is broadcast over the examples.
+        self.broadcast: dict[int, int] = {}
+        places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        for i, axis in zip(places, axes, strict=True):
+            t = at_least_float32(self.leaves[i].detach())
+            self.leaves[i] = t
+            if axis is None or t.ndim == 0:
+                continue
+            if len(t) == self.num_examples:
+                self.per_example[i] = axis
+            elif len(t) == 1 and t.ndim > axis:
+                self.broadcast[i] = axis
+
+    def per_example_grads(self, g: Sequence[Tensor], max_bytes: int) -> dict[str, Tensor]:
         """Backpropagate output gradients to the parameters, for each example separately.
 
         Args:
-            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a
-                list of them, one for each floating-point tensor.
+            g: Gradients `[V, B, *out]`, one for each floating-point tensor of the output.
             max_bytes: Target for work memory, in addition to the result. At least one example is
                 processed at a time.
 
@@ -187,8 +184,8 @@ class Call:
                 fails on one example, or returns other tensors than gradients are given for.
 
         Example:
-            >>> g = torch.ones(1, 3, 4)
-            >>> Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3).per_example_grads(g, 2**20)["bias"].shape
+            >>> call = Call(nn.LayerNorm(4), (torch.rand(3, 4),), {}, 3, [0], [0])
+            >>> call.per_example_grads([torch.ones(1, 3, 4)], 2**20)["bias"].shape
             torch.Size([1, 3, 4])
             >>> layer = nn.GRU(4, 2)
             >>> x = torch.rand(3, 5, 4)  # examples first here, and second where the layer wants it
@@ -198,26 +195,25 @@ class Call:
             torch.Size([1, 3, 6, 4])
         """
         check_repeatable(self.module)
-        g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
-        sizes, random = self.chunk_sizes(g, max_bytes), RandomState.now(g[0].device)
+        g = [at_least_float32(t.detach()) for t in g]
+        pairs = self.pairs_at_once(g, max_bytes)
+        random = RandomState.now(g[0].device)
         # Autocast would undo the conversion to float32.
         with (
             torch.no_grad(),
             torch.autocast(g[0].device.type, enabled=False),
             attributes_restored(self.module),
         ):
+            # vmap has many kinds of errors: control flow, in-place writes, unsupported operations.
+            with suppress(Exception):
+                return in_chunks(self.all_at_once, g, pairs)
             try:
-                return in_chunks(self.all_at_once, g, sizes)
-            # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
-            except Exception:
-                pass
-            try:
-                found = in_chunks(self.one_by_one, g, sizes)
+                gradients = in_chunks(self.one_by_one, g, pairs)
                 if random == RandomState.now(g[0].device):
-                    return found
-                why = "It draws random numbers (dropout in training mode?)."
+                    return gradients
                 raise NoExampleGradients(
-                    self.refusal(why), "For the curvature of the model call `model.eval()`."
+                    self.refusal("It draws random numbers (dropout in training mode?)."),
+                    "For the curvature of the model call `model.eval()`.",
                 )
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
@@ -239,131 +235,153 @@ class Call:
             "(@register_rule), or leave these out of `params`."
         )
 
-    def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
-        """How many vectors and how many examples are worked on at a time."""
-        V, B = g[0].shape[:2]
-        example = sum(t[0].nbytes for t in g) + sum(self.leaves[i].nbytes for i in self.per_example)
-        params = sum(p.nbytes for p in self.params.values())
-        rows = max_bytes // max(1, 2 * params + _ACTIVATIONS * example // max(1, B))
-        return min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))
+    def pairs_at_once(self, g: Sequence[Tensor], max_bytes: int) -> int:
+        """How many pairs of a vector and an example are worked on at a time."""
+        tensors = [t[0] for t in g] + [self.leaves[i] for i in self.per_example]
+        example_bytes = sum(t.nbytes for t in tensors) // max(1, self.num_examples)
+        param_bytes = sum(p.nbytes for p in self.params.values())
+        return max_bytes // max(1, 2 * param_bytes + _SAVED_FOR_BACKWARD * example_bytes)
+
+    def inputs(self, examples: int | slice) -> list[Tensor]:
+        """What the call was given of one example or several."""
+        return [self.leaves[i][examples] for i in self.per_example]
 
     def run(
-        self, params: Mapping[str, Tensor], examples: Sequence[Tensor], shapes: Sequence[torch.Size]
+        self, params: Mapping[str, Tensor], inputs: Sequence[Tensor], shapes: Sequence[torch.Size]
     ) -> list[Tensor]:
-        """Outputs of the module for one example (whose inputs have no example dimension), in these
-        shapes.
-        """
+        """Outputs of the module for the inputs of one example, in these shapes."""
         leaves = list(self.leaves)
-        for (i, axis), t in zip(self.per_example.items(), examples, strict=True):
+        for (i, axis), t in zip(self.per_example.items(), inputs, strict=True):
             leaves[i] = t.unsqueeze(axis)
-        drop_new_tensors(parts_kept(self.module.modules()))
+        for i, axis in self.broadcast.items():
+            leaves[i] = leaves[i].movedim(0, axis)
         # The module may write into what it is given: inputs and buffers are copies.
-        args, kwargs = tree_unflatten(
-            [t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec
+        leaves = [t.clone() if isinstance(t, Tensor) else t for t in leaves]
+        buffers = {name: b.clone() for name, b in self.buffers.items()}
+        parameters = self.frozen | {name: params[key] for name, key in self.aliases.items()}
+        as_parameters(parameters.values())
+        drop_new_tensors(parts_kept(self.module.modules()))
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        out = functional_call(self.module, parameters | buffers, args, kwargs, tie_weights=False)
+        outputs = floating_tensors(out)
+        self._check_outputs(type(out).__name__, outputs, shapes)
+        return [t.reshape(shape) for t, shape in zip(outputs, shapes, strict=True)]
+
+    def _check_outputs(
+        self, kind: str, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]
+    ) -> None:
+        """Refuse outputs of one example that don't have these shapes on the axes of `out_axes`."""
+        fits = [t.numel() for t in outputs] == [shape.numel() for shape in shapes]
+        for t, axis in zip(outputs, self.out_axes):
+            if axis and (t.ndim <= axis or t.shape[axis] != 1):
+                fits = False
+        if fits:
+            return
+        reason = (
+            f"It returned a {kind} with floating-point tensors of shapes "
+            f"{[list(t.shape) for t in outputs]}, and its output gradients have "
+            f"{[list(shape) for shape in shapes]} for one example, which is to be on axis "
+            f"{self.out_axes} of them."
         )
-        state = {name: params[first] for name, first in self.aliases.items()}
-        buffers = {n: b.clone() for n, b in self.buffers.items()}
-        as_parameters([*self.frozen.values(), *state.values()])
-        out = functional_call(
-            self.module, {**self.frozen, **buffers, **state}, args, kwargs, tie_weights=False
-        )
-        found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-        axes = [0] * len(found) if self.out_axes is None else self.out_axes
-        if [t.numel() for t in found] != [shape.numel() for shape in shapes] or any(
-            axis and (t.ndim <= axis or t.shape[axis] != 1) for t, axis in zip(found, axes)
-        ):
-            shown, expected = [list(t.shape) for t in found], [list(shape) for shape in shapes]
-            whole = (
+        if not self.per_example:
+            reason += (
                 " No tensor among its inputs carries the examples: an object that holds several, "
                 "as a batch of graphs, can't be divided. Give one of them per batch, with "
                 "batch_size_fn=lambda X: 1."
             )
-            raise RerunError(
-                self.refusal(
-                    f"It returned a {type(out).__name__} with floating-point tensors of shapes "
-                    f"{shown}, and its output gradients have {expected} for one example, which is "
-                    f"to be on axis {axes} of them.{'' if self.per_example else whole}"
-                )
-            )
-        return [
-            (t.squeeze(a) if a else t).reshape(shape)
-            for t, a, shape in zip(found, axes, shapes, strict=True)
-        ]
+        raise RerunError(self.refusal(reason))
 
     def all_at_once(
         self, g: Sequence[Tensor], vectors: slice, examples: slice
     ) -> dict[str, Tensor]:
         """Gradients of a chunk by `vmap` over examples, `[V, B, *shape]`."""
 
-        def one(
-            inputs: list[Tensor], g_n: list[Tensor]
-        ) -> dict[str, Tensor]:  # g_n: [V, *out] each -> [V, *shape]
+        def gradients_of_one(inputs: list[Tensor], g_n: list[Tensor]) -> dict[str, Tensor]:
+            """Gradients `[V, *shape]` of the parameters from those of the outputs, `[V, *out]`."""
             shapes = [t.shape[1:] for t in g_n]
-            out, back = vjp(lambda p: self.run(p, inputs, shapes), self.params)[:2]
+            outputs, pull_back, *_ = vjp(lambda p: self.run(p, inputs, shapes), self.params)
+            rows: dict[str, list[Tensor]] = {name: [] for name in self.params}
             # No second vmap over vectors: nested in the first it gives wrong numbers for PReLU
             # (torch 2.13).
-            rows = [back([v.to(o.dtype) for v, o in zip(row, out)])[0] for row in zip(*g_n)]
-            return {name: torch.stack([row[name] for row in rows]) for name in self.params}
+            for g_v in zip(*g_n, strict=True):
+                back = [t.to(f.dtype) for t, f in zip(g_v, outputs, strict=True)]
+                for name, J in pull_back(back)[0].items():
+                    rows[name].append(J)
+            return {name: torch.stack(J) for name, J in rows.items()}
 
-        inputs = [self.leaves[i][examples] for i in self.per_example]
+        chunk = [t[vectors, examples] for t in g]
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*batching rule.*"
-            )  # vmap takes a loop there, which is correct
+            # vmap takes a loop there, which is correct.
+            warnings.filterwarnings("ignore", message=".*batching rule.*")
             # Out dimension 0 and a transpose: with another one, vmap misplaces constant outputs
             # (torch 2.13).
-            chunk = vmap(one, in_dims=(0, 1))(inputs, [t[vectors, examples] for t in g])
-        return {name: J.transpose(0, 1) for name, J in chunk.items()}
+            gradients = vmap(gradients_of_one, in_dims=(0, 1))(self.inputs(examples), chunk)
+        return {name: J.transpose(0, 1) for name, J in gradients.items()}
 
     def one_by_one(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by one backward pass per example and vector, `[V, B, *shape]`."""
-        chunk: list[list[Tensor]] = []
+        shapes = [t.shape[2:] for t in g]
+        gradients: dict[str, list[Tensor]] = {name: [] for name in self.params}
         for n in range(examples.start, examples.stop):
+            params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
             with torch.enable_grad():
-                params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
-                out = self.run(
-                    params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g]
-                )
-                live = [(k, f) for k, f in enumerate(out) if f.requires_grad]
-                # Something has a graph also where nothing depends on the parameters.
-                fs, leaves = (
-                    [f for _, f in live] or [next(iter(params.values())).sum() * 0],
-                    [*params.values()],
-                )
-            rows = []
-            for v in range(vectors.start, vectors.stop):
-                back = [g[k][v, n].to(f.dtype) for k, f in live] or [fs[0].detach()]
-                J = torch.autograd.grad(fs, leaves, back, retain_graph=True, materialize_grads=True)
-                rows.append(
-                    [t.to_dense() for t in J]
-                )  # those of `sparse=True` embeddings are sparse
-            chunk.append([torch.stack(some) for some in zip(*rows)])
-        return {name: torch.stack(some, dim=1) for name, some in zip(self.params, zip(*chunk))}
+                outputs = self.run(params, self.inputs(n), shapes)
+            rows = [
+                _pull_back(outputs, list(params.values()), [t[v, n] for t in g])
+                for v in range(vectors.start, vectors.stop)
+            ]
+            for name, J in zip(self.params, zip(*rows, strict=True), strict=True):
+                gradients[name].append(torch.stack(J))
+        return {name: torch.stack(J, dim=1) for name, J in gradients.items()}
+
+
+def _pull_back(
+    outputs: Sequence[Tensor], params: Sequence[Tensor], g: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of `Σ ⟨g, output⟩`, keeping the graph; zero of what no output depends on."""
+    pairs = [(f, t.to(f.dtype)) for f, t in zip(outputs, g, strict=True) if f.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(p) for p in params]
+    outputs, g = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(outputs, params, g, retain_graph=True, materialize_grads=True)
+    # Those of `sparse=True` embeddings are sparse.
+    return [t.to_dense() for t in gradients]
+
+
+def floating_tensors(tree: Any) -> list[Tensor]:
+    """The floating-point tensors among the leaves of inputs or outputs."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def in_chunks(
     grads: Callable[[Sequence[Tensor], slice, slice], dict[str, Tensor]],
     g: Sequence[Tensor],
-    sizes: tuple[int, int],
+    pairs: int,
 ) -> dict[str, Tensor]:
-    """Run `grads` on pieces of at most `sizes` vectors and examples and put the results together.
+    """Run `grads` on pieces of at most so many pairs of a vector and an example, all vectors of an
+    example first, and put the results together.
 
     Example:
         >>> g = [torch.arange(6.0).view(1, 6)]
-        >>> in_chunks(lambda g, vectors, examples: {"sum": g[0][vectors, examples]}, g, (1, 4))["sum"]
-        tensor([[0., 1., 2., 3., 4., 5.]])
+        >>> double = lambda g, vectors, examples: {"double": 2 * g[0][vectors, examples]}
+        >>> in_chunks(double, g, 4)["double"]
+        tensor([[ 0.,  2.,  4.,  6.,  8., 10.]])
     """
-    (V, B), (v, b) = g[0].shape[:2], sizes
-    result: dict[str, Tensor] = {}
+    V, B = g[0].shape[:2]
+    v = min(V, max(1, pairs))
+    b = min(B, max(1, pairs // max(1, V)))
+    if (v, b) == (V, B):
+        return grads(g, slice(0, V), slice(0, B))
+    gradients: dict[str, Tensor] = {}
     for v0 in range(0, V, v):
+        vectors = slice(v0, min(v0 + v, V))
         for b0 in range(0, B, b):
-            at = slice(v0, min(v0 + v, V)), slice(b0, min(b0 + b, B))
-            found = grads(g, *at)
-            if (v, b) == (V, B):
-                return found
-            for name, J in found.items():
-                result.setdefault(name, J.new_empty(V, B, *J.shape[2:]))[at] = J
-    return result
+            examples = slice(b0, min(b0 + b, B))
+            for name, J in grads(g, vectors, examples).items():
+                if name not in gradients:
+                    gradients[name] = J.new_empty(V, B, *J.shape[2:])
+                gradients[name][vectors, examples] = J
+    return gradients
 
 
 def check_repeatable(module: nn.Module) -> None:
@@ -374,14 +392,11 @@ def check_repeatable(module: nn.Module) -> None:
     """
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
-            where = type(child).__name__ + (
-                f" ({name!r} of {type(module).__name__})" if name else ""
-            )
+            where = f" ({name!r} of {type(module).__name__})" if name else ""
+            mode = "in training mode" if child.training else "with track_running_stats=False"
             raise NoExampleGradients(
-                f"{where} "
-                f"{'in training mode' if child.training else 'with track_running_stats=False'} "
-                "normalizes with the statistics of the batch, so no example has gradients of its "
-                "own.",
+                f"{type(child).__name__}{where} {mode} normalizes with the statistics of the "
+                "batch, so no example has gradients of its own.",
                 "Call `model.eval()`, on a layer that tracks running statistics.",
             )
 
@@ -391,7 +406,8 @@ def as_parameters(tensors: Iterable[Tensor]) -> None:
     else.
     """
     for t in tensors:
-        t._is_param = True  # type: ignore[attr-defined]  # PyTorch's own mark, of subclasses of tensors
+        # PyTorch's own mark, of subclasses of tensors.
+        t._is_param = True  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -402,7 +418,6 @@ def attributes_restored(module: nn.Module) -> Iterator[None]:
     with kept_attributes(module.modules()):
         for m in module.modules():
             if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-                m.scale_grad_by_freq = (
-                    False  # by frequencies in the batch: the result is not a derivative
-                )
+                # Scaled by frequencies in the batch, the result is not a derivative.
+                m.scale_grad_by_freq = False
         yield

@@ -8,8 +8,7 @@ occur.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from curvlinops_plus.layer.squares import multiplied
 
-# Work memory for the gradients of several vectors at a time.
+# Work memory for columns of several matrices at a time.
 _WORK_BYTES = 16 * 2**20
 
 
@@ -56,27 +55,28 @@ class SparseRows:
 
     def __post_init__(self) -> None:
         index, weight, kept = self.index, self.weight, self.kept
-        wrong = (
-            index.ndim != 3
-            or index.is_floating_point()
-            or (weight is not None and weight.shape != index.shape)
-        )
-        if wrong or (
-            kept is not None and (kept.shape != index.shape[:2] or kept.dtype != torch.bool)
-        ):
+        fits = index.ndim == 3 and not index.is_floating_point()
+        if weight is not None:
+            fits = fits and weight.shape == index.shape
+        if kept is not None:
+            fits = fits and kept.shape == index.shape[:2] and kept.dtype == torch.bool
+        if not fits:
+            described = [
+                t if t is None else (list(t.shape), t.dtype) for t in (index, weight, kept)
+            ]
             raise ValueError(
                 "Expected integer indices [B, S, L], weights of the same shape and kept rows [B, "
-                "S] of bool, got "
-                f"{[None if t is None else (list(t.shape), t.dtype) for t in (index, weight, kept)]}."
+                f"S] of bool, got {described}."
             )
+        dtype = self.dtype
+        if dtype is None:
+            dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        if weight is None:
+            weight = torch.ones_like(index, dtype=dtype)
         # A frozen dataclass sets its fields this way.
         object.__setattr__(self, "index", index.long())
-        if self.dtype is None:
-            object.__setattr__(
-                self, "dtype", torch.get_default_dtype() if weight is None else weight.dtype
-            )
-        elif weight is not None:
-            object.__setattr__(self, "weight", weight.to(self.dtype))
+        object.__setattr__(self, "weight", weight.to(dtype))
+        object.__setattr__(self, "dtype", dtype)
 
     # ----------------------------------------------------------------------------------- other rows
     @property
@@ -86,30 +86,26 @@ class SparseRows:
 
     def masked(self, mask: Tensor) -> SparseRows:  # [B, S] bool
         """The same rows, keeping only those where `mask` is True."""
-        kept = mask if self.kept is None else self.kept & mask
-        return SparseRows(self.index, self.weight, self.size, kept, self.dtype)
+        return replace(self, kept=mask if self.kept is None else self.kept & mask)
 
     def times(self, factors: Tensor) -> SparseRows:  # [B]
         """The same rows, those of each example multiplied by a number."""
-        return SparseRows(
-            self.index, self._weights * factors[:, None, None], self.size, self.kept, self.dtype
-        )
+        return replace(self, weight=self._values * factors[:, None, None])
 
     def reshape(self, num_examples: int) -> SparseRows:
-        """Rows `[N·p, S]` as `[N, p·S]`: `p` times as many positions per example.
+        """The same rows as those of another number of examples, with more or fewer positions.
 
         Example:
             >>> SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5).reshape(3).shape
             torch.Size([3, 4, 5])
         """
         B, S, L = self.index.shape
-        positions = B // num_examples * S
-        return SparseRows(
-            self.index.reshape(num_examples, positions, L),
-            None if self.weight is None else self.weight.reshape(num_examples, positions, L),
-            self.size,
-            None if self.kept is None else self.kept.reshape(num_examples, positions),
-            self.dtype,
+        positions = B * S // num_examples
+        return replace(
+            self,
+            index=self.index.reshape(num_examples, positions, L),
+            weight=self._values.reshape(num_examples, positions, L),
+            kept=None if self.kept is None else self.kept.reshape(num_examples, positions),
         )
 
     @staticmethod
@@ -124,15 +120,14 @@ class SparseRows:
         if len(parts) == 1:
             return parts[0]
         L = max(part.index.shape[2] for part in parts)
-        ones = all(part.weight is None and part.index.shape[2] == L for part in parts)
+        kept = None
+        if any(part.kept is not None for part in parts):
+            kept = torch.cat([part._kept for part in parts], 1)
         return SparseRows(
             torch.cat([_widened(part.index, L) for part in parts], 1),
-            None if ones else torch.cat([_widened(part._weights, L) for part in parts], 1),
+            torch.cat([_widened(part._values, L) for part in parts], 1),
             parts[0].size,
-            None
-            if all(p.kept is None for p in parts)
-            else torch.cat([part._kept for part in parts], 1),
-            reduce(torch.promote_types, [part._dtype for part in parts]),
+            kept,
         )
 
     # ----------------------------------------------------------------------------------- statistics
@@ -148,25 +143,26 @@ class SparseRows:
 
     def square_sum(self) -> Tensor:  # [i]
         """`Σ a²` over all rows: the diagonal of `Σ a aᵀ`."""
-        if self.index.shape[2] == 1:  # no entries to add up
+        # With one entry in each row there is nothing to add up before squaring.
+        if self.index.shape[2] == 1:
             return self._at_places(self.index.flatten(), self._values.square().flatten())
         B, S, _ = self.index.shape
-        return self._square_sum(
-            torch.arange(B * S, device=self.index.device).view(B, S), self._values
-        )
+        rows = self.reshape(max(1, B * S))  # each row as an example of its own
+        return rows.squared(rows._values.new_ones(1, *rows.index.shape[:2], 1))[0]
 
     def mean_square(self) -> Tensor:  # [i]
         """`Σ_n ā_n²` of the means `ā_n` over an example's kept rows: the diagonal of `Σ_n ā_n
         ā_nᵀ`.
         """
-        rows = self._kept.sum(1).clamp(min=1)[:, None, None]
-        return self._square_sum(
-            torch.arange(len(rows), device=rows.device)[:, None], self._values / rows
-        )
+        num_rows = self._kept.sum(1).clamp(min=1)
+        means = self.times(1 / num_rows.to(self._values))
+        return means.squared(self._values.new_ones(1, *self.index.shape[:2], 1))[0]
 
     def count(self) -> float:
         """Number of kept rows."""
-        return float(prod(self.index.shape[:2]) if self.kept is None else self.kept.sum())
+        if self.kept is None:
+            return float(prod(self.index.shape[:2]))
+        return float(self.kept.sum())
 
     # ---------------------------------------------------------------------- products with gradients
     def outer(self, g: Tensor) -> Tensor:  # [V, B, S, o] -> [V, B, o, i]
@@ -177,14 +173,13 @@ class SparseRows:
             >>> rows.outer(torch.tensor([[[[1.0], [5.0]]]]))
             tensor([[[[0., 0., 6.]]]])
         """
-        g = g.to(torch.promote_types(g.dtype, self._dtype))
+        g = self._promoted(g)
         V, B, _, o = g.shape
         J = g.new_zeros(V, B * self.size, o)
-        places = torch.arange(B, device=g.device)[:, None, None] * self.size + self.index
-        for at, weight in zip(
-            places.unbind(2), self._values.to(g.dtype).unbind(2)
-        ):  # one entry of each row at a time
-            J.index_add_(1, at.flatten(), (g * weight[..., None]).flatten(1, 2))
+        columns = self._examples() * self.size + self.index
+        # One entry of each row at a time.
+        for column, value in zip(columns.unbind(2), self._values.to(g.dtype).unbind(2)):
+            J.index_add_(1, column.flatten(), (g * value[..., None]).flatten(1, 2))
         return J.view(V, B, self.size, o).mT
 
     def inner_products(self, g: Tensor, C: Tensor) -> Tensor:
@@ -199,32 +194,31 @@ class SparseRows:
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [0]]]), None, 3)
-            >>> rows.inner_products(torch.tensor([[[[1.0], [10.0]]]]), torch.tensor([[[1.0, 2.0, 3.0]]]))
+            >>> g, C = torch.tensor([[[[1.0], [10.0]]]]), torch.tensor([[[1.0, 2.0, 3.0]]])
+            >>> rows.inner_products(g, C)
             tensor([[[13.]]])
         """
-        g = g.to(torch.promote_types(g.dtype, self._dtype))
-        columns, values = C.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)  # [i, K, o]
+        g = self._promoted(g)
+        columns = C.to(g.dtype).movedim(2, 0)  # [i, K, o]
+        values = self._values.to(g.dtype)
         entries = self.index.shape[1] * self.index.shape[2] * columns[0].numel()
         step = max(1, _WORK_BYTES // max(1, entries * g.element_size()))
-        parts = []
-        for index, value, some in zip(
-            self.index.split(step), values.split(step), g.split(step, 1), strict=True
-        ):
-            met = torch.einsum("bsl,bslko->bsko", value, columns[index])
-            parts.append(torch.einsum("vbso,bsko->vbk", some, met))
-        return torch.cat(parts, 1)
+        products = []
+        for start in range(0, len(self.index), step):
+            examples = slice(start, start + step)
+            Ca = torch.einsum("bsl,bslko->bsko", values[examples], columns[self.index[examples]])
+            products.append(torch.einsum("vbso,bsko->vbk", g[:, examples], Ca))
+        return torch.cat(products, 1)
 
-    def squared(
-        self, g: Tensor, Q: Tensor | None = None
-    ) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
+    def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # -> [o, i]
         """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a
         diagonal.
 
         Only pairs of an example and an index that occur are formed.
 
         Args:
-            g: Gradients of the layer's output, a row for each row of `a`.
-            Q: Basis of the rows of W, None for the identity.
+            g: Gradients of the layer's output [V, B, S, o].
+            Q: Basis of the rows of W [o, o], None for the identity.
 
         Cost: memory for 2·B·S·L·o numbers at most.
 
@@ -233,27 +227,22 @@ class SparseRows:
             >>> rows.squared(torch.ones(1, 2, 2, 1))
             tensor([[1., 0., 5.]])
         """
-        g = g.to(torch.promote_types(g.dtype, self._dtype))
-        total, values = g.new_zeros(self.size, g.shape[3]), self._values.to(g.dtype)[..., None]
-        places, pair = self._pairs(torch.arange(len(self.index), device=g.device)[:, None])
-        for row in g:
-            J = g.new_zeros(len(places), g.shape[3]).index_add_(
-                0, pair, (row[:, :, None] * values).flatten(0, 2)
-            )
-            total.index_add_(0, places, multiplied(J, Q).square_())
+        g = self._promoted(g)
+        o = g.shape[3]
+        values = self._values.to(g.dtype)[..., None]
+        # Pairs of an index and an example that occur, and which of them each entry is.
+        num_examples = max(1, len(self.index))
+        keys = self.index * num_examples + self._examples()
+        keys, pair_of_entry = torch.unique(keys.flatten(), return_inverse=True)
+        columns = keys // num_examples
+        total = g.new_zeros(self.size, o)
+        for g_v in g:
+            terms = (g_v[:, :, None] * values).flatten(0, 2)
+            J = g.new_zeros(len(columns), o).index_add_(0, pair_of_entry, terms)
+            total.index_add_(0, columns, multiplied(J, Q).square_())
         return total.T
 
     # ------------------------------------------------------------------------------------ internals
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert self.dtype is not None  # since __post_init__
-        return self.dtype
-
-    @property
-    def _weights(self) -> Tensor:
-        weight = self.weight
-        return torch.ones_like(self.index, dtype=self.dtype) if weight is None else weight
-
     @property
     def _kept(self) -> Tensor:
         if self.kept is not None:
@@ -263,38 +252,25 @@ class SparseRows:
     @property
     def _values(self) -> Tensor:  # [B, S, L]
         """The weights, 0 in rows that are not kept."""
-        return (
-            self._weights
-            if self.kept is None
-            else torch.where(self.kept[..., None], self._weights, 0)
-        )
+        assert self.weight is not None  # since __post_init__
+        if self.kept is None:
+            return self.weight
+        return torch.where(self.kept[..., None], self.weight, 0)
 
-    def _pairs(self, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of an index and a group that occur: the index of each, and which pair each entry
-        is.
+    def _promoted(self, g: Tensor) -> Tensor:
+        """Gradients in the dtype of their products with rows."""
+        assert self.dtype is not None  # since __post_init__
+        return g.to(torch.promote_types(g.dtype, self.dtype))
 
-        Args:
-            group: A number for each row, `[B, S]` or `[B, 1]`, less than `B·S`.
-        """
-        groups = max(1, self.index.shape[0] * self.index.shape[1])
-        keys, pair = torch.unique(
-            (self.index * groups + group[..., None]).flatten(), return_inverse=True
-        )
-        return keys // groups, pair
-
-    def _square_sum(self, group: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k (Σ values)²` at each index, summed within groups of rows before squaring."""
-        places, pair = self._pairs(group)
-        return self._at_places(
-            places, values.new_zeros(len(places)).index_add_(0, pair, values.flatten()).square()
-        )
+    def _examples(self) -> Tensor:  # [B, 1, 1]
+        """The number of each example."""
+        return torch.arange(len(self.index), device=self.index.device)[:, None, None]
 
     def _at_places(self, places: Tensor, values: Tensor) -> Tensor:
-        return torch.zeros(self.size, dtype=self.dtype, device=values.device).index_add_(
-            0, places, values
-        )
+        total = torch.zeros(self.size, dtype=self.dtype, device=values.device)
+        return total.index_add_(0, places, values)
 
 
 def _widened(t: Tensor, L: int) -> Tensor:
     """Entries padded with weight 0 at index 0."""
-    return t if t.shape[2] == L else F.pad(t, [0, L - t.shape[2]])
+    return F.pad(t, [0, L - t.shape[2]])

@@ -7,10 +7,11 @@ methods and inherits the rest.
 
 Shapes of all layer rules:
 
-    x   [B, *in]        the layer's input, B examples in dimension 0 g   [V, B, *out]    gradients
-    of the layer's output for V vectors backpropagated a   [B, S, i]       rows that W multiplies,
-    at S positions that share W; without a column of ones for the bias J   [V, B, *shape]
-    per-example gradients of one parameter
+    x   [B, *in]        the layer's input, B examples in dimension 0
+    g   [V, B, *out]    gradients of the layer's output for V vectors backpropagated
+    a   [B, S, i]       rows that W multiplies, at S positions that share W;
+                        without a column of ones for the bias
+    J   [V, B, *shape]  per-example gradients of one parameter
 
 Half-precision inputs and gradients are converted to float32 before they are multiplied or summed.
 """
@@ -18,14 +19,14 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import Call, differentiable_parameters
@@ -49,15 +50,23 @@ class LayerRule:
         >>> rule.patterns(layer)
         {'weight': 'd0 -> 1 (d0)'}
         >>> g = torch.ones(1, 2, 3)
-        >>> rule.per_example_grads(layer, (torch.tensor([[-1.0, 2, -3], [4, 5, -6]]),), {}, g)["weight"]
+        >>> x = torch.tensor([[-1.0, 2, -3], [4, 5, -6]])
+        >>> rule.per_example_grads(layer, (x,), {}, g)["weight"]
         tensor([[[-4.],
                  [-6.]]])
     """
 
     max_bytes: int = 64 * 2**20
 
-    #: Other parameters than the module's own that `replay` is about, by their names in it.
+    #: How a call is repeated for single examples.
+    call_type: ClassVar[type[Call]] = Call
+
+    #: Names in the module of the parameters that `replay` is about; None for the module's own.
     names: tuple[str, ...] | None = None
+
+    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than
+    #: `[B, T, ...]`. None: either, as the mask's size tells.
+    channels_first: ClassVar[bool | None] = False
 
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it
@@ -109,10 +118,6 @@ class LayerRule:
         """
         return [axis] * len(leaves)
 
-    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than
-    #: `[B, T, ...]`. None: either, as the mask's size tells.
-    channels_first: ClassVar[bool | None] = False
-
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:  # [V, B, *out] -> [V, B, *out]
         """Output gradients that are zero where a mask [N, T] says that a position does not count.
 
@@ -122,11 +127,16 @@ class LayerRule:
         if mask is None or g.ndim < 4:
             return g
         N, T = mask.shape
-        behind = g.shape[2] != T if self.channels_first is None else self.channels_first
-        positions = g.shape[3:] if behind else g.shape[2:3]
+        channels_first = self.channels_first
+        if channels_first is None:
+            channels_first = g.shape[2] != T
+        positions = g.shape[3:] if channels_first else g.shape[2:3]
         if g.shape[1] != N or positions.numel() != T:
             return g
-        return g * (mask.view(N, 1, *positions) if behind else mask.view(N, T, *[1] * (g.ndim - 3)))
+        channels = [1] * (g.ndim - 2 - len(positions))
+        if channels_first:
+            return g * mask.view(N, *channels, *positions)
+        return g * mask.view(N, *positions, *channels)
 
     def replay(
         self,
@@ -142,11 +152,17 @@ class LayerRule:
         Args:
             module, args, kwargs, g: As for `per_example_grads`.
             in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None
-                for one that all examples share. Default 0.
-            out_axes: The same for each floating-point tensor of the output; default 0.
+                for one that all examples share. Default: `axes` says it.
+            out_axes: The same for each floating-point tensor of the output.
         """
-        num_examples = (g if isinstance(g, Tensor) else g[0]).shape[1]
-        call = Call(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
+        g = [g] if isinstance(g, Tensor) else g
+        if in_axes is None:
+            tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
+            in_axes = self.axes(module, 0, tensors, inputs=True)
+        if out_axes is None:
+            out_axes = self.axes(module, 0, g, inputs=False)
+        num_examples = g[0].shape[1]
+        call = self.call_type(module, args, kwargs, num_examples, in_axes, out_axes, self.names)
         return call.per_example_grads(g, self.max_bytes)
 
     def per_example_grads(
@@ -181,43 +197,14 @@ class LayerRule:
     def example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any, *axes: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """`per_example_grads` of a recorded call, whose module may have the examples on other axes,
-        as `replay`.
+        """`per_example_grads` of a recorded call.
+
+        Its module may have the examples on other axes, which `replay` takes. A rule with a formula
+        of its own needs none: its tensors have the examples first, whatever the module.
         """
-        own = (
-            type(self).per_example_grads is not LayerRule.per_example_grads
-        )  # with examples first, whatever the module
-        return (
-            self.per_example_grads(module, args, kwargs, g)
-            if own
-            else self.replay(module, args, kwargs, g, *axes)
-        )
-
-
-class EnclosedRule(LayerRule):
-    """Per-example gradients of parameters inside a module, its own or its children's, by running
-    all of it again.
-
-    Args:
-        names: Their names in the module.
-
-    Example:
-        >>> module, g = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(1, 4, 2)
-        >>> rule = EnclosedRule(("0.weight",))
-        >>> {
-        ...     name: tuple(J.shape)
-        ...     for name, J in rule.per_example_grads(module, (torch.ones(4, 3),), {}, g).items()
-        ... }
-        {'0.weight': (1, 4, 2, 3)}
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """All parameters side by side in one row."""
-        named = dict(module.named_parameters(remove_duplicate=False))
-        return {name: flat_pattern(named[name].ndim) for name in self.names or ()}
+        if type(self).per_example_grads is LayerRule.per_example_grads:
+            return self.replay(module, args, kwargs, g, *axes)
+        return self.per_example_grads(module, args, kwargs, g)
 
 
 class AffineRule(LayerRule):
@@ -243,6 +230,7 @@ class AffineRule(LayerRule):
         ...
         ...     def forward(self, x):
         ...         return x @ self.kernel
+        >>> from curvlinops_plus.layer import register_rule, rule_of
         >>> @register_rule(Transposed)
         ... class TransposedRule(AffineRule):
         ...     def patterns(self, module):
@@ -325,19 +313,8 @@ class AffineRule(LayerRule):
         a = self.rows(module, x)
         if isinstance(a, SparseRows):
             return a.square_sum(), a.sum(), a.count()
-        return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
-
-    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> tuple[Tensor, float] | None:
-        """Numbers of whose sums `unpack_gram` makes those of `a aᵀ`, faster than `input_gram`, and
-        the number of rows.
-
-        None if there are none. With `ones` each row is extended by a 1 at its end.
-        """
-        return None
-
-    def unpack_gram(self, module: nn.Module, values: Tensor, ones: bool) -> Tensor:  # -> [i, i]
-        """The matrix that sums of `packed_gram` stand for."""
-        raise NotImplementedError
+        a = a.flatten(0, 1)
+        return gram(a), a.sum(0), float(len(a))
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""
@@ -358,10 +335,11 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If inputs and gradients do not fit together.
         """
-        a, rows = self.rows(module, self.input_of(module, args, kwargs)), self.grad_rows(module, g)
-        if a.shape[:2] != rows.shape[1:3] or (
-            isinstance(a, Tensor) and a.shape[2:-1] != rows.shape[3:-1]
-        ):
+        # J = Σ_s g_s a_sᵀ
+        a = self.rows(module, self.input_of(module, args, kwargs))
+        rows = self.grad_rows(module, g)
+        b = rows.shape[3:-1] if isinstance(a, SparseRows) else a.shape[2:-1]
+        if (*a.shape[:2], *b) != rows.shape[1:-1]:
             raise ValueError(
                 f"{type(self).__name__}: inputs are {list(a.shape)}, expected [B, S, *b, i], and "
                 f"gradients {list(rows.shape)}, expected [V, B, S, *b, o] with the same examples, "
@@ -387,22 +365,54 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If the columns are not those of the parameters.
         """
-        named, start, sizes = {}, 0, self.sizes(module)
-        height = prod(J.shape[2:-1])
+        gradients = {}
+        sizes = self.sizes(module)
+        start = 0
         for name, pattern in self.patterns(module).items():
             shape = getattr(module, name).shape
             if name == "bias":
-                named[name] = _to_parameter(rows.sum(2)[..., None], pattern, shape, sizes)
-                continue
-            columns = prod(shape) // height
-            named[name] = _to_parameter(J[..., start : start + columns], pattern, shape, sizes)
-            start += columns
+                # It multiplies a column of ones, which is not stored.
+                M = rows.sum(2)[..., None]
+            else:
+                width = prod(shape) // prod(J.shape[2:-1])
+                M = J[..., start : start + width]
+                start += width
+            gradients[name] = _to_parameter(M, pattern, shape, sizes)
         if start != J.shape[-1]:
             raise ValueError(
                 f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters "
                 f"of patterns(...) without the bias have {start}."
             )
-        return named
+        return gradients
+
+
+class EnclosedRule(LayerRule):
+    """Per-example gradients of parameters inside a module, its own or its children's, by running
+    all of it again.
+
+    Args:
+        names: Their names in the module.
+
+    Example:
+        >>> module, g = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(1, 4, 2)
+        >>> rule = EnclosedRule(("0.weight",))
+        >>> {
+        ...     name: tuple(J.shape)
+        ...     for name, J in rule.per_example_grads(module, (torch.ones(4, 3),), {}, g).items()
+        ... }
+        {'0.weight': (1, 4, 2, 3)}
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """All parameters side by side in one row."""
+        named = dict(module.named_parameters(remove_duplicate=False))
+        return {name: flat_pattern(named[name].ndim) for name in self.names or ()}
+
+
+GENERIC = LayerRule()
 
 
 def flat_pattern(ndim: int) -> str:
@@ -418,169 +428,21 @@ def outer_products(
     if isinstance(a, SparseRows):
         return a.outer(g)
     dtype = torch.promote_types(a.dtype, g.dtype)
-    a, g = a.to(dtype), g.to(dtype)
-    if (
-        a.shape[1] == 1
-    ):  # products with one summand: a multiplication is faster than batched matrix products
+    a = a.to(dtype)
+    g = g.to(dtype)
+    # Without a sum, a multiplication is faster than batched matrix products.
+    if a.shape[1] == 1:
         return g[:, :, 0, ..., None] * a[:, 0, ..., None, :]
-    return torch.einsum("vbso,bsi->vboi" if a.ndim == 3 else "vbsko,bski->vbkoi", g, a)
+    if a.ndim == 3:
+        return torch.einsum("vbso,bsi->vboi", g, a)
+    return torch.einsum("vbsko,bski->vbkoi", g, a)
 
 
-def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
-    """Invert a parameter's pattern: [*lead, *b, o, i] -> [*lead, *shape]."""
-    tensor, matrix = (side.strip() for side in pattern.split("->"))
+def _to_parameter(M: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
+    """Invert a parameter's pattern: `[*lead, *matrix]` to `[*lead, *shape]`, a view if possible."""
+    tensor, matrix = pattern.split("->")
     axes = re.findall(r"\([^()]*\)|\w+", tensor)
-    known = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
-    used = {axis: n for axis, n in sizes.items() if re.search(rf"\b{axis}\b", tensor)}
-    return rearrange(J, f"... {matrix} -> ... {tensor}", **{**used, **known})
-
-
-# -------------------------------------------------------------------------- which rule a module has
-RULES: dict[type[nn.Module] | str, LayerRule] = {}
-"""Module type, or its full name, to its rule. `register_rule` adds to it."""
-
-_Rule = TypeVar("_Rule", bound=type[LayerRule])
-
-
-def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
-    """Class decorator that makes a `LayerRule` the rule of some module types and of their
-    subclasses.
-
-    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its
-    rule.
-
-    Args:
-        *types: One or more subclasses of `nn.Module`, or their full names, such as
-            `"transformers.pytorch_utils.Conv1D"`, for types of libraries that need not be imported.
-
-    Raises:
-        TypeError: If the arguments are not module types, or the decorated class is not a rule.
-
-    Example:
-        >>> class MyLinear(nn.Linear):
-        ...     def forward(self, x):
-        ...         return 2 * super().forward(x)
-        >>> rule_of(MyLinear(3, 2)).__class__.__name__
-        'LayerRule'
-        >>> @register_rule(MyLinear)
-        ... class MyLinearRule(AffineRule):
-        ...     def patterns(self, module):
-        ...         return {"weight": "o i -> o i", "bias": "o -> o 1"}
-        ...
-        ...     def inputs(self, module, x):
-        ...         return x[:, None]
-        ...
-        ...     def grads(self, module, g):
-        ...         return 2 * g[:, :, None]
-        >>> rule_of(MyLinear(3, 2)).__class__.__name__
-        'MyLinearRule'
-    """
-    wrong = [
-        t
-        for t in types
-        if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))
-    ]
-    if not types or wrong:
-        raise TypeError(
-            "register_rule expects module types or their full names, got "
-            f"{wrong if types else 'nothing'}. Write `@register_rule(MyLayer)` above `class "
-            "MyLayerRule(AffineRule)`."
-        )
-
-    def register(rule: _Rule) -> _Rule:
-        if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
-            raise TypeError(
-                f"@register_rule decorates a subclass of LayerRule or AffineRule, got {rule!r}."
-            )
-        instance = rule()
-        RULES.update(dict.fromkeys(types, instance))
-        return rule
-
-    return register
-
-
-def rule_of(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule:
-    """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
-
-    A rule is used only if the module computes what its type does: with the type's own `forward`,
-    with parameters that are its own (no weight normalization, no parametrization) and with options
-    that the rule supports. `why_generic` gives the reason otherwise. `held` are its
-    `differentiable_parameters`, if somebody has looked.
-
-    Raises:
-        ValueError: If `patterns` of the rule names something that the module does not have.
-
-    Example:
-        >>> rule_of(nn.Linear(3, 2)).patterns(nn.Linear(3, 2))
-        {'weight': 'o i -> o i', 'bias': 'o -> o 1'}
-    """
-    found = _find(module, held)
-    return GENERIC if isinstance(found, str) else found
-
-
-def why_generic(module: nn.Module) -> str:
-    """Why a module has only the generic rule, in one sentence; empty if it has one of its own.
-
-    Example:
-        >>> why_generic(nn.Softplus())
-        'no rule is registered for Softplus: add one with @register_rule(Softplus)'
-    """
-    found = _find(module)
-    return found if isinstance(found, str) else ""
-
-
-GENERIC = LayerRule()
-
-
-def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule | str:
-    """The registered rule that fits the module, or the reason why there is none."""
-    kind = type(module)
-    keys = _keys(kind)
-    key = next(filter(RULES.__contains__, keys), None)
-    if key is None:
-        path = (
-            kind.__name__
-            if kind.__module__.startswith("torch.")
-            else f"{kind.__module__}.{kind.__qualname__}"
-        )
-        return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
-    rule, registered = RULES[key], keys[key]
-    if (kind.forward, kind.__call__) != (
-        registered.forward,
-        registered.__call__,
-    ) or "forward" in module.__dict__:
-        return (
-            f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule "
-            "with @register_rule"
-        )
-    if (reason := rule.refuses(module)) is not None:
-        return reason
-    # Of a parametrized module, `weight` is computed from other parameters, which the module holds
-    # instead.
-    direct, named = (
-        differentiable_parameters(module) if held is None else held,
-        rule.patterns(module),
-    )
-    if direct.keys() != named.keys():
-        if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
-            raise ValueError(
-                f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the "
-                f"parameters {list(direct)}. Use the names of the parameters in the module."
-            )
-        return (
-            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is "
-            "one of them computed from others, as by weight normalization?)"
-        )
-    return rule
-
-
-@lru_cache(1024)
-def _keys(kind: type[nn.Module]) -> dict[type | str, type]:
-    """Under what a rule may be registered that a type of module has, the nearest base type
-    first.
-    """
-    return {key: t for t in kind.__mro__ for key in (t, f"{t.__module__}.{t.__qualname__}")}
-
-
-def _is_full_name(t: Any) -> bool:
-    return isinstance(t, str) and "." in t and all(part.isidentifier() for part in t.split("."))
+    lengths = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
+    inside = re.findall(r"\w+", tensor)
+    lengths |= {axis: n for axis, n in sizes.items() if axis in inside}
+    return rearrange(M, f"... {matrix} -> ... {tensor}", **lengths)

@@ -33,9 +33,8 @@ def multiplied(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..
     Q = Q.to(t.dtype)
     if t.stride(-1) == 1 or t.ndim == 2:
         return (t.flatten(0, -2) @ Q).unflatten(0, t.shape[:-1])
-    images = t.flatten(
-        0, -3
-    )  # a copy would take longer than the difference between one product and several
+    # A copy would take longer than the difference between one product and several.
+    images = t.flatten(0, -3)
     return torch.bmm(images, Q.expand(len(images), *Q.shape)).unflatten(0, t.shape[:-2])
 
 
@@ -68,32 +67,35 @@ def squared_gradients(
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
         tensor([[4., 4., 4.]])
     """
-    S, o, i = g.shape[1], g.shape[-1], a.shape[-1] + bias
+    S = g.shape[1]
+    o = g.shape[-1]
+    i = a.shape[-1] + bias
     batch = g.shape[2:-1]
     if batch:  # [N, b, S, .]
-        g, a = g.movedim(2, 1), a.movedim(2, 1)
-    given = g, a
+        g = g.movedim(2, 1)
+        a = a.movedim(2, 1)
+    # Rotating S inputs takes S·i² multiplications, rotating their product o·i².
     if o >= S:
-        a, QA, bias = _inputs(a, QA, bias), None, False
+        a = _rotated_inputs(a, QA, bias)
+        QA = None
+        bias = False
     if i >= S:
-        g, QG = multiplied(g, QG), None
+        g = multiplied(g, QG)
+        QG = None
     if total is None:
         total = g.new_zeros(*batch, o, i)
+    # (g aᵀ)² = g² (a²)ᵀ, so that the sum over examples is one product.
     if S == 1:
-        g, a = (
-            t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True)
-        )
-        return _add_unshared(total, g[..., 0, :], a[..., 0, :])
+        return _add_unshared(total, g[..., 0, :].square(), a[..., 0, :].square())
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
-    J = g.new_empty(min(step, len(g)), *batch, o, i)
+    chunk = g.new_empty(min(step, len(g)), *batch, o, i)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
-        J_n = J[: len(g_n)]
-        torch.bmm(
-            g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3)
-        )
+        J = chunk[: len(g_n)]
+        weight_columns = J[..., : a.shape[-1]].flatten(0, -3)
+        torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=weight_columns)
         if bias:  # one more column of J rather than one more entry for each of S inputs
-            torch.sum(g_n, -2, out=J_n[..., -1])
-        squared_examples(J_n, QG, QA, total)
+            torch.sum(g_n, -2, out=J[..., -1])
+        squared_examples(J, QG, QA, total)
     return total
 
 
@@ -102,8 +104,8 @@ def squared_examples(J: Tensor, QG: Tensor | None, QA: Tensor | None, total: Ten
     rotated = rotate(J, QG, QA)
     if len(J) == 1:
         return total.addcmul_(rotated[0], rotated[0])
-    total += (rotated.square() if rotated is J else rotated.square_()).sum(0)
-    return total
+    squares = rotated.square() if rotated is J else rotated.square_()
+    return total.add_(squares.sum(0))
 
 
 def row_products(g: Tensor, a: Tensor, C: Tensor) -> Tensor:
@@ -124,20 +126,21 @@ def row_products(g: Tensor, a: Tensor, C: Tensor) -> Tensor:
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
 
 
-def _add_unshared(
-    total: Tensor, g: Tensor, a: Tensor
-) -> Tensor:  # [*b, o, i], [N, *b, o], [N, *b, i]
-    """`total + Σ_n g aᵀ`, in its place."""
+def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:
+    """`total + Σ_n g aᵀ` of `g [N, *b, o]` and `a [N, *b, i]`, in its place."""
     if g.ndim > 2 or total.dtype != g.dtype:
         return total.add_(torch.einsum("n...o,n...i->...oi", g, a))
     return total.addmm_(g.T, a)
 
 
-def _inputs(a: Tensor, QA: Tensor | None, bias: bool) -> Tensor:  # [N, *b, S, i] -> [N, *b, S, k]
-    """Inputs in a basis that, for a bias, has a row more for the one that is not stored with
-    them.
+def _rotated_inputs(a: Tensor, QA: Tensor | None, bias: bool) -> Tensor:
+    """Inputs `[N, *b, S, i]` in a basis, `[N, *b, S, k]`.
+
+    The basis has a row more for a bias, whose input is one and not stored.
     """
     if bias and QA is not None:
         i = a.shape[-1]
         return multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :])
-    return multiplied(torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a, QA)
+    if bias:
+        a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+    return multiplied(a, QA)

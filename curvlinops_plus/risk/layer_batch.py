@@ -248,22 +248,6 @@ class LayerBatch:
             return None
         return a.mean(1) if reduce else a.flatten(0, 1)
 
-    def packed_gram(self) -> tuple[Tensor, float] | None:
-        """Numbers of whose sums the rule of the layer's only use makes `input_gram`, and the number
-        of rows.
-
-        None if there is another way to it.
-        """
-        call = self._only_call
-        if (
-            call is None
-            or len(self.layer.uses) > 1
-            or not self.weight
-            or self.example_weights is not None
-        ):
-            return None
-        return call.rule.packed_gram(call.use.module, call.args[0], self.bias)
-
     def input_gram(
         self, reduce: bool = False, diagonal: bool = False
     ) -> tuple[Tensor, Tensor | float]:

@@ -251,9 +251,7 @@ def test_without_decay_batches_add_up_to_the_data_set(kind: str) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_correlations_of_images_are_summed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all sizes, as fewer numbers than the factor; batches that are too small are added to it.
-    States keep both.
-    """
+    """Of all sizes, beside batches that are too small for them; states resume."""
     monkeypatch.setattr(convolution_gram, "_MIN_PRODUCTS", 0)
     layers = (
         nn.Conv2d(8, 3, 3, padding=1, bias=bias),
@@ -280,9 +278,6 @@ def test_correlations_of_images_are_summed(bias: bool, monkeypatch: pytest.Monke
             resumed.load_state_dict(running.state_dict())
     resumed.update(data[3])
     assert torch.equal(resumed.operator.to_dense(), running.operator.to_dense())
-    sums = running.state_dict()["sums"]["layers"]["0"]["stages"][0]["0"]["sums"]
-    assert sums.keys() == {"A", "A packed", "G"}
-    assert sums["A packed"].numel() < sums["A"].numel() / 2
     monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 10**9)  # never
     for batch in data:
         other.update(batch)

@@ -31,7 +31,6 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("layer.convolution_gram", "_LARGE_GROUP", 3),
     ("layer.convolution_gram", "_MIN_PATCHES", 1),
     ("layer.convolution_gram", "_MIN_PRODUCTS", 1),
-    ("layer.patches", "_FEW_EXAMPLES", 2),
     ("linalg.gram_sum", "_BLOCK", 2),
     ("estimate.matrix", "BLOCK_BYTES", 64),
     ("optim.reconfiguration.damped_solve", "_LARGEST", 4),

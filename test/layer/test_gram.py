@@ -17,10 +17,6 @@ def plain(geometry: Geometry, x: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def correlated(where: Geometry, x: Tensor) -> Tensor:
-    return grams.gram_of_correlations(where, x.shape[1], iter(grams.correlations(where, x)))
-
-
 def geometry(kernel: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> Geometry:
     ones = (1,) * len(kernel)
     return Geometry(kernel, ones, ones, padding)
@@ -36,7 +32,7 @@ def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> 
     n = len(shape) - 2
     where, x = geometry((3,) * n, ((1, 1),) * n), torch.rand(shape) - 0.25
     exact = grams.patch_gram(where, x)
-    error = (correlated(where, x.float()) - exact).norm() / exact.norm()
+    error = (grams.correlation_gram(where, x.float()) - exact).norm() / exact.norm()
     assert error < 2e-6
 
 
@@ -77,15 +73,6 @@ def test_which_way_is_taken(module: nn.Conv2d, shape: tuple[int, ...], pays: boo
         shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32
     )
     where = Geometry.of(module)
-    packed = grams.packed_gram(where, x, ones=True)
-    assert (packed is not None) == pays
+    assert grams.correlations_pay(where, x) == pays
     rows = where.rows(x).flatten(0, 1)
     torch.testing.assert_close(grams.input_gram(where, x), rows.T @ rows, rtol=1e-4, atol=1e-2)
-    if packed is not None:
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        torch.testing.assert_close(
-            grams.unpack_gram(where, x.shape[1], packed, ones=True),
-            rows.T @ rows,
-            rtol=1e-4,
-            atol=1e-2,
-        )

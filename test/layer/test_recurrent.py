@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, RecurrentRule, rule_of
-from curvlinops_plus.layer.recurrent import CellRule
+from curvlinops_plus.layer.replay import Call
 
 V, B, T, i, h = 2, 3, 5, 4, 2
 
@@ -59,7 +59,7 @@ def problem(
 def compare(module: nn.Module, loop: Any, same: Any, state: bool = False, **sizes: int) -> None:
     args, g = problem(module, state, **sizes)
     rule = rule_of(module)
-    assert type(rule) in (RecurrentRule, CellRule)
+    assert type(rule) is RecurrentRule
     in_axes, out_axes = axes_of(
         module, 0 if not state else 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
     )
@@ -69,6 +69,16 @@ def compare(module: nn.Module, loop: Any, same: Any, state: bool = False, **size
     named = dict(zip(("input", "hx"), args))
     same(rule.per_example_grads(module, (), named, g), ours)
     same(rule.per_example_grads(module, (), dict(reversed(named.items())), g), ours)
+
+
+@pytest.mark.parametrize("kind", [*SEQUENCES, *CELLS])
+@pytest.mark.parametrize("state", [False, True])
+def test_steps_are_repeated(kind: Any, state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all examples at once: nothing runs the layer for each of them."""
+    monkeypatch.setattr(Call, "one_by_one", lambda *_: pytest.fail("one by one"))
+    module = kind(i, h)
+    args, g = problem(module, state)
+    assert rule_of(module).per_example_grads(module, args, {}, g)
 
 
 @st.composite
