@@ -40,10 +40,6 @@ class AdjointCheck:
         self.passes = passes
         self._passed = set[Any]()  # ways of computing `J v`, and shapes of batches
 
-    @property
-    def _itemsize(self) -> int:
-        return self.passes.itemsize or 8
-
     def check_passes(
         self, batch: Batch, columns: int, graph: bool = False, forward: bool = True
     ) -> None:
@@ -111,7 +107,8 @@ class AdjointCheck:
         """
         sizes = self.passes.sizes
         norms = torch.stack([part.norm() for part in JTU.split(sizes, 1)])
-        factors = (norms.max() / norms).nan_to_num(1.0).clamp(1.0, _LARGEST_FACTOR[self._itemsize])
+        most = _LARGEST_FACTOR[self.passes.itemsize or 8]
+        factors = (norms.max() / norms).nan_to_num(1.0).clamp(1.0, most)
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(K, JTU.shape[1], generator=generator, dtype=JTU.dtype).to(JTU.device)
         return rows * factors.repeat_interleave(torch.tensor(sizes, device=JTU.device))
@@ -143,7 +140,7 @@ class AdjointCheck:
         # left of them.
         eps = torch.finfo(wide).eps
         rounding = 10 * eps * u.norm(dim=1)[:, None] * rows.to(wide).norm(dim=1)
-        itemsize = self._itemsize
+        itemsize = self.passes.itemsize or 8
         tolerance = with_short_products(_OF_ONE_PAIR[itemsize], itemsize, JTU.device)
         if bool((difference > tolerance * deviation[:, None] + rounding).any()):
             raise self._not_adjoint("⟨u, J v⟩ and ⟨Jᵀ u, v⟩")
@@ -163,7 +160,7 @@ class AdjointCheck:
         difference = (energy - (rows * products).sum(1)).abs()
         room = rows.norm(dim=1) * products.norm(dim=1) / rows.shape[1] ** 0.5
         tiny = torch.finfo(energy.dtype).tiny  # below, numbers have few digits
-        tolerance = _OF_PRODUCTS[self._itemsize]
+        tolerance = _OF_PRODUCTS[self.passes.itemsize or 8]
         if bool((difference > tolerance * (energy.abs() + room) + tiny).any()):
             raise self._not_adjoint("⟨M J v, J v⟩ and ⟨v, Jᵀ M J v⟩")
 

@@ -203,7 +203,7 @@ class Passes:
         sent = [v.to(f.dtype) for v, f in zip(sent, reached, strict=True)]
         sizes = [p.numel() for p in inputs]
         K = len(total)
-        together = self._at_once(reached, K)
+        together = self._at_once(reached, K) if K > 1 else 1
         for start in range(0, K, together):
             part = slice(start, start + together)
             freed = last and start + together >= K
@@ -215,7 +215,7 @@ class Passes:
 
     def _at_once(self, outputs: Sequence[Tensor], K: int) -> int:
         """How many of K columns are backpropagated together."""
-        if K == 1 or self._fixes.group_norm:
+        if self._fixes.group_norm:
             return 1
         if self._always_together:
             return self.columns
