@@ -13,12 +13,12 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
+from curvlinops_plus.estimate.lanczos import stretches
 from curvlinops_plus.estimate.matrix import (
+    ColumnMap,
     Matrix,
     MatrixLike,
-    Product,
     estimator,
-    lanczos,
     multiplying,
     random_vectors,
 )
@@ -86,9 +86,8 @@ def top_eigenpairs(
     with multiplying(A, "symmetric") as M:
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be at least 1 and at most A's size ({M.shape[0]}).")
-        return extreme_eigenpairs(
-            M, M.matmat, k, "largest" if largest else "smallest", tol, max_iter, generator
-        )
+        end: Which = "largest" if largest else "smallest"
+        return extreme_eigenpairs(M, M.matmat, k, end, tol, max_iter, generator)
 
 
 @estimator
@@ -125,11 +124,10 @@ def spectral_norm(
     """
     with multiplying(A, "a matrix") as M:
         product, power = M.for_singular_values()
-        values, _, residuals = extreme_eigenpairs(
-            M, product, 1, "largest magnitude", tol, max_iter, generator
-        )
-        norm = values[0].abs() ** power
-        error = (values[0].abs() + residuals[0]) ** power - norm
+        pair = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
+        size = pair.eigenvalues[0].abs()
+        norm = size**power
+        error = (size + pair.residuals[0]) ** power - norm
     return (norm, error) if return_error else norm
 
 
@@ -175,27 +173,30 @@ def condition_number(
     """
     with multiplying(A, "a matrix") as M:
         product, power = M.for_singular_values()
-        start, steps = (
-            random_vectors(1, min(M.shape), "normal", generator, M.zero),
-            min(50, max_iter),
-        )
+        start = random_vectors(1, min(M.shape), "normal", generator, M.zero)
+        steps = min(50, max_iter)
         while True:
-            (large, large_by), (small, small_by) = _stretched(product, start, steps)
-            singular = small <= M.rounding(20) * large
-            if singular or (large_by <= tol * large and small_by <= tol * small):
+            largest, smallest = stretches(product, start, steps)
+            singular = smallest.length <= M.rounding(20) * largest.length
+            ends = (largest, smallest)
+            if singular or all(end.residual <= tol * end.length for end in ends):
                 break
             if steps >= max_iter:
-                words = (
+                warnings.warn(
                     f"The condition number did not converge in {steps} steps; it is at least what "
-                    "is returned."
+                    "is returned.",
+                    CurvatureWarning,
+                    stacklevel=level_of_user(),
                 )
-                warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
                 break
             steps = min(2 * steps, max_iter)
-        value = M.zero + (inf if singular else (large / small) ** power)
-        bound = (large + large_by) / max(small - small_by, 1e-300)
-        error = M.zero + (0.0 if singular else bound**power - float(value))
-    return (value, error) if return_error else value
+        value = M.zero + inf
+        error = 0.0
+        if not singular:
+            value = M.zero + (largest.length / smallest.length) ** power
+            lowest = max(smallest.length - smallest.residual, 1e-300)
+            error = ((largest.length + largest.residual) / lowest) ** power - float(value)
+    return (value, M.zero + error) if return_error else value
 
 
 def approximate_boundaries(
@@ -226,7 +227,13 @@ def approximate_boundaries(
         >>> round(low, 2), round(high, 2)
         (-1.0, 5.0)
     """
-    return _ends(A, tol, boundaries, generator, absolute=False)
+    low, high = _in_order(boundaries)
+    with multiplying(A, "symmetric") as M:
+        if low is None:
+            low = _end(M, "smallest", tol, generator)
+        if high is None:
+            high = _end(M, "largest", tol, generator)
+    return float(low), float(high)
 
 
 def approximate_boundaries_abs(
@@ -247,62 +254,41 @@ def approximate_boundaries_abs(
         >>> round(low, 2), round(high, 2)
         (1.0, 5.0)
     """
-    return _ends(A, tol, boundaries, generator, absolute=True)
+    low, high = _in_order(boundaries)
+    with multiplying(A, "symmetric") as M:
+        if high is None:
+            high = _end(M, "largest magnitude", tol, generator)
+        high = abs(high)
+        if low is None:
+            start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
+            _, smallest = stretches(M.matmat, start, 100)
+            low = min(smallest.length, high)
+    return float(low), float(high)
 
 
-def _ends(
-    A: MatrixLike, tol: float, boundaries: Boundaries, generator: Generator | None, absolute: bool
-) -> tuple[float, float]:
+def _in_order(boundaries: Boundaries) -> tuple[float | None, float | None]:
     low, high = boundaries or (None, None)
     if low is not None and high is not None and low > high:
         raise ValueError(
             f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this "
             "order."
         )
-    with multiplying(A, "symmetric") as M:
-
-        def end(known: float | None, which: Which) -> float:
-            return (
-                extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator)[0].item()
-                if known is None
-                else known
-            )
-
-        if not absolute:
-            return float(end(low, "smallest")), float(end(high, "largest"))
-        high = abs(end(high, "largest magnitude"))
-        if low is None:
-            start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
-            low = min(_stretched(M.matmat, start, 100)[1][0], high)
-    return float(low), float(high)
+    return low, high
 
 
-def _stretched(product: Product, start: Tensor, steps: int) -> tuple[tuple[float, float], ...]:
-    """The longest and the shortest `A x` for `x` of length 1 in a Krylov space, and the lengths of
-    `A x - (xᵀA x) x`.
+def _end(M: Matrix, which: Which, tol: float, generator: Generator | None) -> float:
+    pair = extreme_eigenpairs(M, M.matmat, 1, which, tol, 1000, generator)
+    return pair.eigenvalues.item()
 
-    Of `A` symmetric; they are no longer and no shorter than the largest and the smallest absolute
-    eigenvalue.
-    """
-    (alpha,), (beta,) = lanczos(product, start, steps, reorthogonalize=False)
-    if ended := (beta == 0).nonzero().flatten().tolist():
-        alpha, beta = alpha[: ended[0] + 1], beta[: ended[0] + 1]
-    T = torch.zeros(len(alpha) + 1, len(alpha), dtype=torch.float64)
-    T.diagonal().copy_(alpha)
-    T.diagonal(-1).copy_(beta)
-    T.diagonal(1).copy_(beta[:-1])
-    lengths, X = torch.linalg.svd(T)[1:]
-    ends = [0, -1]
-    X = X[ends].T
-    R = T @ X
-    R[:-1] -= X * (X * R[:-1]).sum(0)
-    return tuple(zip(lengths[ends].tolist(), torch.linalg.vector_norm(R, dim=0).tolist()))
+
+# Of the eigenvalues at an end of the spectrum these numbers are largest.
+_RANK = {"largest": torch.positive, "smallest": torch.neg, "largest magnitude": torch.abs}
 
 
 @torch.no_grad()
 def extreme_eigenpairs(
     M: Matrix,
-    product: Product,
+    product: ColumnMap,
     k: int,
     which: Which,
     tol: float | None,
@@ -312,42 +298,60 @@ def extreme_eigenpairs(
     """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product`
     multiplies with.
     """
-    n, limit = min(M.shape), M.eps**0.5 if tol is None else max(tol, M.eps)
-    sign, by_magnitude = -1 if which == "smallest" else 1, which == "largest magnitude"
-
-    def best(values: Tensor) -> Tensor:
-        return (values.abs() if by_magnitude else sign * values).argsort(descending=True)[:k]
-
+    n = min(M.shape)
+    rank = _RANK[which]
     if n <= max(20, 2 * k):
         T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
-        values, X = torch.linalg.eigh((T + T.T) / 2)
-        X = X[:, best(values)].to(M.zero)
+        eigenvalues, X = torch.linalg.eigh((T + T.T) / 2)
+        X = X[:, rank(eigenvalues).argsort(descending=True)[:k]].to(M.zero)
     else:
         start = random_vectors(1, n, "normal", generator, M.zero)
-        # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not
-        # near zero.
-        about = _stretched(product, start, 10)[0][0]
-        shift = 0.0 if by_magnitude and about > 0 else about or 1.0
+        limit = M.eps**0.5 if tol is None else max(tol, M.eps)
+        X = _arpack(product, start, k, which, limit, max_iter)
+    AX = product(X)
+    eigenvalues = (X * AX).sum(0)
+    order = rank(eigenvalues).argsort(descending=True)
+    X = X[:, order]
+    eigenvalues = eigenvalues[order]
+    residuals = torch.linalg.vector_norm(AX[:, order] - X * eigenvalues, dim=0)
+    return Eigenpairs(eigenvalues, X, residuals)
 
-        def shifted(x: Any) -> Any:
-            x = torch.from_numpy(x).view(-1, 1)
-            return (sign * product(x.to(M.zero)).to(x) + shift * x).numpy()
 
-        ncv = min(n, max(2 * k + 1, 40 if which == "smallest" else 20))
-        v0, end = start[:, 0].to("cpu", torch.float64).numpy(), "LM" if by_magnitude else "LA"
-        operator: Any = scipy.sparse.linalg.LinearOperator
-        S, rounds = operator((n, n), matvec=shifted, dtype=v0.dtype), max(1, max_iter // (ncv - k))
-        try:
-            _, X = scipy.sparse.linalg.eigsh(
-                S, k, which=end, v0=v0, ncv=ncv, tol=limit, maxiter=rounds
-            )
-        except scipy.sparse.linalg.ArpackNoConvergence as error:
-            raise NumericsError(
-                f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}."
-            ) from error
-        X = torch.from_numpy(X.copy()).to(M.zero)
-    Y = product(X)
-    values = (X * Y).sum(0)
-    order = best(values)
-    X, Y, values = X[:, order], Y[:, order], values[order]
-    return Eigenpairs(values, X, torch.linalg.vector_norm(Y - X * values, dim=0))
+def _arpack(
+    product: ColumnMap, start: Tensor, k: int, which: Which, limit: float, max_iter: int
+) -> Tensor:
+    """Eigenvectors `[n, k]` as in `extreme_eigenpairs`, by SciPy from a vector `[n, 1]`, in any
+    order.
+    """
+    # ARPACK's tolerance is relative to each eigenvalue: shifted, those that are wanted are not near
+    # zero.
+    length = stretches(product, start, 10)[0].length
+    shift = length or 1.0
+    sign = 1
+    num_kept = 20
+    end = "LA"
+    if which == "smallest":
+        sign = -1
+        num_kept = 40
+    elif which == "largest magnitude":
+        end = "LM"
+        if length > 0:
+            shift = 0.0
+
+    def shifted(x: Any) -> Any:
+        x = torch.from_numpy(x).view(-1, 1)
+        return (sign * product(x.to(start)).to(x) + shift * x).numpy()
+
+    v0 = start[:, 0].to("cpu", torch.float64).numpy()
+    n = len(v0)
+    ncv = min(n, max(2 * k + 1, num_kept))
+    operator: Any = scipy.sparse.linalg.LinearOperator
+    S = operator((n, n), matvec=shifted, dtype=v0.dtype)
+    rounds = max(1, max_iter // (ncv - k))
+    try:
+        X = scipy.sparse.linalg.eigsh(S, k, which=end, v0=v0, ncv=ncv, tol=limit, maxiter=rounds)[1]
+    except scipy.sparse.linalg.ArpackNoConvergence as error:
+        raise NumericsError(
+            f"The {k} {which} eigenvalues did not converge to {limit:.1e}: {error}."
+        ) from error
+    return torch.from_numpy(X.copy()).to(start)

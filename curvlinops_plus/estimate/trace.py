@@ -154,9 +154,8 @@ def xtrace(
         C = C - S * (S * C).sum(0)
         V = V - Q @ C
         outside = (V * (AV - AQ @ C)).sum(0)
-        if (
-            distribution == "sphere"
-        ):  # the length of what is left of vᵢ says nothing about A: set it to its mean
+        if distribution == "sphere":
+            # The length of what is left of vᵢ says nothing about A: set it to its mean.
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         return inside + outside
 
@@ -195,7 +194,9 @@ def hutchinson_squared_fro(
     """
 
     def sample(M: Matrix, V: Tensor) -> Tensor:
-        return (M.rmatmat(V) if M.shape[0] < M.shape[1] else M.matmat(V)).square().sum(0)
+        m, n = M.shape
+        product = M.rmatmat(V) if m < n else M.matmat(V)
+        return product.square().sum(0)
 
     return _estimate(A, num_matvecs, distribution, generator, return_error, sample, square=False)
 

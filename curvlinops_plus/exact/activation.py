@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import RiskOperator, require_own_data
+from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
+from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import ValueHessian
-from curvlinops_plus.exact.passes import Outputs, Passes, differentiable
+from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.linalg.numerics import whole
-from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.preserve import own_calls, untraced
@@ -73,64 +74,71 @@ class ActivationHessian(RiskOperator):
         *,
         check_deterministic: bool | None = None,
     ) -> None:
-        name, side, index = (
-            activation
-            if isinstance(activation, (tuple, list)) and len(activation) == 3
-            else [None] * 3
-        )
         names = [name for name, _ in risk.model.named_modules()]
+        name = side = index = None
+        if isinstance(activation, (tuple, list)) and len(activation) == 3:
+            name, side, index = activation
         if name not in names or side not in ("input", "output") or whole(index) is None:
             raise ValueError(
-                f'activation={activation!r} must be (module name, "input" or "output", position), as ("1", "output", '
-                f"0), with one of the modules {names}."
+                f'activation={activation!r} must be (module name, "input" or "output", position), '
+                f'as ("1", "output", 0), with one of the modules {names}.'
             )
         self._activation = activation
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
-            self._check_products(self._sweep, self.in_space.dim)
+            self._compare_products(self._products, self.in_space.dim)
 
     @cached_property
     @untraced
     def in_space(self) -> Space:  # type: ignore[override]
+        reading = Reading(LossWeights(self.risk, plain=True), Draws(0))
         shapes = []
         with differentiable(self.risk):
-            for batch in self._batches(", sizes"):
-                with self._passes.run(batch) as (_, (z, _), _, _):
-                    shapes.append(z.shape)
+            for batch in self._batches(reading, ", sizes"):
+                with self._passes.run(batch) as run:
+                    shapes.append(run.outputs[0].shape)
         return Space.from_shapes(shapes)
 
-    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, tuple[Tensor, Totals]]:
+    def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Totals]:
         """The activation of a batch, and totals whose losses are a function of it; nothing else is
         differentiated.
         """
-        with self._leaf() as caught:
-            read = self.risk.run(batch, model)
-        if len(caught) != 1:
+        with self._leaf() as leaves:
+            output = self.risk.run(batch, model)
+        if len(leaves) != 1:
             name, side, _ = self._activation
             raise ValueError(
-                f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
-                f"respect to its {side} needs exactly one call. Choose another module."
+                f'Module "{name}" was called {len(leaves)} times in one forward pass; the Hessian '
+                f"with respect to its {side} needs exactly one call. Choose another module."
             )
-        return caught, (caught[0], self.risk.losses.terms(read, batch).totals)
+        return leaves, self.risk.losses.terms(output, batch).totals
 
-    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        totals, found, shapes = Totals(), [], [*self.in_space.shapes.values()]
-        for batch in self._batches():
-            with self._passes.run(batch) as (_, (z, batch_totals), _, _):
-                if [z.shape] != shapes[len(found) : len(found) + 1]:
-                    break
-                rows = X.split(self.in_space.sizes)[len(found)].T.to(z.dtype)
-                H = ValueHessian(weights.objective(batch_totals), z)
-                columns = [H.outer_product(row.reshape(1, *z.shape)).flatten(1) for row in rows]
-                found.append(torch.cat(columns).T.to(X.dtype))
-                totals.add(batch_totals)
-        else:
-            if len(found) == len(shapes):
-                return torch.cat(found), totals
-        raise ValueError(
-            f"There is no batch {len(found)} with an activation of the shape that it had in the "
+    def _products(self, X: Tensor, reading: Reading) -> Tensor:
+        shapes = [*self.in_space.shapes.values()]
+        rows = [part.T for part in X.split(self.in_space.sizes)]
+        products = []
+        for batch in self._batches(reading):
+            with self._passes.run(batch) as run:
+                z = run.outputs[0]
+                number = len(products)
+                if [z.shape] != shapes[number : number + 1]:
+                    raise self._other_batches(number)
+                H = ValueHessian(reading.weights.objective(run.extra), z)
+                columns = [
+                    H.outer_product(row.reshape(1, *z.shape)).flatten(1)
+                    for row in rows[number].to(z.dtype)
+                ]
+                products.append(torch.cat(columns).T.to(X.dtype))
+                reading.totals.add(run.extra)
+        if len(products) != len(shapes):
+            raise self._other_batches(len(products))
+        return torch.cat(products)
+
+    def _other_batches(self, number: int) -> ValueError:
+        return ValueError(
+            f"There is no batch {number} with an activation of the shape that it had in the "
             "first pass. Each pass must give the same batches in the same order (shuffle=False)."
         )
 
@@ -140,28 +148,26 @@ class ActivationHessian(RiskOperator):
         activation.
         """
         name, side, index = self._activation
-        module, caught = self.risk.model.get_submodule(name), []
+        module = self.risk.model.get_submodule(name)
+        leaves: list[Tensor] = []
 
         def replaced(values: Any) -> Any:
-            several = isinstance(values, (tuple, list))
-            items = list(values) if several else [values]
-            caught.append(items[index].detach().clone().requires_grad_())
-            items[index] = caught[
-                -1
-            ].clone()  # a leaf must not be written to, and what comes next may be in-place
-            if not several:
+            items = list(values) if isinstance(values, (tuple, list)) else [values]
+            leaf = items[index].detach().clone().requires_grad_()
+            leaves.append(leaf)
+            # A leaf must not be written to, and what comes next may be in-place.
+            items[index] = leaf.clone()
+            if not isinstance(values, (tuple, list)):
                 return items[0]
             return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
 
         if side == "input":
-            handle = module.register_forward_pre_hook(
-                own_calls(lambda module, args: replaced(args))
-            )
+            hook = own_calls(lambda module, args: replaced(args))
+            handle = module.register_forward_pre_hook(hook)
         else:
-            handle = module.register_forward_hook(
-                own_calls(lambda module, args, out: replaced(out))
-            )
+            hook = own_calls(lambda module, args, out: replaced(out))
+            handle = module.register_forward_hook(hook)
         try:
-            yield caught
+            yield leaves
         finally:
             handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact.passes import Passes, differentiable
+from curvlinops_plus.exact.differentiable import differentiable
+from curvlinops_plus.exact.passes import Passes
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -28,9 +30,24 @@ from curvlinops_plus.risk.losses import (
 from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
-#: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what
-#: one pass over the data adds up, and the totals of the data.
-Sweep: TypeAlias = Callable[[Any, LossWeights], tuple[Tensor, Totals]]
+
+@dataclass
+class Reading:
+    """One time that the data are read.
+
+    Attributes:
+        weights: The relative weights of the losses.
+        draws: Random numbers, which go on with the examples of each batch.
+        totals: Of the batches so far.
+    """
+
+    weights: LossWeights
+    draws: Draws
+    totals: Totals = field(default_factory=Totals)
+
+
+#: From columns `X [n, K]` (None for a dense matrix), what the batches add up to.
+AddUp: TypeAlias = Callable[[Any, Reading], Tensor]
 
 
 class RiskOperator(LinearOperator):
@@ -44,45 +61,46 @@ class RiskOperator(LinearOperator):
     """
 
     _exponent = 1.0  # of the factor of the reduction, 0 for what does not depend on losses
-    _totals: Totals | None = (
-        None  # of the last pass over the data, which tell the relative weights of several losses
-    )
+    _seed: int | None = None  # of random numbers for each example, if there are some
+    # Of the last time that the data were read: they tell the relative weights of several losses.
+    _totals: Totals | None = None
 
     def __init__(
         self, risk: EmpiricalRisk, passes: Passes, check_deterministic: bool | None
     ) -> None:
-        self.risk, self._passes, self._compares_few = risk, passes, check_deterministic is not False
-        self.dtype, self.device = risk.dtype, risk.device
+        self.risk = risk
+        self.dtype = risk.dtype
+        self.device = risk.device
+        self._passes = passes
+        self._compares_few = check_deterministic is not False
 
-    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        """The product with `X` before it is reduced, see `Sweep`."""
+    def _products(self, X: Tensor, reading: Reading) -> Tensor:
+        """The product with `X` before it is reduced, see `AddUp`."""
         raise NotImplementedError
 
     def _matmat(self, X: Tensor) -> Tensor:
-        product = partial(self._over_data, self._sweep)
+        product = partial(self._over_data, self._products)
         return linear_in(X, product, product)
 
-    def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
+    def _batches(self, reading: Reading, purpose: str = "._matmat") -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree,
         once per risk.
 
         Args:
-            what: Says in a progress bar what they are read for.
-            draws: Random numbers, which go on with the examples of each batch.
+            purpose: Says in a progress bar what they are read for.
         """
-        for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
-            if self._compares_few and not number:
+        for batch in self.risk.batches(type(self).__name__ + purpose):
+            if self._compares_few and batch.first == 0:
                 require_repeatable(self.risk, batch)
-            if draws is not None:
-                draws.of_examples(
-                    self.risk.processes.numbers(batch.first, batch.num_examples), self.risk.device
-                )
+            if self._seed is not None:
+                numbers = self.risk.processes.numbers(batch.first, batch.num_examples)
+                reading.draws.of_examples(numbers, self.risk.device)
             yield batch
 
     @untraced
-    def _over_data(self, sweep: Sweep, X: Tensor | None = None) -> Tensor:
-        """What a sweep adds up over the data of all processes, which multiply the same `X`, times
-        the factor of the reduction. Collective. The state of model and data is as before.
+    def _over_data(self, add_up: AddUp, X: Tensor | None = None) -> Tensor:
+        """What the data of all processes add up to, which multiply the same `X`, times the factor
+        of the reduction. Collective. The state of model and data is as before.
 
         In float16 each column is sent times a power of two that brings its largest number to about
         1.
@@ -90,109 +108,99 @@ class RiskOperator(LinearOperator):
         Raises:
             NumericsError: If what comes out has left the range of float16.
         """
-        risk, passes, power = self.risk, self._passes, None
-        if X is not None and passes.narrow:
-            power = torch.exp2(
-                torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype)
+        vectors = {}
+        power = None
+        if X is not None:
+            vectors["the vector (random ones need a generator of one seed)"] = X.detach()
+            if self._passes.narrow:
+                exponents = torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100)
+                power = torch.exp2(exponents.to(X.dtype))
+                X = X / power
+        with differentiable(self.risk):
+            total, self._totals = self.risk.together(
+                partial(self._read_once, add_up, X), same=partial(sums_of, vectors)
             )
-            X = X / power
-
-        def own() -> tuple[Tensor, Totals]:
-            weights = (
-                loss_weights(risk, self._totals)
-                if self._exponent
-                else LossWeights(risk, plain=True)
-            )
-            state = RandomState.now(self.device)
-            try:
-                total, totals = sweep(X, weights)
-            except (UnsupportedError, NumericsError, torch.OutOfMemoryError):
-                raise
-            except RuntimeError:
-                if passes.twice or isinstance(risk.data, Iterator):  # which can't be read again
-                    raise
-                state.restore()
-                passes.twice = (
-                    True  # an operation has no forward mode, or a wrong one; all else fails again
-                )
-                total, totals = sweep(X, weights)
-            if passes.reached is False:
-                raise_unreached()
-            risk.processes.sum_([total])
-            totals = totals.over(risk.processes)
-            weights.require(totals)
-            return total, totals
-
-        vectors = (
-            {}
-            if X is None
-            else {"the vector (random ones need a generator of one seed)": X.detach()}
-        )
-        with differentiable(risk):
-            total, self._totals = risk.together(own, same=partial(sums_of, vectors))
         if self._exponent:
-            total *= risk.scale(self._totals) ** self._exponent
+            total *= self.risk.scale(self._totals) ** self._exponent
         if power is not None:
             total *= power
-        if not math.isfinite(total.sum()) and not bool(total.isfinite().all()):
-            self._refuse_not_finite(X)
+        finite = math.isfinite(total.sum()) or bool(total.isfinite().all())
+        if not finite and (X is None or bool(X.isfinite().all())):
+            raise self._not_finite()
         return total
 
-    def _refuse_not_finite(self, X: Tensor | None) -> None:
-        if X is not None and not bool(X.isfinite().all()):
-            return  # which is the caller's
+    def _read_once(self, add_up: AddUp, X: Tensor | None) -> tuple[Tensor, Totals]:
+        """The sum over all processes, and the totals of the data.
+
+        Forward mode that is missing or wrong shows in an error: the data are read again.
+        """
+        risk = self.risk
+        passes = self._passes
+        plain = self._exponent == 0
+        weights = LossWeights(risk, plain=True) if plain else loss_weights(risk, self._totals)
+        reading = Reading(weights, Draws(self._seed or 0))
+        state = RandomState.now(self.device)
+        try:
+            total = add_up(X, reading)
+        except (UnsupportedError, NumericsError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError:
+            if passes.twice or isinstance(risk.data, Iterator):  # which can't be read again
+                raise
+            state.restore()
+            passes.twice = True  # all other errors come again
+            reading = Reading(weights, Draws(self._seed or 0))
+            total = add_up(X, reading)
+        if passes.reached is False:
+            raise_unreached()
+        risk.processes.sum_([total])
+        totals = reading.totals.over(risk.processes)
+        weights.require(totals)
+        return total, totals
+
+    def _not_finite(self) -> NumericsError:
         if self._passes.narrow:
-            raise NumericsError(
+            return NumericsError(
                 "A product leaves the range of float16, up to 65504; take model.float()."
             )
         bad = [key for key, p in self.risk.params.items() if not bool(p.isfinite().all())]
-        cause = (
-            f"The parameters {bad[:5]} are not."
-            if bad
-            else "Is there a root, a norm or a logarithm at zero?"
-        )
-        raise NumericsError(
+        cause = "Is there a root, a norm or a logarithm at zero?"
+        if bad:
+            cause = f"The parameters {bad[:5]} are not."
+        return NumericsError(
             f"A product with {type(self).__name__} has NaN or infinite entries: derivatives of the "
             f"model or the loss are not finite on these data. {cause}"
         )
 
     @untraced
-    def _check_loss(self) -> None:
+    def _compare_losses(self) -> None:
         """Compare the total losses of two passes."""
         risk = self.risk
         with preserve_state(risk.model, risk.data):
-            first, second = risk.together(lambda: (loss_pass(risk), loss_pass(risk)))
-        require_same(risk, first, second)
+            require_same(risk, *risk.together(lambda: (loss_pass(risk), loss_pass(risk))))
 
     @untraced
-    def _check_products(self, sweep: Sweep, n: int) -> None:
+    def _compare_products(self, add_up: AddUp, n: int) -> None:
         """Compare two products with the same vector [n].
 
         Raises:
-            NumericsError: If the product is not finite.
             RuntimeError: If they differ.
         """
-        risk, name = self.risk, type(self).__name__
-        v = torch.randn(n, 1, generator=torch.Generator().manual_seed(0), dtype=risk.dtype).to(
-            risk.device
-        )
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(n, 1, generator=generator, dtype=self.dtype).to(self.device)
 
-        def both(X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+        def both(X: Tensor, reading: Reading) -> Tensor:
             """Random states go on between them: a loader that shuffles draws again."""
-            (one, totals), (two, _) = sweep(X, weights), sweep(X, weights)
-            return torch.stack([one, two]), totals
+            again = replace(reading, totals=Totals())
+            return torch.stack([add_up(X, reading), add_up(X, again)])
 
         one, two = self._over_data(both, v)
-        if not bool(one.isfinite().all()):
-            raise NumericsError(
-                f"A product with {name} has NaN or infinite entries: does the model's output?"
-            )
-        tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
+        tolerance = 1e-8 if coarsest_dtype(self.risk) == torch.float64 else 1e-3
         if bool((one - two).norm() <= tolerance * one.norm() + 1e-30):
             return
         raise RuntimeError(
-            f"Two products of {name} with the same vector differ. Do the data come in another "
-            "order each time (shuffle=True?), do they change from pass to pass (random "
+            f"Two products of {type(self).__name__} with the same vector differ. Do the data come "
+            "in another order each time (shuffle=True?), do they change from pass to pass (random "
             "augmentation), or does the model (call model.eval())? The data must come in the same "
             "order each time (shuffle=False). check_deterministic=False turns this check off."
         )

@@ -10,18 +10,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import RiskOperator, require_own_data
+from curvlinops_plus.exact.adjoint import AdjointCheck
+from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
+from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
-from curvlinops_plus.exact.passes import Outputs, Passes, Read, differentiable
+from curvlinops_plus.exact.passes import Outputs, Passes, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.losses import LossWeights, Terms
 from curvlinops_plus.risk.preserve import untraced
@@ -41,6 +43,16 @@ class OutputRows:
     def transpose_product(self, V: Sequence[Tensor]) -> Sequence[Tensor]:
         """`L v`: [K, *output] for each output -> [K, *shape] for each of `shapes`."""
         return V
+
+
+class RowsOfBatch(NamedTuple):
+    """The rows of `L J` that belong to a batch."""
+
+    batch: Batch
+    block: OutputRows | LossRoots
+    """The transposed block of `L`."""
+    numbers: Tensor
+    """Which rows they are."""
 
 
 class DataRows(RiskOperator):
@@ -67,16 +79,16 @@ class DataRows(RiskOperator):
         check_deterministic: bool | None,
         chunk_size: int | None,
     ) -> None:
-        super().__init__(risk, Passes(risk, read, chunk_size), check_deterministic)
+        passes = Passes(risk, read, chunk_size)
+        super().__init__(risk, passes, check_deterministic)
         require_own_data(risk, type(self).__name__)
+        self._adjoint = AdjointCheck(passes)
         self._seed = seed
         if check_deterministic:
-            self._check_products(self._rows_sweep, risk.space.dim)
+            self._compare_products(self._rows, risk.space.dim)
 
     @abstractmethod
-    def _block(
-        self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals
-    ) -> OutputRows | LossRoots:
+    def _block(self, F: Outputs, extra: Any, reading: Reading) -> OutputRows | LossRoots:
         """The block of `L` of a batch, from what `read` returned; what it counts is added to the
         totals.
         """
@@ -87,29 +99,29 @@ class DataRows(RiskOperator):
         """One tensor for each output, stacked along the first axis; flat if batches differ in
         another one.
         """
-        draws, plain = Draws(self._seed), LossWeights(self.risk, plain=True)
+        reading = Reading(LossWeights(self.risk, plain=True), Draws(self._seed or 0))
+        shapes_of_batches = []
         with differentiable(self.risk):
-            found = [
-                self._block(*self._outputs(batch), draws, plain, Totals()).shapes
-                for batch in self._batches(", sizes", draws)
-            ]
-        rows = [
-            (sum(own[0] for own in shapes), *shapes[0][1:])
-            if len({own[1:] for own in shapes}) == 1
-            else (sum(own.numel() for own in shapes),)
-            for shapes in zip(*found, strict=True)
-        ]
-        return Space.from_shapes(
-            dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.keys), rows))
-        )
+            for batch in self._batches(reading, ", sizes"):
+                block = self._block(*self._outputs(batch), reading)
+                shapes_of_batches.append(block.shapes)
+        shapes_of_rows = []
+        for shapes in zip(*shapes_of_batches, strict=True):
+            stacked = {shape[1:] for shape in shapes}
+            if len(stacked) == 1:
+                shapes_of_rows.append((sum(shape[0] for shape in shapes), *stacked.pop()))
+            else:
+                shapes_of_rows.append((sum(shape.numel() for shape in shapes),))
+        names = ["0"] if len(shapes_of_rows) == 1 else map(str, self.risk.losses.keys)
+        return Space.from_shapes(dict(zip(names, shapes_of_rows)))
 
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
         state = RandomState.now(self.risk.device)
         with self.risk.placed(), torch.no_grad():
-            found = self._passes.read(self.risk.model, batch)
+            outputs, extra = self._passes.read(self.risk.model, batch)
         state.restore()
-        return found
+        return outputs, extra
 
     @property
     def in_space(self) -> Space:  # type: ignore[override]
@@ -127,105 +139,89 @@ class DataRows(RiskOperator):
         return self._product(X, not self._transposed)
 
     def _product(self, X: Tensor, transposed: bool) -> Tensor:
-        products = [
-            partial(self._over_data, sweep) for sweep in (self._rows_sweep, self._transpose_sweep)
-        ]
-        return linear_in(X, products[transposed], products[not transposed])
+        rows = partial(self._over_data, self._rows)
+        columns = partial(self._over_data, self._columns)
+        return linear_in(X, columns, rows) if transposed else linear_in(X, rows, columns)
 
     def _to_dense(self) -> Tensor:
-        dense = self._over_data(self._dense_sweep)
+        dense = self._over_data(self._dense_rows)
         return dense.T if self._transposed else dense
 
-    def _rows_sweep(
-        self, X: Tensor, weights: LossWeights
-    ) -> tuple[Tensor, Totals]:  # [P, K] -> [m, K]
-        totals, result = Totals(), X.new_zeros(self._row_space.dim, X.shape[1])
-        for batch, block, at in self._blocks(weights, totals, X.shape[1]):
-            result[at] = self._forward(batch, block, X.T).T
-        return result, totals
+    def _rows(self, X: Tensor, reading: Reading) -> Tensor:  # [P, K] -> [m, K]
+        """`L J X`."""
+        products = X.new_zeros(self._row_space.dim, X.shape[1])
+        for part in self._blocks(reading, X.shape[1]):
+            products[part.numbers] = self._forward(part, X.T).T
+        return products
 
-    def _transpose_sweep(
-        self, X: Tensor, weights: LossWeights
-    ) -> tuple[Tensor, Totals]:  # [m, K] -> [P, K]
-        totals, result = Totals(), X.new_zeros(X.shape[1], self.risk.space.dim)
-        for batch, block, at in self._blocks(weights, totals, 1, forward=False):
-            self._back(batch, block, X[at].T, result)
-        return result.T, totals
+    def _columns(self, X: Tensor, reading: Reading) -> Tensor:  # [m, K] -> [P, K]
+        """`Jᵀ Lᵀ X`."""
+        total = X.new_zeros(X.shape[1], self.risk.space.dim)
+        for part in self._blocks(reading, 1, forward=False):
+            self._back(part, X[part.numbers].T, total)
+        return total.T
 
-    def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:  # [m, P]
+    def _dense_rows(self, _: Any, reading: Reading) -> Tensor:  # [m, P]
         """Each batch by backward passes for its rows, or by tangents of all parameters if these are
         fewer.
         """
-        totals, n = Totals(), self.risk.space.dim
-        result = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
-        for batch, block, at in self._blocks(weights, totals, 1, forward=False):
-            if len(at) > n:
-                self._passes.check(batch, n)
-                result[at] = self._forward(
-                    batch, block, torch.eye(n, dtype=self.dtype, device=self.device)
-                ).T
+        n = self.risk.space.dim
+        dense = torch.zeros(self._row_space.dim, n, dtype=self.dtype, device=self.device)
+        for part in self._blocks(reading, 1, forward=False):
+            m = len(part.numbers)
+            if m > n:
+                self._adjoint.check_passes(part.batch, n)
+                dense[part.numbers] = self._forward(part, torch.eye(n).to(dense)).T
             else:
-                own = torch.zeros(len(at), n, dtype=self.dtype, device=self.device)
-                self._back(
-                    batch, block, torch.eye(len(at), dtype=self.dtype, device=self.device), own
-                )
-                result[at] = own
-        return result, totals
+                rows = dense.new_zeros(m, n)
+                self._back(part, torch.eye(m).to(dense), rows)
+                dense[part.numbers] = rows
+        return dense
 
     def _blocks(
-        self, weights: LossWeights, totals: Totals, columns: int, forward: bool = True
-    ) -> Iterator[tuple[Batch, OutputRows | LossRoots, Tensor]]:
-        """Each batch with its block of `L`, and the numbers of its rows.
+        self, reading: Reading, columns: int, forward: bool = True
+    ) -> Iterator[RowsOfBatch]:
+        """The rows of each batch.
 
         Args:
-            columns: As for `Passes.check`.
+            columns: As for `AdjointCheck.check_passes`.
             forward: Likewise.
         """
-        sizes, draws = self._row_space.sizes, Draws(self._seed)
+        sizes = self._row_space.sizes
         ends = torch.tensor(sizes).cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, sizes)]
-        for batch in self._batches(draws=draws):
-            self._passes.check(batch, columns, forward=forward)
-            block = self._block(*self._outputs(batch), draws, weights, totals)
-            stops = [
-                start + shape.numel() for start, shape in zip(starts, block.shapes, strict=True)
-            ]
-            at = [
-                torch.arange(start, stop, device=self.device)
-                for start, stop in zip(starts, stops, strict=True)
-            ]
-            starts = stops
-            if any(stop > end for stop, end in zip(stops, ends, strict=True)):
+        for batch in self._batches(reading):
+            self._adjoint.check_passes(batch, columns, forward=forward)
+            block = self._block(*self._outputs(batch), reading)
+            numbers = []
+            for k, shape in enumerate(block.shapes):
+                stop = starts[k] + shape.numel()
+                numbers.append(torch.arange(starts[k], stop, device=self.device))
+                starts[k] = stop
+            if any(stop > end for stop, end in zip(starts, ends, strict=True)):
                 break
-            yield batch, block, torch.cat(at)
+            yield RowsOfBatch(batch, block, torch.cat(numbers))
         if starts != ends:
             raise ValueError(
                 f"The data have more or fewer examples than {type(self).__name__} saw in an "
                 "earlier pass. Each pass must give the same examples in the same order."
             )
 
-    def _forward(
-        self, batch: Batch, block: OutputRows | LossRoots, V: Tensor
-    ) -> Tensor:  # [K, P] -> [K, rows]
-        return torch.cat(
-            [
-                u.flatten(1).to(V.dtype)
-                for u in block.transpose_product(self._passes.forward(batch, V))
-            ],
-            1,
-        )
+    def _forward(self, part: RowsOfBatch, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
+        LJV = part.block.transpose_product(self._passes.forward(part.batch, V))
+        return torch.cat([u.flatten(1).to(V.dtype) for u in LJV], 1)
 
-    def _back(
-        self, batch: Batch, block: OutputRows | LossRoots, rows: Tensor, total: Tensor
-    ) -> None:
+    def _back(self, part: RowsOfBatch, rows: Tensor, total: Tensor) -> None:
         """Add the products with rows [K, rows] of a batch to a total [K, P]."""
-        parts = rows.split([shape.numel() for shape in block.shapes], 1)
-        with self._passes.run(batch) as (F, _, free, _):
+        shapes = part.block.shapes
+        pieces = rows.split([shape.numel() for shape in shapes], 1)
+        with self._passes.run(part.batch) as run:
+            dtype = run.outputs[0].dtype
             U = [
-                part.reshape(-1, *shape).to(F[0].dtype)
-                for part, shape in zip(parts, block.shapes, strict=True)
+                piece.reshape(-1, *shape).to(dtype)
+                for piece, shape in zip(pieces, shapes, strict=True)
             ]
-            self._passes.back(F, free, block.product(U), total)
+            self._passes.back(run.outputs, run.parameters, part.block.product(U), total)
 
 
 class Jacobian(DataRows):
@@ -262,7 +258,8 @@ class Jacobian(DataRows):
         >>> import torch
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk
-        >>> data = [(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 1)), (torch.ones(1, 2), torch.zeros(1, 1))]
+        >>> y = torch.zeros(1, 1)
+        >>> data = [(torch.tensor([[3.0, 4.0]]), y), (torch.ones(1, 2), y)]
         >>> J = Jacobian(EmpiricalRisk(nn.Linear(2, 1), nn.MSELoss(), data))
         >>> J.to_dense(), J.out_shapes
         (tensor([[3., 4., 1.],
@@ -286,9 +283,7 @@ class Jacobian(DataRows):
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, None]:
         return self.risk.run(batch, model)[0], None
 
-    def _block(
-        self, F: Outputs, extra: Any, draws: Draws, weights: LossWeights, totals: Totals
-    ) -> OutputRows:
+    def _block(self, F: Outputs, extra: Any, reading: Reading) -> OutputRows:
         return OutputRows([f.shape for f in F])
 
 
@@ -345,7 +340,8 @@ class GGNFactor(DataRows):
         (tensor([[4.2426]]), tensor([[18.0000]]))
     """
 
-    _exponent, _transposed = 0.5, True
+    _exponent = 0.5
+    _transposed = True
 
     @takes_risk
     def __init__(
@@ -363,7 +359,5 @@ class GGNFactor(DataRows):
             risk, partial(read_terms, risk), self.vectors.seed or 0, check_deterministic, chunk_size
         )
 
-    def _block(
-        self, F: Outputs, extra: Terms, draws: Draws, weights: LossWeights, totals: Totals
-    ) -> LossRoots:
-        return LossRoots(self.risk, self.vectors, weights, draws, totals, F, extra)
+    def _block(self, F: Outputs, extra: Terms, reading: Reading) -> LossRoots:
+        return LossRoots(self.risk, self.vectors, reading, F, extra)

@@ -5,19 +5,21 @@ empirical.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable, vjp
+from curvlinops_plus.exact.adjoint import AdjointCheck
+from curvlinops_plus.exact.base import Reading, RiskOperator
+from curvlinops_plus.exact.differentiable import require_differentiable
+from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
+from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, gradients_of
-from curvlinops_plus.risk.losses import LossWeights, Terms
+from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot
 
@@ -95,77 +97,88 @@ class GGN(RiskOperator):
         risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         self.in_space = self.out_space = risk.space
-        super().__init__(
-            risk, Passes(risk, partial(read_terms, risk), chunk_size), check_deterministic
-        )
+        passes = Passes(risk, partial(read_terms, risk), chunk_size)
+        super().__init__(risk, passes, check_deterministic)
+        self._adjoint = AdjointCheck(passes)
+        if self.vectors.random:
+            self._seed = self.vectors.seed or 0
         if check_deterministic:
-            self._check_loss()
+            self._compare_losses()
             if self.vectors.random:
-                self._check_products(self._sweep, self.in_space.dim)
+                self._compare_products(self._products, self.in_space.dim)
 
-    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
-        total, energy = torch.zeros_like(rows), rows.new_zeros(len(rows))
-        for batch in self._batches(draws=draws if self.vectors.random else None):
-            self._passes.check(batch, len(rows), graph=True)
-            matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
-            energy += self._passes.ggn(batch, rows, matrix, total)
-        self._passes.require_adjoint(rows, total, energy)
-        return total.T, totals
+    def _products(self, X: Tensor, reading: Reading) -> Tensor:
+        rows = X.T.contiguous()
+        total = torch.zeros_like(rows)
+        energy = rows.new_zeros(len(rows))
+        roots = partial(LossRoots, self.risk, self.vectors, reading)
+        for batch in self._batches(reading):
+            self._adjoint.check_passes(batch, len(rows), graph=True)
+            energy += self._passes.ggn(batch, rows, roots, total)
+        self._adjoint.check_products(rows, total, energy)
+        return total.T
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """By the forward half of products, which one product of all checks."""
         few = 0 < rows[..., 0].numel() <= self._passes.columns
         if rows.requires_grad or rows.ndim > 2 or self._passes.narrow or not few:
             return super()._quadratic_form(rows)
-        form = self._over_data(self._form_sweep, rows.reshape(-1, rows.shape[-1]).T)
+        form = self._over_data(self._forms, rows.reshape(-1, rows.shape[-1]).T)
         return form if rows.ndim == 2 else form[0, 0]
 
-    def _form_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        totals, draws, rows = Totals(), Draws(self.vectors.seed or 0), X.T.contiguous()
-        form = rows.new_zeros(len(rows), len(rows))
-        for batch in self._batches(draws=draws if self.vectors.random else None):
-            self._passes.check(batch, len(rows))
-            form += self._passes.ggn(
-                batch, rows, partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
-            )
-        return form, totals
+    def _forms(self, X: Tensor, reading: Reading) -> Tensor:
+        """`Xᵀ GGN X` before it is reduced."""
+        rows = X.T.contiguous()
+        total = rows.new_zeros(len(rows), len(rows))
+        roots = partial(LossRoots, self.risk, self.vectors, reading)
+        for batch in self._batches(reading):
+            self._adjoint.check_passes(batch, len(rows))
+            total += self._passes.ggn(batch, rows, roots)
+        return total
 
     def _to_dense(self) -> Tensor:
-        return self._over_data(self._dense_sweep)
+        return self._over_data(self._dense_sum)
 
-    def _dense_sweep(self, _: Any, weights: LossWeights) -> tuple[Tensor, Totals]:
+    def _dense_sum(self, _: Any, reading: Reading) -> Tensor:
         """From the rows of `J` of each batch if these are fewer than parameters, else column by
         column.
         """
-        totals, draws, passes = Totals(), Draws(self.vectors.seed or 0), self._passes
-        eye = torch.eye(self.in_space.dim, dtype=self.dtype, device=self.device)
-        total = torch.zeros_like(eye)
-        for batch in self._batches(draws=draws if self.vectors.random else None):
-            passes.check(batch, 1, forward=False)
-            matrix = partial(LossRoots, self.risk, self.vectors, weights, draws, totals)
+        passes = self._passes
+        n = self.in_space.dim
+        total = torch.zeros(n, n, dtype=self.dtype, device=self.device)
+        roots = partial(LossRoots, self.risk, self.vectors, reading)
+        for batch in self._batches(reading):
+            self._adjoint.check_passes(batch, 1, forward=False)
             state = RandomState.now(self.device)
-            with passes.run(batch) as (F, terms, free, _):
-                sizes = [f.numel() for f in F]
-                if sum(sizes) >= len(eye):
-                    passes.check(batch, len(eye))
-                    state.restore()  # dropout is that of a product
-                    passes.ggn(batch, eye, matrix, total)
-                    continue
-                units = torch.eye(sum(sizes), dtype=F[0].dtype, device=self.device).split(sizes, 1)
-                J = eye.new_zeros(sum(sizes), len(eye))
-                passes.back(
-                    F,
-                    free,
-                    [unit.reshape(-1, *f.shape) for unit, f in zip(units, F, strict=True)],
-                    J,
-                )
-                V = [
-                    part.T.reshape(-1, *f.shape).to(f.dtype)
-                    for part, f in zip(J.split(sizes), F, strict=True)
-                ]
-                total += torch.cat([MJ.flatten(1).to(J.dtype) for MJ in matrix(F, terms)(V)], 1) @ J
-        return total, totals
+            with passes.run(batch) as run:
+                by_rows = sum(f.numel() for f in run.outputs) < n
+                if by_rows:
+                    J = _dense_jacobian(passes, run, self.dtype)
+                    M = roots(run.outputs, run.extra)
+                    total += _transposed_product(M, run.outputs, J) @ J
+            if not by_rows:
+                self._adjoint.check_passes(batch, n)
+                state.restore()  # dropout is that of a product
+                passes.ggn(batch, torch.eye(n, dtype=self.dtype, device=self.device), roots, total)
+        return total
+
+
+def _dense_jacobian(passes: Passes, run: Pass, dtype: torch.dtype) -> Tensor:
+    """`J [outputs, n]` of a batch, by a backward pass for each row."""
+    F = run.outputs
+    sizes = [f.numel() for f in F]
+    units = torch.eye(sum(sizes), dtype=F[0].dtype, device=F[0].device).split(sizes, 1)
+    vectors = [unit.reshape(-1, *f.shape) for unit, f in zip(units, F, strict=True)]
+    J = torch.zeros(sum(sizes), sum(passes.sizes), dtype=dtype, device=F[0].device)
+    passes.back(F, run.parameters, vectors, J)
+    return J
+
+
+def _transposed_product(M: Linear, F: Outputs, J: Tensor) -> Tensor:
+    """`(M J)ᵀ [n, outputs]`."""
+    columns = J.split([f.numel() for f in F])
+    V = [v.T.reshape(-1, *f.shape).to(f.dtype) for v, f in zip(columns, F, strict=True)]
+    return torch.cat([product.flatten(1).to(J.dtype) for product in M(V)], 1)
 
 
 # ---------------------------------------------------------------------------- matrices over outputs
@@ -188,7 +201,8 @@ class ValueHessian:
     per_term = True
 
     def __init__(self, loss: Any, F: Tensor) -> None:
-        self.F, self.gradient = F, None
+        self.F = F
+        self.gradient = None
         if loss.requires_grad and F.requires_grad:
             sent = torch.ones_like(loss).requires_grad_()
             (self.gradient,) = gradients_of([loss], [F], [sent], True, create_graph=True)
@@ -199,8 +213,8 @@ class ValueHessian:
         """`H v` of vectors [K, *F.shape]."""
         if self.gradient is None or not self.gradient.requires_grad:
             return torch.zeros_like(V)
-        (found,) = vjp([self.gradient], [self.F], [V])
-        return torch.zeros_like(V) if found is None else found
+        (product,) = vjp([self.gradient], [self.F], [V])
+        return torch.zeros_like(V) if product is None else product
 
 
 class LossRoots:
@@ -212,9 +226,8 @@ class LossRoots:
     Args:
         risk: Has the losses.
         vectors: Which matrix.
-        weights: The relative weights of the losses.
-        draws: Random numbers of the batch.
-        totals: What the counts of the batch are added to.
+        reading: Weights of the losses and random numbers; the counts of the batch are added to its
+            totals.
         F: The outputs of the batch.
         terms: What the losses make of them.
     """
@@ -223,61 +236,60 @@ class LossRoots:
         self,
         risk: EmpiricalRisk,
         vectors: Vectors,
-        weights: LossWeights,
-        draws: Draws,
-        totals: Totals,
+        reading: Reading,
         F: Outputs,
         terms: Terms,
     ) -> None:
         self.roots: list[Any] = []
-        streams = [draws.of_loss(k) for k in range(len(F))]
-        for k, (one, f, Y) in enumerate(zip(risk.losses, F, terms.targets, strict=True)):
-            if one.known:
-                root: Any = vectors.root(one.likelihood, f.detach(), Y, streams[k])
-                root = root if terms.weight is None else WeightedRoot(root, terms.weight.to(f))
+        # All before the first of them draws: it is the others' original.
+        streams = [reading.draws.of_loss(k) for k in range(len(F))]
+        for k, (loss, f, Y) in enumerate(zip(risk.losses, F, terms.targets, strict=True)):
+            if loss.known:
+                root: Any = vectors.root(loss.likelihood, f.detach(), Y, streams[k])
+                if terms.weight is not None:
+                    root = WeightedRoot(root, terms.weight.to(f))
             else:
                 root = ValueHessian(terms.totals.losses[k], f)
             self.roots.append(root)
-        self.factors = weights.factors(terms.totals, vectors.of_loss)
-        same = (
+        self.factors = reading.weights.factors(terms.totals, vectors.of_loss)
+        #: Whether the losses have columns in common.
+        self.joint = (
             vectors.together
             and len(self.roots) > 1
             and len({root.shape for root in self.roots}) == 1
+            and not any(root.per_term for root in self.roots)
         )
-        self.joint = same and not any(root.per_term for root in self.roots)
-        totals.add(terms.totals)
+        reading.totals.add(terms.totals)
 
     @property
     def shapes(self) -> list[torch.Size]:
         """What it multiplies: `[N, R', K]`, for each loss where they have columns of their own."""
-        return [root.shape for root in (self.roots[:1] if self.joint else self.roots)]
+        roots = self.roots[:1] if self.joint else self.roots
+        return [root.shape for root in roots]
 
     def product(self, U: Sequence[Tensor]) -> list[Tensor]:
         """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
-        U = [U[0]] * len(self.roots) if self.joint else U
+        if self.joint:
+            U = [U[0]] * len(self.roots)
         return self._weighted([root.product(u) for root, u in zip(self.roots, U, strict=True)])
 
     def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
-        U = self._weighted(
-            [root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)]
-        )
-        return [sum(U[1:], U[0])] if self.joint else U
+        U = [root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)]
+        U = self._weighted(U)
+        return [reduce(torch.add, U)] if self.joint else U
 
     def __call__(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`M v = B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
         if self.joint:
             return self.product(self.transpose_product(V))
-        return self._weighted(
-            [root.outer_product(v) for root, v in zip(self.roots, V, strict=True)], power=2
-        )
+        MV = [root.outer_product(v) for root, v in zip(self.roots, V, strict=True)]
+        return self._weighted(MV, power=2)
 
     def _weighted(self, tensors: list[Tensor], power: int = 1) -> list[Tensor]:
-        return (
-            tensors
-            if self.factors == [1.0]
-            else [w**power * t for w, t in zip(self.factors, tensors, strict=True)]
-        )
+        if self.factors == [1.0]:
+            return tensors
+        return [c**power * t for c, t in zip(self.factors, tensors, strict=True)]
 
 
 def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:
@@ -301,5 +313,5 @@ def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bo
         )
     _ = risk.losses.reduction  # refuses "none"
     if not any_loss or vectors.needs_likelihood or risk.losses.known:
-        for one in risk.losses:
-            vectors.check(one.likelihood)
+        for loss in risk.losses:
+            vectors.check(loss.likelihood)

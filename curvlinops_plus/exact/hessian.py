@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable
+from curvlinops_plus.exact.base import Reading, RiskOperator
+from curvlinops_plus.exact.differentiable import require_differentiable
+from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
-from curvlinops_plus.risk.losses import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 
 
@@ -60,51 +62,68 @@ class Hessian(RiskOperator):
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         _ = risk.losses.reduction  # refuse now, not at first use
         self.in_space = self.out_space = risk.space
-        self._blocks = _blocks(block_sizes, [p.numel() for p in risk.params.values()])
-        self._looked_at = (
-            risk.losses.known
-        )  # whether the loss was seen to read no parameters by itself
-        self._seen_twice = False  # whether all was seen to be differentiable twice
+        self._blocks = _blocks_of(block_sizes, self._passes.sizes)
+        # Whether the loss was seen to read no parameters by itself, and all to be differentiable
+        # twice.
+        self._reads_nothing = risk.losses.known
+        self._is_twice = False
         if check_deterministic:
-            self._check_loss()
+            self._compare_losses()
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Totals]:
         totals = self.risk.losses.terms(self.risk.run(batch, model), batch).totals
         return totals.losses, totals  # type: ignore[return-value]
 
-    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
-        totals, rows, passes = Totals(), X.T.contiguous(), self._passes
+    def _products(self, X: Tensor, reading: Reading) -> Tensor:
+        passes = self._passes
+        rows = X.T.contiguous()
         total = torch.zeros_like(rows)
-        for batch in self._batches():
-            with passes.run(batch) as (_, batch_totals, free, _):
-                loss = weights.objective(batch_totals)
-                totals.add(batch_totals)
+        for batch in self._batches(reading):
+            with passes.run(batch) as run:
+                loss = reading.weights.objective(run.extra)
+                reading.totals.add(run.extra)
                 if not loss.requires_grad:
                     continue
-                if not self._looked_at:
+                if not self._reads_nothing:
                     refuse_outside_reads("loss", [loss], self.risk.params)
-                    self._looked_at = True
-                sent = torch.ones_like(loss).requires_grad_(not self._seen_twice)
-                gradient = gradients_of([loss], free, [sent], True, create_graph=True)
-                if not self._seen_twice:
-                    require_differentiable([g for g in gradient if g is not None], [loss])
-                    self._seen_twice = True
+                    self._reads_nothing = True
+                gradient = self._gradient(loss, run.parameters)
                 V = passes.split(rows)
-                for block, columns in self._blocks:
-                    last = block == self._blocks[-1][0]
-                    passes.back(gradient[block], free[block], V[block], total[:, columns], last)
-        return total.T, totals
+                for block in self._blocks:
+                    where = block.parameters
+                    entries = total[:, block.entries]
+                    last = block is self._blocks[-1]
+                    passes.back(gradient[where], run.parameters[where], V[where], entries, last)
+        return total.T
+
+    def _gradient(self, loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
+        """With a graph, which is found once to have derivatives."""
+        sent = torch.ones_like(loss).requires_grad_(not self._is_twice)
+        gradient = gradients_of([loss], parameters, [sent], True, create_graph=True)
+        if not self._is_twice:
+            require_differentiable([g for g in gradient if g is not None], [loss])
+            self._is_twice = True
+        return gradient
 
 
-def _blocks(given: Sequence[int] | None, numbers: list[int]) -> list[tuple[slice, slice]]:
-    """The parameters of each block, and their entries of a vector."""
-    sizes, blocks, start = [len(numbers)] if given is None else list(given), [], 0
-    if sum(sizes) != len(numbers) or any(size <= 0 for size in sizes):
+class _Block(NamedTuple):
+    parameters: slice
+    """Their positions among all parameters."""
+    entries: slice
+    """Their entries of a vector."""
+
+
+def _blocks_of(block_sizes: Sequence[int] | None, sizes: list[int]) -> list[_Block]:
+    """The blocks of so many parameters each.
+
+    Args:
+        sizes: Numbers of entries of the parameters.
+    """
+    counts = [len(sizes)] if block_sizes is None else list(block_sizes)
+    if sum(counts) != len(sizes) or any(count <= 0 for count in counts):
         raise ValueError(
-            f"block_sizes={sizes} must be positive and add up to {len(numbers)}, the parameters."
+            f"block_sizes={counts} must be positive and add up to {len(sizes)}, the parameters."
         )
-    for size in sizes:
-        before, inside = sum(numbers[:start]), sum(numbers[start : start + size])
-        blocks.append((slice(start, start + size), slice(before, before + inside)))
-        start += size
-    return blocks
+    ends = list(accumulate(sizes, initial=0))
+    borders = pairwise(accumulate(counts, initial=0))
+    return [_Block(slice(a, b), slice(ends[a], ends[b])) for a, b in borders]

@@ -136,7 +136,7 @@ class BCE(BCEWithLogits):
 
     Example:
         >>> bce = BCE(nn.BCELoss())
-        >>> F, Y = bce.canonical(torch.tensor([[0.5, 0.2]]), torch.tensor([[1.0, 0.0]]), num_examples=1)
+        >>> F, Y = bce.canonical(torch.tensor([[0.5, 0.2]]), torch.tensor([[1.0, 0.0]]), 1)
         >>> bce.hessian_product(F, Y, torch.ones(1, 1, 2))
         tensor([[[4.0000, 6.2500]]])
     """

@@ -17,7 +17,12 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import categories
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood, scalar
+from curvlinops_plus.likelihood.likelihood import (
+    Likelihood,
+    Uniform,
+    count_tensor,
+    register_likelihood,
+)
 
 
 @register_likelihood(nn.CrossEntropyLoss)
@@ -37,7 +42,7 @@ class CrossEntropy(Likelihood):
 
     Example:
         >>> cross_entropy = CrossEntropy(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])))
-        >>> F, Y = cross_entropy.canonical(torch.zeros(2, 2), torch.tensor([1, -100]), num_examples=2)
+        >>> F, Y = cross_entropy.canonical(torch.zeros(2, 2), torch.tensor([1, -100]), 2)
         >>> cross_entropy.scale(F, Y).flatten(), cross_entropy.count(F, Y)
         (tensor([3., 0.]), tensor(3., dtype=torch.float64))
     """
@@ -45,7 +50,7 @@ class CrossEntropy(Likelihood):
     loss_type = nn.CrossEntropyLoss
     class_axis = 1
     option_names = ("reduction", "weight", "ignore_index", "label_smoothing")
-    _looked = False  # whether class indices of one batch were in range
+    _has_compared = False  # class indices of one batch with the number of classes
 
     def __init__(self, loss: Any) -> None:
         super().__init__(loss)
@@ -81,9 +86,8 @@ class CrossEntropy(Likelihood):
             )
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
-        if (
-            y.is_cuda and self._looked
-        ):  # the GPU asserts it, as in PyTorch's own loss: to read it is to wait for it
+        # After the first batch the GPU asserts it, as in PyTorch's own loss: to read it is to wait.
+        if y.is_cuda and self._has_compared:
             torch.ops.aten._assert_async.msg(
                 ~wrong.any(), f"{self.name}: a target is no class index"
             )
@@ -93,7 +97,7 @@ class CrossEntropy(Likelihood):
                 f"output has C = {C} classes, 0 to {C - 1} (ignore_index is "
                 f"{self.loss.ignore_index})."
             )
-        self._looked = True
+        self._has_compared = True
         return y.reshape(F.shape[0], -1)
 
     # ------------------------------------------------------------------------------------- the loss
@@ -113,22 +117,24 @@ class CrossEntropy(Likelihood):
         probabilities.
         """
         if Y.ndim == 3:
-            return scalar(F.shape[0] * F.shape[1], F.device)
+            return count_tensor(F.shape[0] * F.shape[1], F.device)
         return self._class_weights(Y, torch.float64)[0].sum()
 
     def counts(self, F: Tensor, Y: Tensor) -> Tensor:
         if Y.ndim == 3:
-            return scalar(F.shape[1], F.device).expand(len(F))
+            return count_tensor(F.shape[1], F.device).expand(len(F))
         return self._class_weights(Y, torch.float64)[0].sum(1)
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
+        smoothing = self.loss.label_smoothing
+        weight = self._weight(F)
+        C = F.shape[-1]
         g = self.scale(F, Y) * F.softmax(-1)
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return g - (q if weight is None else weight * q)
-        own, index = self._class_weights(Y, F.dtype)
-        g = g.scatter_add(-1, index[..., None], -(1 - smoothing) * own[..., None])
+        term_weights, index = self._class_weights(Y, F.dtype)
+        g = g.scatter_add(-1, index[..., None], -(1 - smoothing) * term_weights[..., None])
         if smoothing:
             q = smoothing / C if weight is None else smoothing / C * weight
             g = g - Y.ne(self.loss.ignore_index)[..., None].to(F.dtype) * q
@@ -138,13 +144,10 @@ class CrossEntropy(Likelihood):
 
     def scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`h [N, R, 1]`, computed without anything of size C for class indices."""
-        smoothing, weight, C = (
-            getattr(self.loss, "label_smoothing", 0.0),
-            self._weight(F),
-            F.shape[-1],
-        )
+        smoothing = getattr(self.loss, "label_smoothing", 0.0)
+        weight = self._weight(F)
         if Y.ndim == 3:
-            q = (1 - smoothing) * Y + smoothing / C
+            q = (1 - smoothing) * Y + smoothing / F.shape[-1]
             return (q.sum(-1) if weight is None else q @ weight)[..., None]
         h = self._class_weights(Y, F.dtype)[0]
         if smoothing and weight is not None:
@@ -192,13 +195,12 @@ class CrossEntropy(Likelihood):
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, _ = F.shape
-        p, root_h = F.softmax(-1), self._root_scale(F, Y)
-        drawn = categories(p, uniform(N, R, num).to(F.device)).permute(2, 0, 1)[
-            ..., None
-        ]  # [num, N, R, 1]
-        mean = (
-            (root_h * p).expand(num, -1, -1, -1).contiguous()
-        )  # of one draw no copy: large vocabularies
+        p = F.softmax(-1)
+        root_h = self._root_scale(F, Y)
+        labels = categories(p, uniform(N, R, num).to(F.device))
+        drawn = labels.permute(2, 0, 1)[..., None]  # [num, N, R, 1]
+        # A single draw is no copy: large vocabularies.
+        mean = (root_h * p).expand(num, -1, -1, -1).contiguous()
         return mean.scatter_add_(-1, drawn, -root_h.expand(drawn.shape))
 
     # ---------------------------------------------------------------------------------------- parts
@@ -210,11 +212,12 @@ class CrossEntropy(Likelihood):
         """Of class indices `Y [N, R]`: the weight of each term's own class, and indices; 0 where it
         is ignored.
         """
-        keep, weight = Y.ne(self.loss.ignore_index), self.loss.weight
+        keep = Y.ne(self.loss.ignore_index)
         index = Y.where(keep, 0)
-        return keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[
-            index
-        ] * keep, index
+        if self.loss.weight is None:
+            return keep.to(dtype), index
+        weight = self.loss.weight.detach().to(Y.device, dtype)
+        return weight[index] * keep, index
 
     def _root_parts(self, F: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `p`, the diagonal of the root, and the probabilities `r_k` of all classes
@@ -222,17 +225,15 @@ class CrossEntropy(Likelihood):
 
         Where these are 0 they are 1, to be divided by: what is divided is 0.
         """
-        p, K = F.softmax(-1), self.num_columns(F)
+        p = F.softmax(-1)
+        K = self.num_columns(F)
         if p.shape[-1] == 1:
             return p, torch.zeros_like(p), torch.ones_like(p)
-        rest = _cumsum(p[..., 1:].flip(-1)).flip(
-            -1
-        )  # adding up what is small first, nothing cancels
-        first = p[..., :K]
+        # From the last class on: what is small comes first.
+        rest = _cumsum(p[..., 1:].flip(-1)).flip(-1)
         # Ratios before products: of a saturated output numbers are as small as numbers can be.
-        diagonal = (
-            self._root_scale(F, Y) * (first / (first + rest)).nan_to_num(0.0).sqrt() * rest.sqrt()
-        )
+        ratio = (p[..., :K] / (p[..., :K] + rest)).nan_to_num(0.0)
+        diagonal = self._root_scale(F, Y) * ratio.sqrt() * rest.sqrt()
         return p, diagonal, rest.where(rest > 0, 1.0)
 
     def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -269,7 +270,7 @@ class NLL(CrossEntropy):
 
     Example:
         >>> nll = NLL(nn.NLLLoss())
-        >>> F, Y = nll.canonical(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([1]), num_examples=1)
+        >>> F, Y = nll.canonical(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([1]), 1)
         >>> nll.nll(F, Y), nll.hessian_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
         (tensor([[0.6931]]), tensor([[[ 0.2500, -0.2500]]]))
     """
@@ -288,7 +289,8 @@ class NLL(CrossEntropy):
         self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
     ) -> Tensor:
         total = F.logsumexp(-1)
-        if (wrong := total.abs() > 0.05).any():  # half precision rounds a logarithm by 2⁻⁸ of it
+        wrong = total.abs() > 0.05  # half precision rounds a logarithm by 2⁻⁸ of it
+        if wrong.any():
             raise UnsupportedError(
                 f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to "
                 f"{total[wrong][0].exp().item():.3g} along axis {class_axis}; those of "

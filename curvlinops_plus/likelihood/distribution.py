@@ -12,7 +12,12 @@ from torch.distributions import Distribution, kl_divergence
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import categories, counts, inside
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products, scalar
+from curvlinops_plus.likelihood.likelihood import (
+    Likelihood,
+    Uniform,
+    count_tensor,
+    hessian_products,
+)
 
 
 class FromDistribution(Likelihood):
@@ -96,7 +101,7 @@ class FromDistribution(Likelihood):
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """One for every entry of `log_prob`."""
-        return scalar(self._distribution(F).batch_shape.numel(), F.device)
+        return count_tensor(self._distribution(F).batch_shape.numel(), F.device)
 
     @property
     def no_ggn(self) -> str | None:
@@ -133,7 +138,7 @@ class FromDistribution(Likelihood):
             if not distribution.event_shape:
                 with suppress(NotImplementedError):
                     distribution.icdf(
-                        scalar(0.5, F.device).expand(distribution.batch_shape)
+                        count_tensor(0.5, F.device).expand(distribution.batch_shape)
                     )  # before numbers are used
                     return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(
                         F.dtype

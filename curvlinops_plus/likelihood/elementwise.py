@@ -16,7 +16,12 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import counts, normals
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood, scalar
+from curvlinops_plus.likelihood.likelihood import (
+    Likelihood,
+    Uniform,
+    count_tensor,
+    register_likelihood,
+)
 
 
 class DiagonalLikelihood(Likelihood):
@@ -66,7 +71,7 @@ class MSE(DiagonalLikelihood):
 
     Example:
         >>> mse = MSE(nn.MSELoss())
-        >>> F, Y = mse.canonical(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 2.0]]), num_examples=1)
+        >>> F, Y = mse.canonical(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 2.0]]), 1)
         >>> mse.nll(F, Y), mse.grad(F, Y), mse.count(F, Y)
         (tensor([[1.]]), tensor([[[2., 0.]]]), tensor(2., dtype=torch.float64))
     """
@@ -107,7 +112,7 @@ class GaussianNLL(DiagonalLikelihood):
 
     Example:
         >>> gaussian = GaussianNLL(nn.GaussianNLLLoss())
-        >>> F, Y = gaussian.canonical(torch.tensor([[0.0, 0.25]]), torch.tensor([[1.0]]), num_examples=1)
+        >>> F, Y = gaussian.canonical(torch.tensor([[0.0, 0.25]]), torch.tensor([[1.0]]), 1)
         >>> gaussian.hessian_product(F, Y, torch.ones(1, 1, 2))
         tensor([[[4.0000, 8.0000]]])
     """
@@ -148,7 +153,7 @@ class GaussianNLL(DiagonalLikelihood):
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """One for every mean."""
-        return scalar(Y.numel(), Y.device)
+        return count_tensor(Y.numel(), Y.device)
 
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         """Diagonal [N, R, 2C] of the root of the Fisher matrix."""
@@ -177,7 +182,7 @@ class PoissonNLL(DiagonalLikelihood):
 
     Example:
         >>> poisson = PoissonNLL(nn.PoissonNLLLoss())
-        >>> F, Y = poisson.canonical(torch.tensor([[0.0, 3.0]]), torch.tensor([[1.0, 7.0]]), num_examples=1)
+        >>> F, Y = poisson.canonical(torch.tensor([[0.0, 3.0]]), torch.tensor([[1.0, 7.0]]), 1)
         >>> poisson.hessian_product(F, Y, torch.ones(1, 1, 2))
         tensor([[[ 1.0000, 20.0855]]])
     """
@@ -216,7 +221,9 @@ class PoissonNLL(DiagonalLikelihood):
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape
-        wide = F.double()
-        rates = (wide.exp() if self.loss.log_input else wide + self.loss.eps).expand(num, N, R, C)
+        rates = F.double()
+        rates = rates.exp() if self.loss.log_input else rates + self.loss.eps
+        rates = rates.expand(num, N, R, C)
         drawn = counts(rates, uniform(N, R, num, C).to(rates).permute(2, 0, 1, 3))
-        return (rates - drawn if self.loss.log_input else 1 - drawn / rates).to(F.dtype)
+        gradients = rates - drawn if self.loss.log_input else 1 - drawn / rates
+        return gradients.to(F.dtype)

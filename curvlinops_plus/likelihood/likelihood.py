@@ -83,7 +83,8 @@ class Likelihood(ABC):
         reduction = getattr(self.loss, "reduction", self._default_reduction)
         if reduction not in ("mean", "sum"):
             raise UnsupportedError(
-                f'{self.name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "mean" or "sum".'
+                f"{self.name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; "
+                'use "mean" or "sum".'
             )
         return reduction
 
@@ -107,14 +108,20 @@ class Likelihood(ABC):
             >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
             {'loss': 'MSELoss', 'reduction': 'sum'}
         """
-        options = {name: getattr(self.loss, name, None) for name in self.option_names} | {
-            "reduction": self.reduction
-        }
-        copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
-        kind, torchs = type(self if self.loss is None else self.loss), self.loss_type
-        if torchs is not None and issubclass(kind, torchs) and _MAKERS.get(torchs) is type(self):
-            return {"loss": torchs.__name__} | copies
-        return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
+        loss_class = type(self if self.loss is None else self.loss)
+        options: dict[str, Any] = {"loss": f"{loss_class.__module__}.{loss_class.__qualname__}"}
+        builtin = self.loss_type
+        if (
+            builtin is not None
+            and issubclass(loss_class, builtin)
+            and _MAKERS.get(builtin) is type(self)
+        ):
+            options["loss"] = builtin.__name__
+        for name in self.option_names:
+            option = getattr(self.loss, name, None)
+            options[name] = option.detach().clone() if isinstance(option, Tensor) else option
+        options["reduction"] = self.reduction
+        return options
 
     # --------------------------------------------------------------------------------------- shapes
 
@@ -156,25 +163,23 @@ class Likelihood(ABC):
                 f"{self.name} needs a floating-point output of the model, got {f.dtype} "
                 f"{list(f.shape)}."
             )
-        ndim, axis = f.ndim, self.class_axis if class_axis is None else class_axis
-        if ndim == 0 or num_examples < 1 or f.shape[0] == 0 or f.shape[0] % num_examples:
+        axis = self.class_axis if class_axis is None else class_axis
+        if f.ndim == 0 or num_examples < 1 or f.shape[0] == 0 or f.shape[0] % num_examples:
             raise ValueError(
                 f"the first axis of the output, of shape {list(f.shape)}, must hold the "
                 f"{num_examples} examples (or a positive multiple: positions of one example next "
                 "to each other)."
             )
-        if (
-            not (ndim == 1 and axis in (0, -1))
-            and not 1 <= (axis + ndim if axis < 0 else axis) < ndim
-        ):
+        is_vector = f.ndim == 1 and axis in (0, -1)
+        if not is_vector and not 1 <= (axis + f.ndim if axis < 0 else axis) < f.ndim:
             raise ValueError(
                 f"{self.name}: axis {axis} of an output of shape {list(f.shape)} can't hold the "
                 "numbers of a loss term; the output needs examples along axis 0 and such an axis "
                 "beside it."
             )
-        F = _terms(f, num_examples, axis % ndim)
+        F = _as_terms(f, num_examples, axis % f.ndim)
         F = F.to(torch.promote_types(F.dtype, torch.float32))
-        return F, self.canonical_target(y, F, f.shape, axis % ndim)
+        return F, self.canonical_target(y, F, f.shape, axis % f.ndim)
 
     def canonical_target(
         self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
@@ -189,7 +194,7 @@ class Likelihood(ABC):
                 f"{self.name} needs a target of the output's shape {list(f_shape)}, got "
                 f"{list(y.shape)}; nothing is broadcast silently, so reshape one of them."
             )
-        return _terms(y, len(F), class_axis).to(F.dtype)
+        return _as_terms(y, len(F), class_axis).to(F.dtype)
 
     def restore(
         self,
@@ -204,7 +209,7 @@ class Likelihood(ABC):
         Example:
             >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
-            >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), num_examples=2).shape
+            >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), 2).shape
             torch.Size([7, 2, 10, 4, 5])
         """
         axis = (self.class_axis if class_axis is None else class_axis) % len(f_shape)
@@ -225,7 +230,7 @@ class Likelihood(ABC):
 
         The default counts every number of the output.
         """
-        return scalar(F.numel(), F.device)
+        return count_tensor(F.numel(), F.device)
 
     def counts(self, F: Tensor, Y: Tensor) -> Tensor:
         """`count` of each example by itself [N], for examples with weights.
@@ -233,7 +238,7 @@ class Likelihood(ABC):
         Cost of the default: a call of `count` for each example, if that is not its default.
         """
         if type(self).count is Likelihood.count:
-            return scalar(F[:1].numel(), F.device).expand(len(F))
+            return count_tensor(F[:1].numel(), F.device).expand(len(F))
         return torch.stack([self.count(F[n : n + 1], Y[n : n + 1]) for n in range(len(F))])
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -303,7 +308,8 @@ class Likelihood(ABC):
         Example:
             >>> from curvlinops_plus.likelihood import likelihood_of
             >>> mse = likelihood_of(torch.nn.MSELoss())
-            >>> mse.hessian_root_product(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+            >>> F = Y = torch.zeros(1, 1, 2)
+            >>> mse.hessian_root_product(F, Y, torch.ones(1, 1, 2))
             tensor([[[1.4142, 1.4142]]])
         """
         total = torch.zeros(*U.shape[:-1], F.shape[-1], dtype=F.dtype, device=F.device)
@@ -321,7 +327,8 @@ class Likelihood(ABC):
             >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> F, Y = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[1]])
-            >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
+            >>> v = torch.tensor([[[1.0, 0.0]]])
+            >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, v)
             >>> cross_entropy.hessian_root_product(F, Y, Bt_v)  # B Bᵀ v = H v
             tensor([[[ 0.2500, -0.2500]]])
         """
@@ -345,7 +352,7 @@ class Likelihood(ABC):
         return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
 
 
-def scalar(value: float, device: torch.device) -> Tensor:
+def count_tensor(value: float, device: torch.device) -> Tensor:
     """A number as a 0-d tensor, created on the device without a copy or synchronization."""
     return torch.full((), value, dtype=torch.float64, device=device)
 
@@ -380,10 +387,10 @@ class OfExamples(Likelihood):
         return torch.stack([self.loss(*part) for part in parts]).view(-1, 1)
 
     def count(self, F: Tensor, Y: Any) -> Tensor:
-        return scalar(len(F), F.device)
+        return count_tensor(len(F), F.device)
 
     def counts(self, F: Tensor, Y: Any) -> Tensor:
-        return scalar(1, F.device).expand(len(F))
+        return count_tensor(1, F.device).expand(len(F))
 
     def grad(self, F: Tensor, Y: Any) -> Tensor:
         with torch.enable_grad():
@@ -399,7 +406,7 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 
 
-def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
+def _as_terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
     """A tensor [M, ...] with class axis `axis` as [N, R, C]."""
     if 1 < t.ndim != axis + 1:
         t = t.movedim(axis, -1)
@@ -455,12 +462,12 @@ def likelihood_of(loss: Any) -> Likelihood:
     """
     if isinstance(loss, Likelihood):
         likelihood = loss
-    elif (make := _maker_of(loss)) is None:
-        raise UnsupportedError(_why_unknown(loss))
-    else:
-        likelihood = make(loss)
+    elif has_likelihood(loss):
+        likelihood = _MAKERS[_registered_class(loss)](loss)
         if likelihood.loss is None:
             likelihood.loss = loss
+    else:
+        raise UnsupportedError(_why_unknown(loss))
     _ = likelihood.reduction  # raises here if the loss is not reduced
     return likelihood
 
@@ -473,7 +480,21 @@ def has_likelihood(loss: Any) -> bool:
         >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
         (True, False)
     """
-    return isinstance(loss, Likelihood) or _maker_of(loss) is not None
+    if isinstance(loss, Likelihood):
+        return True
+    parent = _registered_class(loss)
+    attributes = getattr(loss, "__dict__", {})
+    if parent is None or "forward" in attributes:
+        return False
+    for method in ("forward", "__call__"):
+        if getattr(type(loss), method, None) is not getattr(parent, method, None):
+            return False
+    # Hooks may change what the loss returns; those with an attribute `only_reads` are this
+    # package's own, and change nothing.
+    hooks: list[Any] = []
+    for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        hooks += attributes.get(table, {}).values()
+    return all(hasattr(hook, "only_reads") for hook in hooks)
 
 
 def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
@@ -484,7 +505,8 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
 
     Example:
         >>> from curvlinops_plus.likelihood import likelihood_of
-        >>> rebuild_loss(likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)).options()).label_smoothing
+        >>> options = likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)).options()
+        >>> rebuild_loss(options).label_smoothing
         0.1
     """
     kind = getattr(nn, options["loss"], None)
@@ -496,34 +518,15 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
     return kind(**{option: value for option, value in options.items() if option != "loss"})
 
 
-def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
-    """What makes the likelihood of a loss; None if its class is not registered, or calling it does
-    something else.
-    """
-    parent = next(filter(_MAKERS.__contains__, type(loss).__mro__), None)
-    methods = ("forward", "__call__")
-    same = parent and all(
-        getattr(type(loss), name, None) is getattr(parent, name, None) for name in methods
-    )
-    return _MAKERS[parent] if parent and same and not is_changed(loss) else None
-
-
-def is_changed(loss: Any) -> bool:
-    """Whether a loss has a `forward` of its own, or hooks, which may change what it returns.
-
-    Those that have an attribute `only_reads` are this package's own, and change nothing.
-    """
-    own = getattr(loss, "__dict__", {})
-    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return "forward" in own or any(
-        not hasattr(h, "only_reads") for name in tables for h in own.get(name, {}).values()
-    )
+def _registered_class(loss: Any) -> Any:
+    """The nearest registered class that the loss is an instance of, or None."""
+    return next((parent for parent in type(loss).__mro__ if parent in _MAKERS), None)
 
 
 def _why_unknown(loss: Any) -> str:
     """Why a loss has no likelihood, and what to use instead."""
     name = getattr(loss, "__name__", type(loss).__name__)
-    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    parent = _registered_class(loss)
     why = ""
     if parent is not None:
         why = (

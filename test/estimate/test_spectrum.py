@@ -23,7 +23,7 @@ from curvlinops_plus.estimate import (
     matrix,
     plot_spectrum,
 )
-from curvlinops_plus.estimate.matrix import lanczos, quadrature
+from curvlinops_plus.estimate.lanczos import lanczos, quadrature
 from curvlinops_plus.linalg import Dense, Structure
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()

@@ -201,7 +201,7 @@ def test_columns_of_large_results(loss: nn.Module, monkeypatch: pytest.MonkeyPat
         torch.stack([A @ v for v in X.T], 1) for A, X in zip(operators, vectors, strict=True)
     ]
     monkeypatch.setattr(passes, "_CPU_NUMBERS", 1)
-    monkeypatch.setattr(passes, "_COLUMNS", 3)
+    monkeypatch.setattr(passes, "_COLUMNS_AT_ONCE", 3)
     operators = [GGN(risk), Hessian(risk), Jacobian(risk), Jacobian(risk).T]
     for A, X, product in zip(operators, vectors, expected, strict=True):
         close(A @ X, product)

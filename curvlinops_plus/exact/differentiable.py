@@ -1,0 +1,146 @@
+"""Derivatives that PyTorch lacks or has wrong: by other operations, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding, group_norm
+from torch.overrides import TorchFunctionMode
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.batches import nodes_of, postorder
+from curvlinops_plus.risk.preserve import preserve_state
+
+_MISSING = re.compile(
+    r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented"
+)
+
+
+@contextmanager
+def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
+    """Context in which passes over the data can be differentiated in every mode, whatever the
+    caller's modes are.
+
+    Afterwards the state of model and data is as before, see `preserve_state`. Attention runs by
+    plain operations, whose fused kernels have neither forward mode nor second derivatives, and
+    compiled modules run eagerly.
+
+    Raises:
+        UnsupportedError: Naming an operation that can't be differentiated twice, in place of
+            PyTorch's error.
+    """
+    with (
+        preserve_state(risk.model, risk.data),
+        torch.inference_mode(False),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        try:
+            yield
+        except RuntimeError as error:
+            missing = _MISSING.search(str(error))
+            if missing is None:
+                raise
+            raise UnsupportedError(
+                f"The model or the loss uses {missing[1]}, which PyTorch can't differentiate "
+                "twice. Write it with operations that it can (cdist as (x[:, None] - "
+                "y).norm(dim=-1), attention as softmax(q kᵀ) v), or use an operator that goes back "
+                "once, as KFACLinearOperator."
+            ) from error
+
+
+class DerivativeFixes(TorchFunctionMode):
+    """While active, replaces two operations of which PyTorch has wrong derivatives by others of the
+    same values.
+
+    Of weight norm's fused kernel the second derivative is wrong; forward mode ignores the
+    `padding_idx` of tables, and their gradients by `scale_grad_by_freq` are no derivatives.
+
+    Attributes:
+        any: Whether it has replaced an operation.
+        group_norm: Whether it has seen group norm, whose second derivatives of several columns at
+            once are wrong.
+    """
+
+    any = False
+    group_norm = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
+            self.any = True
+            return _weight_norm(*args, **kwargs)
+        if func is embedding:
+            return self._embedding(*args, **kwargs)
+        self.group_norm |= func is group_norm or func is torch.group_norm
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self,
+        index: Tensor,
+        table: Tensor,
+        padding_idx: int | None,
+        scale_grad_by_freq: bool,
+        **options: Any,
+    ) -> Tensor:
+        """The rows of a table, of which that of `padding_idx` is constant."""
+        self.any |= padding_idx is not None or scale_grad_by_freq
+        rows = embedding(index, table, None, **options)
+        if padding_idx is None:
+            return rows
+        is_padding = index == padding_idx % len(table)
+        return torch.where(is_padding[..., None], rows.detach(), rows)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`g v / |v|`, with a norm for each entry of the axis, or a single one if that is -1."""
+    if dim == -1:
+        return v * (g / v.square().sum().sqrt())
+    summed = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
+    return v * (g / v.square().sum(summed, keepdim=True).sqrt())
+
+
+class NotTwiceDifferentiable(UnsupportedError):
+    """A model that can't be differentiated twice."""
+
+
+def is_once_differentiable(error: RuntimeError) -> bool:
+    """Whether an error is about a second derivative that is missing."""
+    return isinstance(error, NotTwiceDifferentiable) or bool(_MISSING.search(str(error)))
+
+
+def require_differentiable(gradients: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Refuse gradients that autograd takes for constants where it can't differentiate them.
+
+    A function under `once_differentiable` leaves a node that raises in `backward()`, and is skipped
+    by `torch.autograd.grad`.
+
+    Args:
+        gradients: With a graph, of a backward pass whose vectors require a gradient: else there is
+            no such node.
+        outputs: What they are gradients of, whose graph tells names.
+
+    Raises:
+        UnsupportedError: Naming the functions.
+
+    Cost: a walk through the graph of the gradients.
+    """
+    if not any(node.name() == "torch::autograd::Error" for node in postorder(nodes_of(gradients))):
+        return
+    once: dict[str, None] = {}
+    for node in postorder(nodes_of(outputs)):
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and hasattr(function.backward, "__wrapped__"):
+            once[function.__qualname__] = None
+    names = f": {', '.join(once)}" if once else ""
+    raise NotTwiceDifferentiable(
+        "The model or the loss uses a function that can be differentiated once, and has no second "
+        f"derivative (`once_differentiable`){names}. Write its backward pass with operations of "
+        "PyTorch, or use an operator that goes back once, as KFACLinearOperator."
+    )
