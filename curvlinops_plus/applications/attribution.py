@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-#: What is made of a layer's batch: anything to [V, N, ...].
+#: A function of a layer's batch; its results are tensors [V, N, ...] under keys of its own.
 Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 
 
@@ -71,7 +71,8 @@ def per_example_gradients(
         >>> from curvlinops_plus import EmpiricalRisk, per_example_gradients
         >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
-        >>> X, y = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
+        >>> X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> y = torch.tensor([[1.0], [0.0], [-1.0]])
         >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(X[:2], y[:2]), (X[2:], y[2:])])
         >>> for gradients in per_example_gradients(risk):  # -2 x y
         ...     print(gradients["weight"])
@@ -83,62 +84,70 @@ def per_example_gradients(
     _refuse(risk, per_term)
 
     def gradients() -> Iterator[dict[str, Tensor]]:
-        for found, N, R, factor in _of_batches(
-            risk, per_term, "gradients of examples", LayerBatch.param_grads
-        ):
-            found = with_zeros(found, risk, R, N)
-            yield {
-                key: factor * (t.transpose(0, 1) if per_term else t[0]) for key, t in found.items()
-            }
+        desc = "gradients of examples"
+        for batch in _batch_gradients(risk, per_term, desc, LayerBatch.param_grads):
+            filled = fill_unused(batch.parts, risk, batch.num_vectors, batch.num_examples)
+            if per_term:
+                yield {key: batch.factor * g.transpose(0, 1) for key, g in filled.items()}
+            else:
+                yield {key: batch.factor * g[0] for key, g in filled.items()}
 
     return gradients()
 
 
-def with_zeros(
-    found: Mapping[str, Tensor], risk: EmpiricalRisk, V: int, N: int
+def fill_unused(
+    gradients: Mapping[str, Tensor], risk: EmpiricalRisk, V: int, N: int
 ) -> dict[str, Tensor]:
-    """Gradients `[V, N, *shape]` of all parameters, also of those that a batch did not use."""
-    params = risk.params.items()
-    return {
-        key: found[key] if key in found else p.new_zeros(V, N, *p.shape, dtype=risk.dtype)
-        for key, p in params
-    }
+    """Gradients `[V, N, *shape]` of all parameters, zero for those that a batch did not use."""
+    filled = {}
+    for key, p in risk.params.items():
+        if key in gradients:
+            filled[key] = gradients[key]
+        else:
+            filled[key] = p.new_zeros(V, N, *p.shape, dtype=risk.dtype)
+    return filled
 
 
-def _of_batches(
+class _BatchGradients(NamedTuple):
+    """What was made of the gradients of one batch.
+
+    Attributes:
+        parts: Results of `take`, [V, N, ...].
+        num_vectors: V, 1 or the number of loss terms per example.
+        num_examples: N.
+        factor: What gradients have to be multiplied by.
+    """
+
+    parts: dict[Any, Tensor]
+    num_vectors: int
+    num_examples: int
+    factor: float
+
+
+def _batch_gradients(
     risk: EmpiricalRisk, per_term: bool, desc: str, take: Take
-) -> Iterator[tuple[dict[Any, Tensor], int, int, float]]:
+) -> Iterator[_BatchGradients]:
     """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch
     by batch.
-
-    Yields:
-        What `take` made of it; the numbers N of examples and R of vectors; and what gradients have
-        to be multiplied by.
     """
     risk = copy(risk)
     risk.options = replace(risk.options, mask=None)
+    vectors = Empirical(per_term=per_term)
     with preserve_state(risk.model, risk.data):
-        weights, layers = loss_weights(risk), layers_of(risk)
+        weights = loss_weights(risk)
+        layers = layers_of(risk)
         for batch in risk.batches(desc):
-            batch = replace(
-                batch, weight=None
-            )  # a weight is about the mean over examples, as the mask is
-            found, totals = sent_back(
-                risk, Empirical(per_term=per_term), weights, batch, layers, take
-            )
-            of_loss = max(
-                weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True)
-            )
-            yield (
-                found,
-                batch.num_examples,
-                totals.terms // totals.examples if per_term else 1,
-                of_loss**0.5,
-            )
+            # A weight is about the mean over examples, as the mask is.
+            batch = replace(batch, weight=None)
+            parts, totals = send_back(risk, vectors, weights, batch, layers, take)
+            # Gradients come with √(relative weight) of each loss, and that of the loss is wanted.
+            ratios = [w / loss.weight for w, loss in zip(totals.weights, risk.losses, strict=True)]
+            num_vectors = totals.terms // totals.examples if per_term else 1
+            yield _BatchGradients(parts, num_vectors, batch.num_examples, max(ratios) ** 0.5)
 
 
 @untraced
-def sent_back(
+def send_back(
     risk: EmpiricalRisk,
     vectors: Vectors,
     weights: LossWeights,
@@ -146,19 +155,17 @@ def sent_back(
     layers: list[Layer],
     take: Take,
 ) -> tuple[dict[Any, Tensor], Totals]:
-    """What `take` makes of the layers' batches of one batch, all vectors together; again if
-    functions read parameters.
+    """The results of `take` for the layers of one batch, all vectors together.
 
-    The list `layers` is then changed.
+    If functions turn out to read parameters, the list `layers` is changed, and the batch is run
+    again.
     """
     while True:
-        parts, passes = (
-            defaultdict[Any, list[Tensor]](list),
-            RecordedPasses(risk, layers, vectors, weights),
-        )
+        parts = defaultdict[Any, list[Tensor]](list)
+        passes = RecordedPasses(risk, layers, vectors, weights)
 
-        def consume(seen: LayerBatch, parts: dict[Any, list[Tensor]] = parts) -> None:
-            for key, part in take(seen).items():
+        def consume(layer_batch: LayerBatch, parts: defaultdict[Any, list[Tensor]] = parts) -> None:
+            for key, part in take(layer_batch).items():
                 parts[key].append(part)
 
         try:
@@ -171,11 +178,9 @@ def sent_back(
 
 
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
-    """Refuse what has no gradients of single examples, or of examples whose numbers nobody
-    knows.
-    """
-    for one in risk.losses:
-        _ = one.likelihood  # refuses a loss without one
+    """Refuse what has no gradients of single examples, or examples in an unknown order."""
+    for loss in risk.losses:
+        _ = loss.likelihood  # refuses a loss without one
     if risk.processes.world > 1:
         raise UnsupportedError(
             "Gradients of each example stay in its process: make a risk without `processes=` there."
@@ -246,11 +251,7 @@ def attribution_scores(
         >>> scores.shape, (scores > 0)  # the same class helps
         (torch.Size([1, 3]), tensor([[ True,  True, False]]))
     """
-    own = train.params
-    if queries.model is not train.model or any(
-        key not in own or (own[key] is not p and not torch.equal(own[key], p))
-        for key, p in queries.params.items()
-    ):
+    if queries.model is not train.model or not _agree(queries.params, train.params):
         raise ValueError(
             "Risks of queries and of training examples differ in model or parameters; take "
             "train.with_data."
@@ -258,23 +259,33 @@ def attribution_scores(
     _refuse(train, per_term)
     gradients = [*per_example_gradients(queries)]
     stacked = {key: torch.cat([part[key] for part in gradients]) for key in queries.params}
-    vectors = {
-        key: v.to(train.dtype) for key, v in _product(P.T, stacked, queries.space).items()
-    }  # [Q, *shape]
-    columns: dict[Layer, Tensor] = {}  # [Q, *b, o, i]
+    # u_q = Pᵀ ∇ℓ_q, by parameter [Q, *shape]
+    products = _product(P.T, stacked, queries.space)
+    vectors = {key: v.to(train.dtype) for key, v in products.items()}
+    matrices: dict[Layer, Tensor] = {}  # the same in the layout of each layer, [Q, *b, o, i]
 
-    def take(seen: LayerBatch) -> dict[Layer, Tensor]:
-        if seen.layer not in columns:
-            (group,) = seen.layer.groups
+    def take(batch: LayerBatch) -> dict[Layer, Tensor]:
+        if batch.layer not in matrices:
+            (group,) = batch.layer.groups
             rows = group.layout.gather([vectors[key] for key in group.keys])
-            columns[seen.layer] = rows.unflatten(1, group.layout.matrix_shape)
-        return {seen.layer: seen.inner_products(columns[seen.layer])}
+            matrices[batch.layer] = rows.unflatten(1, group.layout.matrix_shape)
+        return {batch.layer: batch.inner_products(matrices[batch.layer])}
 
-    scores, one = [], next(iter(vectors.values()))
-    for found, N, R, factor in _of_batches(train, per_term, "scores of training examples", take):
-        of_terms = factor * sum(found.values(), one.new_zeros(R, N, len(one)))  # [R, N, Q]
-        scores.append(of_terms.permute(2, 1, 0) if per_term else of_terms[0].T)
+    scores = []
+    some_vector = next(iter(vectors.values()))
+    for batch in _batch_gradients(train, per_term, "scores of training examples", take):
+        # Σ_layers u_qᵀ ∇ℓ_{n,r}, [R, N, Q]
+        zeros = some_vector.new_zeros(batch.num_vectors, batch.num_examples, len(some_vector))
+        term_scores = batch.factor * sum(batch.parts.values(), zeros)
+        scores.append(term_scores.permute(2, 1, 0) if per_term else term_scores[0].T)
     return torch.cat(scores, dim=1)
+
+
+def _agree(queries: Mapping[str, Tensor], train: Mapping[str, Tensor]) -> bool:
+    """Whether all parameters of the queries have these values in training."""
+    if not queries.keys() <= train.keys():
+        return False
+    return all(train[key] is p or torch.equal(train[key], p) for key, p in queries.items())
 
 
 def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = False) -> Tensor:
@@ -309,24 +320,28 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         >>> from curvlinops_plus import EmpiricalRisk, IdentityLinearOperator, self_influence
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
-        >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.ones(2, 1), torch.tensor([[1.0], [3.0]]))])
+        >>> data = [(torch.ones(2, 1), torch.tensor([[1.0], [3.0]]))]
+        >>> risk = EmpiricalRisk(model, nn.MSELoss(), data)
         >>> self_influence(IdentityLinearOperator(risk.space), risk)  # (2 y)²
         tensor([ 4., 36.])
     """
-    found = []
+    influences = []
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]
         flat = train.space.unflatten_rows(rows.flatten(0, -2))
         products = train.space.flatten_rows(_product(P, flat, train.space)).to(rows.dtype)
-        found.append((rows * products.view(rows.shape)).sum(-1))
-    return torch.cat(found)
+        influences.append((rows * products.view(rows.shape)).sum(-1))
+    return torch.cat(influences)
 
 
 def _product(P: LinearOperator, gradients: Mapping[str, Tensor], space: Space) -> dict[str, Tensor]:
-    """`P g` for rows of gradients, key to `[K, *shape]`, and the same of the products."""
-    inside, outside = (
-        own if own.shapes.keys() == space.shapes.keys() else space
-        for own in (P.in_space, P.out_space)
-    )  # names say what is meant, in any order
-    products = (P @ inside.flatten_rows(gradients).T).T
-    return outside.unflatten_rows(products.contiguous())
+    """`P g` for rows `g` of gradients: name to `[K, *shape]`, as the gradients."""
+    in_space = _space_with_names(P.in_space, space)
+    out_space = _space_with_names(P.out_space, space)
+    products = (P @ in_space.flatten_rows(gradients).T).T
+    return out_space.unflatten_rows(products.contiguous())
+
+
+def _space_with_names(space: Space, default: Space) -> Space:
+    """A space if it has the names of the default one, in any order; else the default one."""
+    return space if space.shapes.keys() == default.shapes.keys() else default

@@ -92,7 +92,8 @@ class Laplace:
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
         >>> data = [(torch.randn(20, 2), torch.randint(3, (20,)))]
-        >>> la = Laplace(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), KFAC)).fit_prior()
+        >>> K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), KFAC)
+        >>> la = Laplace(K).fit_prior()
         >>> la.predict(torch.randn(4, 2)).shape
         torch.Size([4, 3])
     """
@@ -106,41 +107,41 @@ class Laplace:
         subnetwork: Any = None,
         max_bytes: int = 2**28,
     ) -> None:
-        self.K, self.risk, self._max_bytes = K, _risk_of(K), max_bytes
+        self.K = K
+        self.risk = _risk_for_posterior(K)
+        self._max_bytes = max_bytes
         self._parameters = parameters_of(K)
         require_present(self.risk, self._parameters, "K")
-        totals, (one,) = _totals(self.risk), self.risk.losses
+        totals = _loss_totals(self.risk)
         if getattr(K, "examples", totals.examples) != totals.examples:
-            words = (
+            raise ValueError(
                 f"K was computed from {K.examples} examples, and the data of its risk now have "
-                f"{totals.examples}"
+                f"{totals.examples}; Laplace needs the curvature of all data."
             )
-            raise ValueError(f"{words}; Laplace needs the curvature of all data.")
-        self.likelihood = one.likelihood
-        #: What K is multiplied by for a sum over the data, the sum of the loss, and how many
-        #: numbers MSELoss observes.
-        self._count, self._loss, self._numbers = (
-            1 / float(self.risk.scale(totals)),
-            float(totals.losses[0]),
-            0.0,
-        )
-        self._noise_is_known = noise is not None
-        if isinstance(one.likelihood, MSE):
-            self._numbers = float(totals.counts[0])
-            noise = math.sqrt(self._loss / self._numbers) if noise is None else noise
+        (loss,) = self.risk.losses
+        self.likelihood = loss.likelihood
+        #: What a mean loss divides by: K is multiplied by it for a sum over the data.
+        self._divisor = 1 / float(self.risk.scale(totals))
+        self._loss = float(totals.losses[0])
+        #: How many numbers MSELoss observes.
+        self._observed = float(totals.counts[0]) if isinstance(self.likelihood, MSE) else 0.0
+        self._noise_is_given = noise is not None
+        if self._observed:
+            noise = math.sqrt(self._loss / self._observed) if noise is None else noise
             _positive(noise, "noise")
         elif noise is not None:
             raise ValueError(
-                f"noise={noise!r} is about observations around outputs, and {one.title} has none."
+                f"noise={noise!r} is about observations around outputs, and {loss.title} has none."
             )
-        self._blocks, self._picked = _picked_blocks(K, subnetwork)
-        mode = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()}).to(
-            K.device, K.dtype
-        )
-        self._mode = mode.clone() if self._picked is None else mode[self._picked]
-        self.prior_precision, self.noise = prior_precision, noise
-        self._known: tuple[Any, BlockDiagonal | None] = None, None
-        self._precisions(prior_precision)  # refuses now
+        self._blocks, self._positions = _blocks_of(K, subnetwork)
+        theta = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()})
+        theta = theta.to(K.device, K.dtype)
+        self._mode = theta.clone() if self._positions is None else theta[self._positions]
+        self.prior_precision = prior_precision
+        self.noise = noise
+        self._root: BlockDiagonal | None = None
+        self._root_hyperparameters: list[Any] = []
+        self._block_precisions(prior_precision)  # refuses now
 
     # -------------------------------------------------------------------------------- the posterior
     @property
@@ -148,22 +149,21 @@ class Laplace:
         """The covariance `Σ` of the parameters, an operator with `diagonal()`, `logdet`, `trace`,
         `sample`, ...
         """
-        c, found = float(self._factor(self.noise).detach()), {}
+        c = float(self._curvature_factor(self.noise).detach())
+        precisions = self._block_precisions(self.prior_precision)
+        covariances = {}
         with outside_autocast(self.K.device):
-            for name, delta in self._precisions(self.prior_precision).items():
-                block, delta = (
-                    self._blocks.blocks[name],
-                    delta.detach().to(self.K.device, self.K.dtype),
-                )
+            for name, block in self._blocks.blocks.items():
+                # Σ = (c K + P)⁻¹, with P = δ I or diag(δ) in a block.
+                delta = precisions[name].detach().to(self.K.device, self.K.dtype)
                 if delta.ndim == 0:
-                    found[name] = (c * block).power(-1.0, delta)
+                    covariances[name] = (c * block).power(-1.0, delta)
                 elif isinstance(block, Diagonal):
-                    found[name] = Diagonal(c * block.vector + delta).power(-1.0)
+                    covariances[name] = Diagonal(c * block.vector + delta).power(-1.0)
                 else:
-                    found[name] = Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(
-                        -1.0
-                    )
-        return self._blocks._with(found)
+                    matrix = c * block.to_dense() + delta.diag()
+                    covariances[name] = Dense(matrix, Structure.PSD).power(-1.0)
+        return self._blocks._with(covariances)
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Any:
         """Samples of the parameters: name to `[*shape]` or `[*shape, num]`; of a subnetwork by
@@ -178,7 +178,8 @@ class Laplace:
         """
         draws = self.posterior.sample(generator, num)
         draws = draws + (self._mode if num is None else self._mode[:, None])
-        return draws if self._blocks.in_space.is_flat else self._blocks.in_space.unflatten(draws)
+        space = self._blocks.in_space
+        return draws if space.is_flat else space.unflatten(draws)
 
     # --------------------------------------------------------------------------------- the evidence
     def log_marginal_likelihood(
@@ -198,29 +199,30 @@ class Laplace:
             UnsupportedError: If different precisions within one Kronecker product have no closed
                 form.
         """
-        prior = self._precisions(
-            self.prior_precision if prior_precision is None else prior_precision
-        )
+        prior = self.prior_precision if prior_precision is None else prior_precision
         noise = self.noise if noise is None else noise
-        c, positions = self._factor(noise), self._blocks.positions()
-        value = torch.tensor(-self._loss, dtype=torch.float64)
-        if noise is not None:  # normal densities
+        precisions = self._block_precisions(prior)
+        c = self._curvature_factor(noise)
+        positions = self._blocks.positions()
+        evidence = torch.tensor(-self._loss, dtype=torch.float64)
+        if noise is not None:
+            # log N(y; f, noise²) = -½ (y - f)² / noise² - ½ log(2π noise²), for each number
             variance = torch.as_tensor(noise, dtype=torch.float64) ** 2
-            value = (value / variance - self._numbers * (2 * math.pi * variance).log()) / 2
+            evidence = (evidence / variance - self._observed * (2 * math.pi * variance).log()) / 2
         for name, block in self._blocks.blocks.items():
-            delta, theta = prior[name], self._mode[positions[name]].double()
+            delta = precisions[name]
+            theta = self._mode[positions[name]].double()
+            # The eigenvalues of P⁻¹ c K: of a dense block those of P^(-1/2) c K P^(-1/2).
             if delta.ndim == 0 or isinstance(block, Diagonal):
-                values = c * block.eigenvalues().detach().double() / delta
+                ratios = c * block.eigenvalues().detach().double() / delta
             else:
                 root = delta.rsqrt()
-                values = torch.linalg.eigvalsh(
-                    c * root[:, None] * block.to_dense().detach().double() * root
-                )
-            # log det(1 + P⁻¹ c K): no logarithms of large determinants are subtracted
-            value = (
-                value - (delta * theta.square()).sum() / 2 - values.clamp(min=0).log1p().sum() / 2
-            )
-        return value
+                matrix = block.to_dense().detach().double()
+                ratios = torch.linalg.eigvalsh(c * root[:, None] * matrix * root)
+            # ½ θᵀPθ and ½ log det(1 + P⁻¹ c K): no large logarithms are subtracted
+            evidence = evidence - (delta * theta.square()).sum() / 2
+            evidence = evidence - ratios.clamp(min=0).log1p().sum() / 2
+        return evidence
 
     def fit_prior(self) -> Laplace:
         """Maximise `log_marginal_likelihood` over the prior precision (each of them), and the noise
@@ -237,22 +239,26 @@ class Laplace:
                 precision is infinite, of those without curvature it is zero: a very large or small
                 number comes out.
         """
-        given, noise = self.prior_precision, self.noise
-        names = list(given) if isinstance(given, Mapping) else None
-        start = list(given.values()) if isinstance(given, Mapping) else [given]
-        fits_noise = noise is not None and not self._noise_is_known
-        start = [_number(v) for v in ([*start, noise] if fits_noise else start)]
-        logs = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
+        prior = self.prior_precision
+        names = list(prior) if isinstance(prior, Mapping) else None
+        initial = list(prior.values()) if isinstance(prior, Mapping) else [prior]
+        fits_noise = self.noise is not None and not self._noise_is_given
+        if fits_noise:
+            initial.append(self.noise)
+        logs = torch.tensor([_as_float(v) for v in initial], dtype=torch.float64).log()
+        logs.requires_grad_()
 
-        def split(values: Any) -> tuple[Any, Any]:
-            prior = values[0] if names is None else dict(zip(names, values))
-            return prior, values[-1] if fits_noise else noise
+        def prior_and_noise(hyperparameters: Any) -> tuple[Any, Any]:
+            noise = hyperparameters[-1] if fits_noise else self.noise
+            if names is None:
+                return hyperparameters[0], noise
+            return dict(zip(names, hyperparameters)), noise
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            value = -self.log_marginal_likelihood(*split(logs.exp()))
-            value.backward()
-            return value
+            negative = -self.log_marginal_likelihood(*prior_and_noise(logs.exp()))
+            negative.backward()
+            return negative
 
         optimizer = torch.optim.LBFGS(
             [logs],
@@ -263,13 +269,13 @@ class Laplace:
         )
         with torch.enable_grad():
             optimizer.step(loss)
-            value = float(loss().detach())
-        found = logs.detach().exp().tolist()
-        if logs.grad is None or not float(logs.grad.abs().max()) <= 1e-3 * (1 + abs(value)):
+            minimum = float(loss().detach())
+        optimum = logs.detach().exp().tolist()
+        if logs.grad is None or not float(logs.grad.abs().max()) <= 1e-3 * (1 + abs(minimum)):
             raise NumericsError(
-                f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {found}."
+                f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {optimum}."
             )
-        self.prior_precision, self.noise = split(found)
+        self.prior_precision, self.noise = prior_and_noise(optimum)
         return self
 
     # ---------------------------------------------------------------------------------- predictions
@@ -317,88 +323,88 @@ class Laplace:
         reach.
         """
         likelihood = self.likelihood
-        noise = (
-            None
-            if self.noise is None
-            else torch.as_tensor(self.noise, dtype=torch.float64).detach()
-        )
+        noise = self.noise
+        if noise is not None:
+            noise = torch.as_tensor(noise, dtype=torch.float64).detach()
 
         def average(
             F: Tensor, spread: Tensor, f_shape: torch.Size, axis: int | None
         ) -> tuple[Tensor, ...]:
-            found, shape = (
-                predictive(likelihood, link, F, spread, noise, samples, generator),
-                list(f_shape),
-            )
+            moments = predictive(likelihood, link, F, spread, noise, samples, generator)
+            shape = list(f_shape)
             if isinstance(likelihood, GaussianNLL):  # means without variances
-                shape[likelihood.class_axis if axis is None else axis] = found[0].shape[-1]
-            return tuple(likelihood.restore(v, torch.Size(shape), len(v), axis) for v in found)
+                shape[likelihood.class_axis if axis is None else axis] = moments[0].shape[-1]
+            return tuple(likelihood.restore(v, torch.Size(shape), len(v), axis) for v in moments)
 
-        found = self._outputs(X, needs_covariance(likelihood, link), average)
-        return Normal(*found) if len(found) > 1 else found[0]
+        moments = self._outputs(X, needs_covariance(likelihood, link), average)
+        return Normal(*moments) if len(moments) > 1 else moments[0]
 
     # ------------------------------------------------------------------------------------ internals
     def _outputs(self, X: Any, full: bool, then: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """`then` of the outputs for inputs `X` and their variances, or (`full`) covariances."""
         require_present(self.risk, self._parameters, "K")
         prior = self.prior_precision
-        values = dict(prior) if isinstance(prior, Mapping) else {"": prior}
-        key = [(name, _number(v)) for name, v in values.items()], self.noise and _number(self.noise)
-        if self._known[0] != key:  # else its root is known
-            self._known = key, self.posterior.power(0.5)
-        root = self._known[1]
-        assert root is not None
-        return output_covariance(self.K, root, self._picked, X, full, self._max_bytes, then)
+        precisions = dict(prior) if isinstance(prior, Mapping) else {"": prior}
+        hyperparameters = [(name, _as_float(v)) for name, v in precisions.items()]
+        if self.noise is not None:
+            hyperparameters.append(("noise", _as_float(self.noise)))
+        # Σ = L Lᵀ is decomposed again only if prior or noise have changed since.
+        if self._root is None or self._root_hyperparameters != hyperparameters:
+            self._root = self.posterior.power(0.5)
+            self._root_hyperparameters = hyperparameters
+        return output_covariance(
+            self.K, self._root, self._positions, X, full, self._max_bytes, then
+        )
 
-    def _factor(self, noise: Any) -> Tensor:
+    def _curvature_factor(self, noise: Any) -> Tensor:
         """What the curvature is multiplied by: that of `MSELoss` is of the squared error, twice
         `noise²` too large.
         """
-        count = torch.tensor(self._count, dtype=torch.float64)
-        return (
-            count
-            if noise is None
-            else count / (2 * torch.as_tensor(noise, dtype=torch.float64) ** 2)
-        )
+        divisor = torch.tensor(self._divisor, dtype=torch.float64)
+        if noise is None:
+            return divisor
+        return divisor / (2 * torch.as_tensor(noise, dtype=torch.float64) ** 2)
 
-    def _precisions(self, given: Precision) -> dict[str, Tensor]:
+    def _block_precisions(self, prior: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
-        blocks, space = self._blocks.blocks, self._blocks.in_space
-        if not isinstance(given, Mapping):
-            return dict.fromkeys(blocks, _positive(given, "prior_precision"))
-        values = {name: _positive(v, f"prior_precision[{name!r}]") for name, v in given.items()}
+        blocks = self._blocks.blocks
+        shapes = self._blocks.in_space.shapes
+        if not isinstance(prior, Mapping):
+            return dict.fromkeys(blocks, _positive(prior, "prior_precision"))
+        values = {name: _positive(v, f"prior_precision[{name!r}]") for name, v in prior.items()}
         if values.keys() == blocks.keys():
             return values
-        if values.keys() != space.shapes.keys():
-            expected = f"expected the blocks {list(blocks)}, or the parameters {space.names}"
-            raise ValueError(f"prior_precision has the names {list(values)}; {expected}.")
-        of_all = torch.cat(
-            [values[name].expand(shape.numel()) for name, shape in space.shapes.items()]
-        )
-        owner = torch.cat(
-            [torch.full((shape.numel(),), k) for k, shape in enumerate(space.shapes.values())]
-        )
-        found = {}
-        for name, at in self._blocks.positions().items():
-            one = len(owner[at.cpu()].unique()) == 1
-            found[name] = of_all[at.cpu()[0]] if one else of_all[at.cpu()]
-            if not one and not isinstance(blocks[name], (Dense, Diagonal)):
-                words = f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: give one precision'
+        if values.keys() != shapes.keys():
+            raise ValueError(
+                f"prior_precision has the names {list(values)}; expected the blocks "
+                f"{list(blocks)}, or the parameters {list(shapes)}."
+            )
+        sizes = torch.tensor([shape.numel() for shape in shapes.values()])
+        parameter = torch.arange(len(sizes)).repeat_interleave(sizes)  # of each entry
+        entries = torch.cat([values[name].expand(shape.numel()) for name, shape in shapes.items()])
+        precisions = {}
+        for name, positions in self._blocks.positions().items():
+            positions = positions.cpu()
+            if len(parameter[positions].unique()) == 1:
+                precisions[name] = entries[positions[0]]
+            elif isinstance(blocks[name], (Dense, Diagonal)):
+                precisions[name] = entries[positions]
+            else:
                 raise UnsupportedError(
-                    f"{words} for each block, or make K with separate_weight_and_bias=True."
+                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: '
+                    "give one precision for each block, or make K with "
+                    "separate_weight_and_bias=True."
                 )
-        return found
+        return precisions
 
 
-def _risk_of(K: Any) -> EmpiricalRisk:
-    """The risk of a curvature of which the multiple is known that belongs to a sum over the
-    data.
-    """
+def _risk_for_posterior(K: Any) -> EmpiricalRisk:
+    """The risk of a curvature, if the sum of its loss over data is a negative log-likelihood."""
     if not isinstance(K, (BlockwiseLinearOperator, GGN)):
-        words = (
+        raise TypeError(
             "Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a "
-            f"{type(K).__name__}"
+            f"{type(K).__name__}. For a part K[i, i] say Laplace(K, subnetwork=i)."
         )
-        raise TypeError(f"{words}. For a part K[i, i] say Laplace(K, subnetwork=i).")
     if isinstance(K, BlockwiseLinearOperator) and float(K.scale) != 1:
         raise ValueError(
             f"K is {float(K.scale):g} times a curvature; give K itself, Laplace makes the sum over "
@@ -406,45 +412,43 @@ def _risk_of(K: Any) -> EmpiricalRisk:
         )
     losses = K.risk.losses
     if len(losses) > 1 or not losses.known or losses[0].weight != 1:
-        words = (
-            "Laplace needs the negative log-likelihood of the data: one loss with a likelihood and "
-            "the weight 1"
-        )
+        titles = ", ".join(loss.title for loss in losses)
         raise UnsupportedError(
-            f"{words}, not {', '.join(one.title for one in losses)}; see @register_likelihood."
+            "Laplace needs the negative log-likelihood of the data: one loss with a likelihood and "
+            f"the weight 1, not {titles}; see @register_likelihood."
         )
     return K.risk
 
 
 @untraced
-def _totals(risk: EmpiricalRisk) -> Totals:
+def _loss_totals(risk: EmpiricalRisk) -> Totals:
     """Loss and counts over all data."""
     with preserve_state(risk.model, risk.data):
         return risk.together(lambda: loss_pass(risk)).plain()
 
 
-def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
+def _blocks_of(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
     """The blocks of the parameters that the approximation is about, and the positions of these;
     None for all.
     """
     operator: LinearOperator = K.operator if hasattr(K, "operator") else K.materialize()
-    picked = (
-        None if subnetwork is None else select(subnetwork, K.in_space, K.device, "row").positions
-    )
-    if picked is not None:
+    positions = None
+    if subnetwork is not None:
+        positions = select(subnetwork, K.in_space, K.device, "row").positions
         operator = operator[subnetwork, subnetwork]
     if isinstance(operator, BlockDiagonal):
-        return operator, picked
-    whole = torch.arange(operator.shape[0], device=K.device)
-    return PositionedBlocks({"all": operator}, {"all": whole}, operator.in_space), picked
+        return operator, positions
+    everything = torch.arange(operator.shape[0], device=K.device)
+    blocks = PositionedBlocks({"all": operator}, {"all": everything}, operator.in_space)
+    return blocks, positions
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     return float(torch.as_tensor(value).detach())
 
 
-def _positive(given: Any, name: str) -> Tensor:
-    value = torch.as_tensor(given, dtype=torch.float64)
-    if value.ndim or not 0 < float(value.detach()) < float("inf"):
-        raise ValueError(f"{name} is {given!r}; expected one positive finite number.")
-    return value
+def _positive(value: Any, name: str) -> Tensor:
+    number = torch.as_tensor(value, dtype=torch.float64)
+    if number.ndim or not 0 < float(number.detach()) < float("inf"):
+        raise ValueError(f"{name} is {value!r}; expected one positive finite number.")
+    return number

@@ -29,7 +29,7 @@ def merge(
     Raffel 2022).
 
     Where the sum of the curvatures has an inverse that is taken: in closed form if it is diagonal,
-    dense, or block- diagonal of these; by conjugate gradients with the nearest Kronecker product as
+    dense, or block-diagonal of these; by conjugate gradients with the nearest Kronecker product as
     preconditioner for blocks that are sums of Kronecker products. Otherwise it is conjugate
     gradients.
 
@@ -57,94 +57,103 @@ def merge(
         >>> for model, value in zip(models, [0.0, 3.0]):
         ...     _ = nn.init.constant_(model.weight, value)
         >>> inputs = torch.eye(2) * 2**0.5, torch.diag(torch.tensor([1.0, 2.0]))
-        >>> risks = [EmpiricalRisk(m, nn.MSELoss(), [(x, x[:, :1])]) for m, x in zip(models, inputs)]
+        >>> data = [[(x, x[:, :1])] for x in inputs]
+        >>> risks = [EmpiricalRisk(m, nn.MSELoss(), d) for m, d in zip(models, data)]
         >>> merged = merge(models, [curvature(risk, DiagonalBlock) for risk in risks], damping=0.0)
         >>> merged.weight.detach().round(decimals=3)  # (2 · 0 + 1 · 3) / 3, (2 · 0 + 4 · 3) / 6
         tensor([[1., 2.]])
     """
-    models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
+    models = [cast(Model, inner_model(model)) for model in models]
+    curvatures = list(curvatures)
     if not models or len(models) != len(curvatures):
         raise ValueError(
             f"Expected a curvature for each of {len(models)} models, got {len(curvatures)}."
         )
-    for k, (model, K) in enumerate(zip(models, curvatures)):
-        if K.structure < Structure.SYMMETRIC:
-            raise ValueError(f"curvatures[{k}]: expected a symmetric matrix, got {K.label}.")
-        if (risk := risk_of(K)) and risk.model is not model:
-            raise ValueError(
-                f"curvatures[{k}] is of another network than models[{k}]; bring them in one order."
-            )
-        require_own_values(K, model, f"curvatures[{k}]")
-    names = [
-        _names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))
+    names_of_models = [
+        _parameter_names(k, model, K) for k, (model, K) in enumerate(zip(models, curvatures))
     ]
-    if any(other != names[0] for other in names):
+    names = names_of_models[0]
+    if any(differing != names for differing in names_of_models):
         raise ValueError(
-            f"The curvatures are over other parameters: {names[0][:5]} and {names[-1][:5]}."
+            f"The curvatures are over other parameters: {names[:5]} and {names_of_models[-1][:5]}."
         )
-    _require_equal_rest(models, set(names[0]))
-    K, total = curvatures[0], cast(LinearOperator, sum(curvatures))
+    _require_equal_rest(models, set(names))
+    # θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k - θ̄)
+    total = cast(LinearOperator, sum(curvatures))
     damping = RelativeDamping(0.1) if damping is None else damping
     with torch.no_grad():
-        params = [dict(model.named_parameters()) for model in models]
-        vectors = [torch.cat([p[name].to(K.dtype).flatten() for name in names[0]]) for p in params]
-        average = torch.stack(vectors).mean(0)
-        right = torch.stack([K @ (v - average) for K, v in zip(curvatures, vectors)]).sum(0)
+        thetas = [_parameter_vector(model, names, total.dtype) for model in models]
+        average = torch.stack(thetas).mean(0)
+        deviations = [K @ (theta - average) for K, theta in zip(curvatures, thetas)]
+        right_side = torch.stack(deviations).sum(0)
         try:
-            found = average + total.inverse(damping) @ right
+            theta = average + total.inverse(damping) @ right_side
         except NoClosedForm:
-            found = (
-                average
-                + cg(total.shift(damping), right, tol=torch.finfo(total.dtype).eps ** 0.75)[0]
-            )
+            tolerance = torch.finfo(total.dtype).eps ** 0.75
+            theta = average + cg(total.shift(damping), right_side, tol=tolerance)[0]
         merged = copy.deepcopy(models[0])
-        own = dict(merged.named_parameters())
-        for name, value in zip(names[0], K.in_space.unflatten(found).values()):
-            own[name].copy_(value)
+        values = total.in_space.unflatten(theta).values()
+        for name, value in zip(names, values):
+            merged.get_parameter(name).copy_(value)
     return merged
 
 
-def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:
-    """The network's names of the parameters that a curvature is over, in the order of its
-    vectors.
+def _parameter_vector(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+    return torch.cat([model.get_parameter(name).to(dtype).flatten() for name in names])
+
+
+def _parameter_names(k: int, model: nn.Module, K: LinearOperator) -> list[str]:
+    """The network's names of the parameters that its curvature is over, in the order of vectors.
+
+    Refuses a curvature that is not symmetric, or not of this network as it is.
     """
-    of_model = dict(model.named_parameters())
-    names = {id(p): name for name, p in of_model.items()}
+    title = f"curvatures[{k}]"
+    if K.structure < Structure.SYMMETRIC:
+        raise ValueError(f"{title}: expected a symmetric matrix, got {K.label}.")
     risk = risk_of(K)
-    found = K.in_space.names if risk is None else [names[id(p)] for p in risk.own_params.values()]
-    if [of_model[name].shape for name in found if name in of_model] != list(
-        K.in_space.shapes.values()
-    ):
+    if risk is not None and risk.model is not model:
         raise ValueError(
-            f"{what} is over {K.in_space}, and the network has no parameters of these names and "
+            f"{title} is of another network than models[{k}]; bring them in one order."
+        )
+    require_own_values(K, model, title)
+    parameters = dict(model.named_parameters())
+    if risk is None:
+        names = K.in_space.names
+    else:
+        name_of = {id(p): name for name, p in parameters.items()}
+        names = [name_of[id(p)] for p in risk.own_params.values()]
+    shapes = [parameters[name].shape for name in names if name in parameters]
+    if shapes != list(K.in_space.shapes.values()):
+        raise ValueError(
+            f"{title} is over {K.in_space}, and the network has no parameters of these names and "
             "shapes."
         )
-    return found
+    return names
 
 
 def _require_equal_rest(models: Sequence[nn.Module], merged: set[str]) -> None:
     """Refuse parameters and buffers that differ and are not merged."""
-    rest = []
-    for model in models:
-        own = {
-            id(p) for name, p in model.named_parameters() if name in merged
-        }  # a shared one has several names
-        rest.append(
-            {name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) not in own}
-        )
-    for other in rest[1:]:
-        differ = [
+    reference, *rests = [_unmerged_state(model, merged) for model in models]
+    for rest in rests:
+        differing = [
             name
-            for name, t in rest[0].items()
-            if name not in other
-            or (t is not other[name] and not (isinstance(t, Tensor) and t.equal(other[name])))
+            for name, entry in reference.items()
+            if name not in rest or not _same_entry(entry, rest[name])
         ]
-        if differ:
-            words = (
-                f"The networks differ in {differ[:5]}, of which there is no curvature. Include "
-                "parameters in `params`"
-            )
+        if differing:
             raise ValueError(
-                f"{words} of the risks; make buffers, such as statistics of batch norm, equal "
-                "before."
+                f"The networks differ in {differing[:5]}, of which there is no curvature. Include "
+                "parameters in `params` of the risks; make buffers, such as statistics of batch "
+                "norm, equal before."
             )
+
+
+def _unmerged_state(model: nn.Module, merged: set[str]) -> dict[str, Any]:
+    """A network's state but for the merged parameters, under all names of a shared one."""
+    merged_ids = {id(p) for name, p in model.named_parameters() if name in merged}
+    state = model.state_dict(keep_vars=True)
+    return {name: entry for name, entry in state.items() if id(entry) not in merged_ids}
+
+
+def _same_entry(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, Tensor) and a.equal(b))

@@ -1,4 +1,4 @@
-"""Which network an operator is of, and whether it is of the parameters that this has now."""
+"""The network that an operator belongs to, and whether its parameters are still the same."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fin
 
 
 def risk_of(K: LinearOperator) -> EmpiricalRisk | None:
-    """What a curvature (or a multiple of one) was computed from; sums, inverses and plain matrices
-    don't know it.
+    """The risk that a curvature (or a multiple of one) was computed from; None for sums, inverses
+    and plain matrices.
     """
     risk = getattr(K, "risk", None)
     return risk if isinstance(risk, EmpiricalRisk) else None
 
 
 def parameters_of(K: Any) -> Fingerprint:
-    """Of the parameters that a curvature belongs to; blocks that were not computed yet are computed
+    """The fingerprint of a curvature's parameters; blocks that were not computed yet are computed
     now.
     """
     _ = getattr(K, "operator", None)
     return getattr(K, "parameters", None) or fingerprint(K.risk)
 
 
-def require_present(risk: EmpiricalRisk, parameters: Fingerprint, what: str) -> None:
+def require_present(risk: EmpiricalRisk, parameters: Fingerprint, title: str) -> None:
     """Refuse a network that was trained further. Cost: one pass over the memory of the
     parameters.
     """
-    if changed := changed_parameters(parameters, fingerprint(risk), 1e-12):
+    changed = changed_parameters(parameters, fingerprint(risk), 1e-12)
+    if changed:
         raise ValueError(
-            f"The parameters {changed[:3]} have changed since {what} was computed; compute it anew."
+            f"The parameters {changed[:3]} have changed since {title} was computed; compute it "
+            "anew."
         )
 
 
-def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
+def require_own_values(K: LinearOperator, model: nn.Module, title: str) -> None:
     """Refuse a curvature of a network at other values of the parameters than it has now."""
     risk = risk_of(K)
     if risk is None or risk.model is not model:
         return
-    require_present(risk, parameters_of(K), what)
-    if other := [key for key, p in risk.own_params.items() if not equal(risk.params[key], p)]:
+    require_present(risk, parameters_of(K), title)
+    differing = [key for key, p in risk.own_params.items() if not equal(risk.params[key], p)]
+    if differing:
         raise ValueError(
-            f"{what} was computed at other values of {other[:3]} than the network's own; load them "
-            "first."
+            f"{title} was computed at other values of {differing[:3]} than the network's own; load "
+            "them first."
         )

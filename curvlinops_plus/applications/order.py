@@ -47,36 +47,33 @@ def require_order(risk: EmpiricalRisk) -> None:
 
 
 def _disorder(data: Any) -> str:
-    """What reads the data in an order that nobody knows, "" if nothing does."""
+    """The reason why the data's order is unknown; "" if it is known."""
     for loader in _loaders(data):
-        if (
-            not isinstance(loader.dataset, IterableDataset)
-            and (sampler := _unordered_sampler(loader)) is not None
-        ):
+        if isinstance(loader.dataset, IterableDataset):
+            continue
+        sampler = _unordered_sampler(loader)
+        if sampler is not None:
             shuffles = " (shuffle=True)" if type(sampler) is RandomSampler else ""
             return (
                 f"the {type(loader).__name__} has the order of a {type(sampler).__name__}{shuffles}"
             )
-    if getattr(type(data), "__iter__", None) is DataLoader.__iter__ and not isinstance(
-        data.dataset, IterableDataset
-    ):
+    plain_loader = getattr(type(data), "__iter__", None) is DataLoader.__iter__
+    if plain_loader and not isinstance(data.dataset, IterableDataset):
         return ""  # its sampler is all that matters
-    first, second = _first_batch(data), _first_batch(data)  # random states go on between them
-    same = len(first) == len(second) and all(map(_equal, first, second))
-    return (
-        "" if same else f"this {type(data).__name__} begins with another batch each time it is read"
-    )
+    before = _first_batch(data)
+    again = _first_batch(data)  # random states go on between the two
+    if len(before) == len(again) and all(map(_equal, before, again)):
+        return ""
+    return f"this {type(data).__name__} begins with another batch each time it is read"
 
 
 def _loaders(data: Any, depth: int = 3) -> list[DataLoader[Any]]:
     """The data if it is a DataLoader, else those that it wraps."""
     if isinstance(data, DataLoader):
         return [data]
-    wrapped = (
-        [part for part in getattr(data, "__dict__", {}).values() if hasattr(part, "__iter__")]
-        if depth
-        else []
-    )
+    if not depth:
+        return []
+    wrapped = [part for part in getattr(data, "__dict__", {}).values() if hasattr(part, "__iter__")]
     return [loader for part in wrapped for loader in _loaders(part, depth - 1)]
 
 
@@ -91,18 +88,19 @@ def _unordered_sampler(loader: DataLoader[Any]) -> Any:
         return None
     if isinstance(sampler, (RandomSampler, Iterator)):
         return sampler
-    indices = (
-        index for item in sampler for index in (item if isinstance(item, (list, tuple)) else [item])
-    )
-    in_order = all(
-        isinstance(index, (int, np.integer)) and index == n for n, index in enumerate(indices)
-    )
-    return None if in_order else sampler
+    expected = 0
+    for item in sampler:
+        for index in item if isinstance(item, (list, tuple)) else [item]:
+            if not isinstance(index, (int, np.integer)) or index != expected:
+                return sampler
+            expected += 1
+    return None
 
 
 def _first_batch(data: Any) -> list[Tensor]:
-    item = next(iter(data), ())
-    parts = item if isinstance(item, (tuple, list)) else [item]
+    """All tensors of the first batch."""
+    batch = next(iter(data), ())
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
     return [t for part in parts for t in tensors_of(part)]
 
 

@@ -72,37 +72,35 @@ class QuadraticPenalty:
         if isinstance(K, RiskOperator) and any(
             K.risk.params[key] is p for key, p in K.risk.own_params.items()
         ):
-            words = (
-                f"{K.label} is computed in each product from the parameters that the network has "
-                "then"
-            )
             raise TypeError(
-                f"{words}. Take one that stays: curvature(risk, ...) or A.materialize()."
+                f"{K.label} is computed in each product from the parameters that the network has "
+                "then. Take one that stays: curvature(risk, ...) or A.materialize()."
             )
         if risk is None and params is None:
-            words = (
+            raise ValueError(
                 f"{K.label} doesn't tell the network it was computed from; say which parameters "
-                "the penalty is of"
+                "the penalty is of: params=dict(model.named_parameters())."
             )
-            raise ValueError(f"{words}: params=dict(model.named_parameters()).")
-        self.K, self.strength, self._risk = K, strength, risk if params is None else None
+        self.K = K
+        self.strength = strength
+        self._risk = risk if params is None else None
         #: The parameters, in the order of `K`.
-        self.params: dict[str, Tensor] = (
-            dict(params or {}) if self._risk is None else self._risk.own_params
-        )
+        self.params: dict[str, Tensor] = dict(params or {})
+        if self._risk is not None:
+            self.params = self._risk.own_params
         if at is None:
             if risk is not None:
                 require_present(risk, parameters_of(K), K.label)
             at = self._vector().detach() if self._risk is None else self._risk.vector()
-        point, _ = K.in_space.read(at, K.dtype, K.device)
+        vector, _ = K.in_space.read(at, K.dtype, K.device)
         #: `θ₀` as one vector.
-        self.at = point.squeeze(1).detach().clone()
-
-    def _vector(self) -> Tensor:
-        return torch.cat([p.to(self.K.dtype).flatten() for p in self.params.values()])
+        self.at = vector.squeeze(1).detach().clone()
 
     def __call__(self) -> Tensor:
         """The value, 0-d, differentiable in the parameters."""
         if self._risk is not None:
             self._risk.require_in_place()
         return 0.5 * self.strength * self.K.quadratic_form(self._vector() - self.at)
+
+    def _vector(self) -> Tensor:
+        return torch.cat([p.to(self.K.dtype).flatten() for p in self.params.values()])

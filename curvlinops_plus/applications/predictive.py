@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.attribution import sent_back, with_zeros
+from curvlinops_plus.applications.attribution import fill_unused, send_back
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
@@ -34,7 +34,7 @@ from curvlinops_plus.risk.losses import Losses, LossWeights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
 
-#: What has a predictive distribution here, and by which links from outputs to class probabilities.
+#: Likelihoods with a predictive distribution, and their links from outputs to class probabilities.
 LINKS: dict[type[Likelihood], tuple[str, ...]] = {
     CrossEntropy: ("probit", "mc", "bridge"),
     NLL: ("probit", "mc", "bridge"),
@@ -95,24 +95,27 @@ def predictive(
         assert noise is not None
         return Normal(mean, spread + noise.to(mean) ** 2)
     if isinstance(likelihood, GaussianNLL):
-        (m, s), v = mean.chunk(2, -1), spread.chunk(2, -1)[0]
-        return Normal(m, v + s.clamp(min=likelihood.loss.eps))
+        # The outputs are means and variances of observations.
+        center, noise_variance = mean.chunk(2, -1)
+        center_variance, _ = spread.chunk(2, -1)
+        return Normal(center, center_variance + noise_variance.clamp(min=likelihood.loss.eps))
     if link == "bridge":
         return (_bridge(mean, spread),)
-    normalise = (
-        partial(torch.softmax, dim=-1) if isinstance(likelihood, CrossEntropy) else torch.sigmoid
-    )
+    if isinstance(likelihood, CrossEntropy):
+        probabilities = partial(torch.softmax, dim=-1)
+    else:
+        probabilities = torch.sigmoid
     if link == "probit":
-        return (normalise(mean / (1 + math.pi / 8 * spread).sqrt()),)
-    draws = standard_normal(samples, mean.numel(), generator, mean).view(
-        *mean.shape, samples
-    )  # example by example
+        return (probabilities(mean / (1 + math.pi / 8 * spread).sqrt()),)
+    # One row of draws for each number of the outputs, example by example: [N, R, C, samples].
+    draws = standard_normal(samples, mean.numel(), generator, mean).view(*mean.shape, samples)
     if spread.ndim == mean.ndim:
         deviations = spread.sqrt()[..., None] * draws
     else:
-        values, Q = eigh(spread)
-        deviations = Q @ (values.clamp(min=0).sqrt()[..., None] * draws)
-    return (normalise((mean[..., None] + deviations).mT).mean(-2),)
+        # S^½ z = Q √Λ z
+        eigenvalues, Q = eigh(spread)
+        deviations = Q @ (eigenvalues.clamp(min=0).sqrt()[..., None] * draws)
+    return (probabilities((mean[..., None] + deviations).mT).mean(-2),)
 
 
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -124,12 +127,14 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     Source: Hobbhahn, Kristiadi & Hennig 2022, "Fast predictive uncertainty for classification with
     Bayesian deep networks".
     """
-    K, rows = mean.shape[-1], covariance.sum(-1)
-    total = rows.sum(-1, keepdim=True).clamp(min=torch.finfo(mean.dtype).tiny)
-    mean = mean - rows * mean.sum(-1, keepdim=True) / total
-    variances = (covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total).clamp(
-        min=torch.finfo(mean.dtype).tiny
-    )
+    K = mean.shape[-1]
+    tiny = torch.finfo(mean.dtype).tiny
+    # m - S1 1ᵀm / 1ᵀS1 and the diagonal of S - S1 (S1)ᵀ / 1ᵀS1
+    row_sums = covariance.sum(-1)
+    total = row_sums.sum(-1, keepdim=True).clamp(min=tiny)
+    mean = mean - row_sums * mean.sum(-1, keepdim=True) / total
+    variances = covariance.diagonal(dim1=-2, dim2=-1) - row_sums.square() / total
+    variances = variances.clamp(min=tiny)
     # α_k = (1 - 2/K + exp(m_k) / K² Σ_l exp(-m_l)) / S_kk, in logarithms.
     alpha = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(K)
     if K > 2:
@@ -147,8 +152,8 @@ def output_covariance(
     max_bytes: int,
     then: Callable[[Tensor, Tensor, torch.Size, int | None], tuple[Tensor, ...]],
 ) -> list[Tensor]:
-    """What is made of the outputs for inputs `X`, and of their variances, or (`full`) covariances
-    within loss terms.
+    """`then` of the outputs for inputs `X` and their variances, or (`full`) covariances within loss
+    terms, chunk by chunk; its tensors are joined.
 
     Args:
         K: The curvature, which knows model and parameters.
@@ -167,100 +172,100 @@ def output_covariance(
     X = mapped(on_device, X, risk.device)
     # The model is called as `model(**X)` where the data's batches are mappings.
     unpack = isinstance(X, Mapping) and isinstance(next(iter(K.risk.data), None), Mapping)
-    X = {key: x for key, x in X.items() if key != "labels"} if unpack else X
+    if unpack:
+        X = {key: x for key, x in X.items() if key != "labels"}
     N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
     if not N:
         raise ValueError("There are no inputs to predict for.")
-    by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
-    layers = [entry.layer for entry in K.plan] if by_layer else layers_of(risk)
-    take = partial(_projected, root, {}) if by_layer else LayerBatch.param_grads
-    weights, results = LossWeights(risk), []
+    projections = _Projections(K, root, picked, risk)
+    results = []
+    start = 0
+    # The first example tells how much memory one takes; other inputs can't be cut.
+    step = 1 if isinstance(X, (Tensor, Mapping)) else N
     with preserve_state(risk.model, risk.data):
-        start, step = (
-            0,
-            1 if isinstance(X, (Tensor, Mapping)) else N,
-        )  # the first example tells what one takes
         while start < N:
             stop = min(start + step, N)
-            batch = Batch(
-                _examples(X, N, start, stop),
-                risk.losses.joined([None]),
-                stop - start,
-                unpack,
-                start,
-            )
+            inputs = _slice_examples(X, N, start, stop)
+            batch = Batch(inputs, risk.losses.joined([None]), stop - start, unpack, start)
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
-            F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
-            phis, _ = sent_back(
-                risk, _Units(), weights, batch, layers, take
-            )  # [R·C, N, k] of each block
-            if not by_layer:
-                J = risk.space.flatten_rows(with_zeros(phis, risk, F[0].numel(), len(F)))
-                phis = {"": _transposed_times(root, J if picked is None else J[..., picked])}
-            phis = [phi.view(*F.shape[1:], len(F), -1).permute(2, 0, 1, 3) for phi in phis.values()]
-            spread = sum(
-                (phi @ phi.mT if full else phi.square().sum(-1) for phi in phis),
-                start=torch.zeros(()).to(F),
-            )
+            F, _ = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)  # [N, R, C]
+            phis = projections.of(batch, F)
+            # Cov(f_c, f_d) = J_cᵀ Σ J_d = Σ_blocks φ_c · φ_d
+            spread = torch.zeros(()).to(F)
+            for phi in phis:
+                spread = spread + (phi @ phi.mT if full else phi.square().sum(-1))
             results.append(then(F, spread, f.shape, axis))
-            start, step = stop, max(1, max_bytes // (2 * sum(phi[0].nbytes for phi in phis) + 1))
+            start = stop
+            step = max(1, max_bytes // (2 * sum(phi[0].nbytes for phi in phis) + 1))
     return [torch.cat(parts) for parts in zip(*results)]
 
 
-def _projected(
-    root: BlockDiagonal, lengths: dict[Layer, Tensor], seen: LayerBatch
-) -> dict[str, Tensor]:
-    """`φ` of each block of a layer, [V, N, k].
-
-    Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`, `φ` is
-    up to a rotation `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as it
-    has parameters. The second factor is kept in `lengths` for the further vectors.
+class _Projections:
+    """`φ = Lᵀ J` of the examples' outputs: layer by layer, or of whole Jacobians where `root`
+    is not of `K`'s blocks.
     """
-    found = {}
-    for group in seen.layer.groups:
-        own, L = seen.restrict(group), root.blocks[group.name]
-        basis: Any = getattr(L, "basis", None)
-        in_factors = isinstance(L, Diagonal) or isinstance(basis, Kronecker)
-        one_row = own.role is not None and own.weight and not own.sparse and len(own.calls) == 1
-        if in_factors and one_row and own.grads.shape[2:-1] == (1,):
-            values, phi = getattr(L, "vector" if basis is None else "values"), own.grads[:, :, 0]
-            if basis is not None:
-                phi = _transposed_times(basis.G, phi)
-            if seen.first:
-                a: Any = own.inputs[:, 0]  # type: ignore[index]
-                a = a if basis is None else _transposed_times(basis.A, a)
-                lengths[seen.layer] = (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
-            phi = phi * lengths[seen.layer]
+
+    def __init__(
+        self, K: Any, root: BlockDiagonal, picked: Tensor | None, risk: EmpiricalRisk
+    ) -> None:
+        self.root = root
+        self.picked = picked
+        self.risk = risk
+        self.weights = LossWeights(risk)
+        self.by_layer = picked is None and isinstance(K, BlockwiseLinearOperator)
+        self.layers = [entry.layer for entry in K.plan] if self.by_layer else layers_of(risk)
+        #: `√(Λ (Q_Aᵀ a)²)` of layers that read one row of each example.
+        self.lengths: dict[Layer, Tensor] = {}
+
+    def of(self, batch: Batch, F: Tensor) -> list[Tensor]:
+        """`φ` of each block, [N, R, C, k], for outputs `F` [N, R, C]."""
+        N, R, C = F.shape
+        take = self._of_layer if self.by_layer else LayerBatch.param_grads
+        parts, _ = send_back(self.risk, _Units(), self.weights, batch, self.layers, take)
+        if self.by_layer:
+            phis = [*parts.values()]
         else:
-            phi = _transposed_times(L, own.per_example_grads.flatten(2))
-        found[group.name] = phi
-    return found
+            J = self.risk.space.flatten_rows(fill_unused(parts, self.risk, R * C, N))
+            phis = [_transposed_times(self.root, J if self.picked is None else J[..., self.picked])]
+        return [phi.view(R, C, N, -1).permute(2, 0, 1, 3) for phi in phis]
+
+    def _of_layer(self, batch: LayerBatch) -> dict[str, Tensor]:
+        """`φ` of each block of a layer, [V, N, k].
+
+        Where a layer reads one row `a` for each example, and `L = (Q_G ⊗ Q_A) √Λ (Q_G ⊗ Q_A)ᵀ`,
+        `φ` is up to a rotation `(Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs,
+        not as it has parameters. The second factor is kept for the further vectors.
+        """
+        phis = {}
+        for group in batch.layer.groups:
+            part = batch.restrict(group)
+            L: Any = self.root.blocks[group.name]
+            basis = getattr(L, "basis", None)
+            in_factors = isinstance(L, Diagonal) or isinstance(basis, Kronecker)
+            is_plain = part.role is not None and part.weight and not part.sparse
+            one_row = is_plain and len(part.calls) == 1 and part.grads.shape[2:-1] == (1,)
+            if not (in_factors and one_row):
+                phis[group.name] = _transposed_times(L, part.per_example_grads.flatten(2))
+                continue
+            g = part.grads[:, :, 0]
+            if basis is not None:
+                g = _transposed_times(basis.G, g)
+            if batch.first:
+                a: Any = part.inputs[:, 0]  # type: ignore[index]
+                if basis is not None:
+                    a = _transposed_times(basis.A, a)
+                # L is Diagonal(√Λ) itself, or √Λ in the basis.
+                roots = L.vector if isinstance(L, Diagonal) else L.values
+                roots = roots.view(-1, a.shape[1])
+                self.lengths[batch.layer] = (a.square() @ roots.square().T).sqrt()
+            phis[group.name] = g * self.lengths[batch.layer]
+        return phis
 
 
-def _transposed_times(L: LinearOperator, J: Tensor) -> Tensor:  # Lᵀ times each row of J
+def _transposed_times(L: LinearOperator, J: Tensor) -> Tensor:
+    """`Lᵀ` times each row of J."""
     return (L.T @ J.flatten(0, -2).T).T.reshape(J.shape)
-
-
-class _Targetless(Likelihood):
-    """Outputs in the form in which a loss reads them, where there are no targets."""
-
-    def __init__(self, like: Likelihood) -> None:
-        super().__init__(None, "sum")
-        self.class_axis = like.class_axis
-
-    def canonical(
-        self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return super().canonical(f, f, num_examples, class_axis)
-
-    def canonical_target(
-        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
-    ) -> Tensor:
-        return F
-
-    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-        return torch.zeros_like(F[..., 0])
 
 
 class _Units(Vectors):
@@ -279,22 +284,47 @@ class _Units(Vectors):
 
 def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     """The same model, parameters and layers for inputs alone, in this process."""
-    other = copy(risk)
-    (one,) = risk.losses
-    loss = _Targetless(one.likelihood)
-    other.losses = Losses({"dict": {one.key: loss}, "tuple": (loss,)}.get(risk.losses.form, loss))
-    other.checked, other.processes = Checked(), Alone()
-    other.options = replace(risk.options, mask=None, shift_labels=False, progressbar=False)
-    return other
+    (reference,) = risk.losses
+    loss = _Targetless(reference.likelihood.class_axis)
+    losses: Any = loss
+    if risk.losses.form == "dict":
+        losses = {reference.key: loss}
+    elif risk.losses.form == "tuple":
+        losses = (loss,)
+    targetless = copy(risk)
+    targetless.losses = Losses(losses)
+    targetless.checked = Checked()
+    targetless.processes = Alone()
+    targetless.options = replace(risk.options, mask=None, shift_labels=False, progressbar=False)
+    return targetless
 
 
-def _examples(X: Any, N: int, start: int, stop: int) -> Any:
-    """Some of the examples of an input."""
+class _Targetless(Likelihood):
+    """Outputs in the form in which a loss reads them, where there are no targets."""
+
+    def __init__(self, class_axis: int) -> None:
+        super().__init__(None, "sum")
+        self.class_axis = class_axis
+
+    def canonical(
+        self, f: Tensor, y: Any, num_examples: int, class_axis: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super().canonical(f, f, num_examples, class_axis)
+
+    def canonical_target(
+        self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
+    ) -> Tensor:
+        return F
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        return torch.zeros_like(F[..., 0])
+
+
+def _slice_examples(X: Any, N: int, start: int, stop: int) -> Any:
+    """Examples `start` to `stop` of an input; what has no axis of N examples is for all."""
     if isinstance(X, Tensor):
         return X[start:stop]
     if not isinstance(X, Mapping):
         return X
-    return {
-        key: x[start:stop] if isinstance(x, Tensor) and x.ndim and len(x) == N else x
-        for key, x in X.items()
-    }
+    per_example = [key for key, x in X.items() if isinstance(x, Tensor) and x.ndim and len(x) == N]
+    return {key: x[start:stop] if key in per_example else x for key, x in X.items()}

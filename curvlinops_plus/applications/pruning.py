@@ -1,11 +1,10 @@
-"""Setting parameters to zero: optimal brain surgeon, of any matrix with an inverse in closed
-form.
-"""
+"""Pruning: optimal brain surgeon, with any curvature that has an inverse in closed form."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,39 +86,54 @@ def prune(
         >>> masks["weight"].sum(), model.weight.sum().round(decimals=2)
         (tensor(2), tensor(3.))
     """
-    places = _places(model, K)
-    chosen = set(places if candidates is None else candidates)
-    _check(places, chosen, sparsity, rounds)
+    holders = _holders(model, K)
+    chosen = set(holders if candidates is None else candidates)
+    _require_prunable(holders, chosen, sparsity, rounds)
     space = K.in_space
-    theta = space.flatten({key: model.get_parameter(key) for key in places}).to(K.dtype)
-    may_go = space.flatten(
+    theta = space.flatten({key: model.get_parameter(key) for key in holders}).to(K.dtype)
+    prunable = space.flatten(
         {key: torch.full(shape, float(key in chosen)) for key, shape in space.shapes.items()}
     )
-    may_go = may_go.to(theta.device).bool()
+    prunable = prunable.to(theta.device).bool()
     H = K.shift(damping)
-    Hx = H @ theta
-    left = torch.arange(len(theta), device=theta.device)
-    number = int(may_go.sum())
-    for step in range(rounds if number else 0):
-        inverse = (H if step == 0 else H[left, left]).inverse()
-        saliency = (inverse @ Hx[left]).square() / inverse.diagonal()
-        saliency[~may_go[left]] = torch.inf
-        kept = round(number * (1 - sparsity) ** ((step + 1) / rounds)) + len(theta) - number
-        left = left[saliency.topk(kept).indices].sort().values
-        if not kept:
-            break
-    found = torch.zeros_like(theta)
-    if len(left):
-        found[left] = H[left, left].inverse() @ Hx[left]
-    mask = torch.zeros_like(may_go).index_fill_(0, left, True)
-    masks = {key: m.clone() for key, m in space.unflatten(mask).items() if key in chosen}
-    for key, value in space.unflatten(found).items():
+    H_theta = H @ theta
+    remaining = _remaining(H, H_theta, prunable, sparsity, rounds)
+    # The minimum over the remaining parameters F: θ_F = H_FF⁻¹ (H θ₀)_F.
+    minimum = torch.zeros_like(theta)
+    if len(remaining):
+        minimum[remaining] = H[remaining, remaining].inverse() @ H_theta[remaining]
+    mask = torch.zeros_like(prunable).index_fill_(0, remaining, True)
+    masks = {key: part.clone() for key, part in space.unflatten(mask).items() if key in chosen}
+    for key, value in space.unflatten(minimum).items():
         model.get_parameter(key).copy_(value)
-        for module, name in places[key] if key in chosen else ():
-            torch_prune.custom_from_mask(module, name, masks[key])
+    for key, parameter_mask in masks.items():
+        for holder in holders[key]:
+            torch_prune.custom_from_mask(holder.module, holder.name, parameter_mask)
     if masks and _apply_masks not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_apply_masks, prepend=True)
     return masks
+
+
+def _remaining(
+    H: LinearOperator, H_theta: Tensor, prunable: Tensor, sparsity: float, rounds: int
+) -> Tensor:
+    """Positions of the parameters that are left after all rounds, in order."""
+    remaining = torch.arange(len(prunable), device=prunable.device)
+    num_prunable = int(prunable.sum())
+    num_fixed = len(prunable) - num_prunable
+    if not num_prunable:
+        return remaining
+    inverse = H.inverse()
+    for step in range(1, rounds + 1):
+        # Saliency of parameter i at the minimum: θ_i² / [H_FF⁻¹]_ii with θ_F = H_FF⁻¹ (H θ₀)_F.
+        saliency = (inverse @ H_theta[remaining]).square() / inverse.diagonal()
+        saliency[~prunable[remaining]] = torch.inf
+        size = num_fixed + round(num_prunable * (1 - sparsity) ** (step / rounds))
+        remaining = remaining[saliency.topk(size).indices].sort().values
+        if not size or step == rounds:
+            break
+        inverse = H[remaining, remaining].inverse()
+    return remaining
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:
@@ -132,44 +146,53 @@ def _apply_masks(model: nn.Module, inputs: Any) -> None:
                 hook(module, inputs)
 
 
-def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For each parameter that `K` knows the modules that hold it, and its names there."""
+class _Holder(NamedTuple):
+    """A module that has a parameter, and the parameter's name there."""
+
+    module: nn.Module
+    name: str
+
+
+def _holders(model: nn.Module, K: LinearOperator) -> dict[str, list[_Holder]]:
+    """All holders of each parameter that `K` knows: several if it is shared."""
     require_own_values(K, model, "K")
-    own = dict(model.named_parameters(remove_duplicate=False))
-    wrong = [
-        key for key, shape in K.in_space.shapes.items() if key not in own or own[key].shape != shape
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    foreign = [
+        key
+        for key, shape in K.in_space.shapes.items()
+        if key not in parameters or parameters[key].shape != shape
     ]
-    if wrong:
+    if foreign:
         raise ValueError(
-            f"The model has no parameters {wrong[:3]} of the shapes that K has; it has "
-            f"{[*own][:5]}."
+            f"The model has no parameters {foreign[:3]} of the shapes that K has; it has "
+            f"{[*parameters][:5]}."
         )
-    holders = [
-        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
-    ]
-    return {key: [(m, name) for m, name, p in holders if p is own[key]] for key in K.in_space.names}
+    holders_of = defaultdict[int, list[_Holder]](list)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            holders_of[id(p)].append(_Holder(module, name))
+    return {key: holders_of[id(parameters[key])] for key in K.in_space.names}
 
 
-def _check(
-    places: dict[str, list[tuple[nn.Module, str]]], chosen: set[str], sparsity: float, rounds: int
+def _require_prunable(
+    holders: dict[str, list[_Holder]], chosen: set[str], sparsity: float, rounds: int
 ) -> None:
+    """Refuse unknown candidates, and those that are pruned or parametrized already."""
     if not 0 <= sparsity < 1 or rounds < 1:
         raise ValueError(
             f"sparsity={sparsity}, rounds={rounds}; expected a fraction in [0, 1) and at least one "
             "round."
         )
-    if unknown := chosen - places.keys():
+    unknown = chosen - holders.keys()
+    if unknown:
         raise ValueError(
-            f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}."
+            f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*holders]}."
         )
-    for key, module in [
-        (name, module) for name in places if name in chosen for module, _ in places[name]
-    ]:
-        if torch_prune.is_pruned(module) or isinstance(module, ParametrizationList):
-            words = (
-                f"{key!r} is pruned already, or a weight is computed from it. Leave it out of "
-                "`candidates`, or make"
-            )
+    for key in holders:
+        modules = [holder.module for holder in holders[key] if key in chosen]
+        if any(torch_prune.is_pruned(m) or isinstance(m, ParametrizationList) for m in modules):
             raise UnsupportedError(
-                f"{words} it plain: torch.nn.utils.prune.remove, remove_parametrizations."
+                f"{key!r} is pruned already, or a weight is computed from it. Leave it out of "
+                "`candidates`, or make it plain: torch.nn.utils.prune.remove, "
+                "remove_parametrizations."
             )

@@ -46,8 +46,16 @@ def build_risk(
 ) -> EmpiricalRisk:
     """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`."""
     model = model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params)
-    given = {"progressbar": progressbar, "num_data": num_data, "batch_size_fn": batch_size_fn}
-    return EmpiricalRisk(model, loss_func, data, params, **given, **risk_options)
+    return EmpiricalRisk(
+        model,
+        loss_func,
+        data,
+        params,
+        progressbar=progressbar,
+        num_data=num_data,
+        batch_size_fn=batch_size_fn,
+        **risk_options,
+    )
 
 
 class FunctionModule(nn.Module):
@@ -77,15 +85,14 @@ class FunctionModule(nn.Module):
                 "A model that is a function needs `params` as a dict; it is called as "
                 "model_func(params, X)."
             )
-        self.function, self.keys = function, list(params)
+        self.function = function
+        self.keys = list(params)
         for index, p in enumerate(params.values()):
-            own = (
-                p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
-            )
-            self.register_parameter(f"p{index}", own)
+            if not isinstance(p, nn.Parameter):
+                p = nn.Parameter(p.detach(), requires_grad=False)
+            self.register_parameter(f"p{index}", p)
 
     def forward(self, X: Any) -> Any:
-        """The function's result with the module's parameters."""
-        return self.function(
-            {key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X
-        )
+        """The function's value at the module's parameters."""
+        params = {key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}
+        return self.function(params, X)

@@ -29,7 +29,7 @@ from curvlinops_plus.linalg import (
     LinearOperator,
     Structure,
 )
-from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
 from curvlinops_plus.risk.parameters import fingerprint
 
 if TYPE_CHECKING:
@@ -122,30 +122,36 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         offload: str | torch.device | None = None,
         **risk_options: Any,
     ) -> None:
-        fisher_type, expand = FisherType(fisher_type), KFACType(kfac_approx) is KFACType.EXPAND
+        fisher_type = FisherType(fisher_type)
+        expand = KFACType(kfac_approx) is KFACType.EXPAND
         if fisher_type is not FisherType.MC and mc_samples != 1:
             raise ValueError(
                 f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing."
             )
-        vectors: Vectors = Empirical() if fisher_type is FisherType.EMPIRICAL else ForwardOnly()
-        if fisher_type is FisherType.MC:
-            vectors = MonteCarlo(mc_samples, seed)
-        elif fisher_type is FisherType.TYPE2:
+        vectors: Vectors
+        if fisher_type is FisherType.TYPE2:
             # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for
             # each saves R times the passes. Per-example gradients need every term by itself.
             vectors = Exact(signs=self._APPROXIMATION is KFAC and expand, seed=seed)
-        risk_options["num_per_example_loss_terms"] = num_per_example_loss_terms
+        elif fisher_type is FisherType.MC:
+            vectors = MonteCarlo(mc_samples, seed)
+        elif fisher_type is FisherType.EMPIRICAL:
+            vectors = Empirical()
+        else:
+            vectors = ForwardOnly()
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            **risk_options,
+        )
         super().__init__(
-            build_risk(
-                model_func,
-                loss_func,
-                params,
-                data,
-                progressbar,
-                num_data,
-                batch_size_fn,
-                **risk_options,
-            ),
+            risk,
             self._APPROXIMATION if expand else self._APPROXIMATION.using(kfac_approx="reduce"),
             vectors=vectors,
             separate_weight_and_bias=separate_weight_and_bias,
@@ -167,28 +173,35 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         """Layer name to one kind of factor: the tensors of the blocks, which may be written to in
         place.
         """
-        found: dict[str, Tensor] = {}
-        for entry in self.plan:
-            layer, blocks = entry.layer, self.operator.blocks
-            own = issubclass(entry.approximation.kind, self._APPROXIMATION)
-            for group in (
-                sorted(layer.groups, key=lambda group: layer.weight in group.keys) if own else ()
-            ):
-                block = blocks.get(group.name)  # others may be kept by other processes
-                if isinstance(block, Eigendecomposed) == eigenvectors:
-                    basis = block.basis if isinstance(block, Eigendecomposed) else block
-                    factor = (
-                        getattr(basis, side, None)
-                        if isinstance(basis, Kronecker) or side == "A"
-                        else basis
-                    )
-                    if isinstance(factor, Dense):
-                        found[layer.name] = factor.matrix
-                    elif (
-                        isinstance(factor, Diagonal) and not eigenvectors
-                    ):  # whose eigenvectors are the identity's
-                        found[layer.name] = factor.vector
-        return MappingProxyType(found)
+        factors: dict[str, Tensor] = {}
+        for layer in self._layers():
+            # The weight's block comes last, so that it has the layer's name; those that other
+            # processes keep are not there.
+            groups = sorted(layer.groups, key=lambda group: layer.weight in group.keys)
+            for group in groups:
+                block: Any = self.operator.blocks.get(group.name)
+                is_decomposed = isinstance(block, Eigendecomposed)
+                if is_decomposed != eigenvectors:
+                    continue
+                factor = block.basis if is_decomposed else block
+                if isinstance(factor, Kronecker):
+                    factor = factor.A if side == "A" else factor.G
+                elif side == "A":  # a bias has no input factor
+                    continue
+                if isinstance(factor, Dense):
+                    factors[layer.name] = factor.matrix
+                elif isinstance(factor, Diagonal) and not eigenvectors:
+                    # Its eigenvectors would be the identity's.
+                    factors[layer.name] = factor.vector
+        return MappingProxyType(factors)
+
+    def _layers(self) -> list[Layer]:
+        """The layers that have Kronecker factors."""
+        return [
+            entry.layer
+            for entry in self.plan
+            if issubclass(entry.approximation.kind, self._APPROXIMATION)
+        ]
 
     @property
     def input_covariances(self) -> Mapping[str, Any]:
@@ -265,7 +278,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         >>> model = nn.Linear(3, 2)
         >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
         >>> K = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
-        >>> {position: tuple(values.shape) for position, values in K.corrected_eigenvalues[""].items()}
+        >>> {position: tuple(e.shape) for position, e in K.corrected_eigenvalues[""].items()}
         {0: (2, 3), 1: (2,)}
     """
 
@@ -294,26 +307,27 @@ class EKFACLinearOperator(KFACLinearOperator):
         self._compute(fingerprint(self.risk), self._begun or self._in_current_basis())
 
     def _in_current_basis(self) -> Sweeps:
-        """Sweeps of which only that is left which corrects the eigenvalues of the present basis."""
+        """The second sweep alone, which corrects the eigenvalues of the present basis."""
         if self.owned or self.max_bytes is not None:
             raise UnsupportedError(
                 "The eigenvectors of all layers are needed at once, which owned=True and "
                 "max_bytes= keep apart. Use compute(), which computes everything anew."
             )
-        sweeps, blocks = Sweeps(self), self.operator.blocks
-        QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
+        sweeps = Sweeps(self)
+        accumulators = sweeps.groups[0]
+        Q_A = self.input_covariances_eigenvectors
+        Q_G = self.gradient_covariances_eigenvectors
         for entry in self.plan:
             layer = entry.layer
             if issubclass(entry.approximation.kind, EKFAC):
-                correction = Correction(
-                    layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name)
-                )
-                sweeps.groups[0][layer] = {layer.name: correction}
+                name = layer.name
+                correction = Correction(layer, self.risk.scale, Q_G.get(name), Q_A.get(name))
+                accumulators[layer] = {name: correction}
             else:
-                del sweeps.groups[0][layer]
-                sweeps.blocks |= {
-                    group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups
-                }
+                del accumulators[layer]
+                for group in layer.groups:
+                    block = self.operator.blocks[group.name]
+                    sweeps.blocks[group.name] = block._scale(1 / self.scale)
         return sweeps
 
     @property
@@ -331,19 +345,24 @@ class EKFACLinearOperator(KFACLinearOperator):
         """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in
         `params`: tensor}.
         """
-        found: dict[str, Any] = {}
-        for layer in [e.layer for e in self.plan if issubclass(e.approximation.kind, EKFAC)]:
-            values: dict[int, Tensor] = {}
+        eigenvalues: dict[str, Any] = {}
+        for layer in self._layers():
+            by_position: dict[int, Tensor] = {}
             for group in layer.groups:
                 block: Any = self.operator.blocks.get(group.name)
-                if block is not None:
-                    *rows, columns = group.layout.matrix_shape
-                    shape = (*rows, columns) if layer.weight in group.keys else rows
-                    values[self.in_space.names.index(group.keys[0])] = block.values.view(*shape)
-            joint = len(layer.groups) == 1 and len(layer.params) > 1
-            if values:
-                found[layer.name] = next(iter(values.values())) if joint else values
-        return MappingProxyType(found)
+                if block is None:  # another process keeps it
+                    continue
+                shape = group.layout.matrix_shape
+                if layer.weight not in group.keys:  # a bias has rows alone
+                    shape = shape[:-1]
+                position = self.in_space.names.index(group.keys[0])
+                by_position[position] = block.values.view(*shape)
+            joined = len(layer.groups) == 1 and len(layer.params) > 1
+            if by_position:
+                eigenvalues[layer.name] = (
+                    next(iter(by_position.values())) if joined else by_position
+                )
+        return MappingProxyType(eigenvalues)
 
 
 class KFOCLinearOperator(KFACLinearOperator):
@@ -399,7 +418,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         mc_samples: int = 1,
         **options: Any,
     ) -> None:
-        first = (
+        super().__init__(
             model_func,
             loss_func,
             params,
@@ -409,9 +428,12 @@ class KFOCLinearOperator(KFACLinearOperator):
             seed,
             fisher_type,
             mc_samples,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            separate_weight_and_bias=separate_weight_and_bias,
+            num_data=num_data,
+            batch_size_fn=batch_size_fn,
+            **options,
         )
-        last = (num_per_example_loss_terms, separate_weight_and_bias, num_data, batch_size_fn)
-        super().__init__(*first, KFACType.EXPAND, *last, **options)
 
 
 class KFACInverseLinearOperator(Deferred):
@@ -472,29 +494,29 @@ class KFACInverseLinearOperator(Deferred):
                 "exact damping require a single damping value."
             )
         super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
-        self._A, self._options = (
-            A,
-            {
-                "damping": damping,
-                "use_heuristic_damping": use_heuristic_damping,
-                "min_damping": min_damping,
-                "use_exact_damping": use_exact_damping,
-                "cache": cache,
-                "retry_double_precision": retry_double_precision,
-            },
-        )
+        self._A = A
+        self._options = {
+            "damping": damping,
+            "use_heuristic_damping": use_heuristic_damping,
+            "min_damping": min_damping,
+            "use_exact_damping": use_exact_damping,
+            "cache": cache,
+            "retry_double_precision": retry_double_precision,
+        }
 
     @cached_property
     def operator(self) -> LinearOperator:  # type: ignore[override]
         """The inverse blocks as a plain operator, computed at first use."""
-        damping, heuristic, smallest, exact, _, again = self._options.values()
-        by_factor = not (exact or heuristic or isinstance(damping, tuple))
+        damping: Any = self._options["damping"]
+        exact = self._options["use_exact_damping"]
+        heuristic = self._options["use_heuristic_damping"]
+        if not (exact or heuristic or isinstance(damping, tuple)):
+            damping = (damping, damping)  # added to each factor
         options = {
-            "use_heuristic_damping": heuristic,
-            "min_damping": smallest,
-            "retry_double_precision": again,
+            name: self._options[name]
+            for name in ("use_heuristic_damping", "min_damping", "retry_double_precision")
         }
-        return self._A.inverse((damping, damping) if by_factor else damping, **options)
+        return self._A.inverse(damping, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Options, and the state of the operator that is inverted. The inverse blocks follow from
@@ -581,17 +603,18 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
+        risk = build_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            num_data,
+            batch_size_fn,
+            **risk_options,
+        )
         super().__init__(
-            build_risk(
-                model_func,
-                loss_func,
-                params,
-                data,
-                progressbar,
-                num_data,
-                batch_size_fn,
-                **risk_options,
-            ),
+            risk,
             DiagonalBlock,
             vectors=MonteCarlo(mc_samples, seed) if mc_samples else Exact(),
             check_deterministic=check_deterministic,

@@ -231,7 +231,8 @@ class JacobianLinearOperator(Jacobian):
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Linear(2, 1)
-        >>> data = [(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 1)), (torch.ones(1, 2), torch.zeros(1, 1))]
+        >>> inputs = [torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)]
+        >>> data = [(x, torch.zeros(1, 1)) for x in inputs]
         >>> J = JacobianLinearOperator(model, list(model.parameters()), data)
         >>> J.to_dense(), J.out_shapes
         (tensor([[3., 4., 1.],
@@ -266,7 +267,8 @@ class TransposedJacobianLinearOperator(Adjoint):
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Linear(2, 1)
-        >>> data = [(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 1)), (torch.ones(1, 2), torch.zeros(1, 1))]
+        >>> inputs = [torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)]
+        >>> data = [(x, torch.zeros(1, 1)) for x in inputs]
         >>> Jt = TransposedJacobianLinearOperator(model, list(model.parameters()), data)
         >>> Jt @ [torch.tensor([[1.0], [-1.0]])]
         [tensor([[2., 3.]]), tensor([0.])]

@@ -40,33 +40,34 @@ class _Backend:
     _risk: EmpiricalRisk | None = None
 
     def _risk_of(self: Any, x: Any, y: Tensor) -> EmpiricalRisk:
-        known = self._risk
-        if known is None or any(
-            a is not b for a, b in zip(known.params.values(), self.params, strict=True)
-        ):
+        """The risk of a batch; layers are compared with autograd in the first one alone."""
+        if self._risk is None or not self._has_same_params(self._risk):
             size = (lambda X: len(X[self.dict_key_x])) if isinstance(x, Mapping) else None
-            self._risk = known = EmpiricalRisk(
+            self._risk = EmpiricalRisk(
                 self.model, self.lossfunc, [(x, y)], self.params, batch_size_fn=size
             )
-        risk = known.with_data([(x, y)])
-        risk.checked = known.checked  # layers are compared with autograd once
+        risk = self._risk.with_data([(x, y)])
+        risk.checked = self._risk.checked
         return risk
+
+    def _has_same_params(self: Any, risk: EmpiricalRisk) -> bool:
+        return all(a is b for a, b in zip(risk.params.values(), self.params, strict=True))
 
     def full(self: Any, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """Loss and dense matrix."""
         risk = self._risk_of(x, y)
-        G, picked = GGN(risk, self._vectors()).to_dense(), self.subnetwork_indices
-        G = G if picked is None else G[picked][:, picked]
+        G = GGN(risk, self._vectors()).to_dense()
+        if self.subnetwork_indices is not None:
+            G = G[self.subnetwork_indices][:, self.subnetwork_indices]
         return self.factor * risk.loss(), self.factor * G
 
     def diag(self: Any, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """Loss and exact diagonal; no Jacobian is formed."""
         risk = self._risk_of(x, y)
-        D, picked = (
-            curvature(risk, DiagonalBlock, vectors=self._vectors()).diagonal(),
-            self.subnetwork_indices,
-        )
-        return self.factor * risk.loss(), self.factor * (D if picked is None else D[picked])
+        diagonal = curvature(risk, DiagonalBlock, vectors=self._vectors()).diagonal()
+        if self.subnetwork_indices is not None:
+            diagonal = diagonal[self.subnetwork_indices]
+        return self.factor * risk.loss(), self.factor * diagonal
 
     def kron(self: Any, x: Any, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
         """Loss and factors of every parameter: those of a batch of M examples are sums and means
@@ -86,23 +87,27 @@ class _Backend:
         K = curvature(
             risk, KFAC.using(**options), vectors=self._vectors(), separate_weight_and_bias=True
         )
-        factors, positions = [], K.operator.positions()
-        owners = {
+        positions = K.operator.positions()
+        block_names = {
             parameter: block
             for block, layout in K.operator.layouts.items()
             for parameter in layout.names
         }
+        factors = []
         for key, p in risk.params.items():
-            block, at = K.blocks[owners[key]], positions[owners[key]]
+            block = K.blocks[block_names[key]]
+            block_positions = positions[block_names[key]]
             if p.ndim < 2:
-                order = at.argsort()
+                order = block_positions.argsort()
                 factors.append([block.to_dense()[order][:, order]])
-            elif pair := _pair(block, at, p.shape[0]):
-                factors.append([pair[0], (K.examples or N) / N * pair[1]])
-            else:
+                continue
+            pair = _pair(block, block_positions, p.shape[0])
+            if pair is None:
                 raise UnsupportedError(
                     f"{key!r} has no Kronecker factors of its shape; take 'diag' or 'full'."
                 )
+            row_factor, column_factor = pair
+            factors.append([row_factor, (K.examples or N) / N * column_factor])
         return self.factor * risk.loss(), Kron(factors) * self.factor
 
 
@@ -139,26 +144,26 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
         return Empirical()
 
 
-def _pair(block: LinearOperator, at: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
+def _pair(block: LinearOperator, positions: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
     """Factors of the rows and columns of a parameter at these positions of the block, None if it
     has none.
     """
     if not isinstance(block, Kronecker):
         return None
-    G, A = block.G.matrices(), block.A.matrices()
-    # groups, or q, k and v of self-attention, which share A: then it is exact; traces are in any
-    # case
+    G = block.G.matrices()
+    A = block.A.matrices()
     if block.batch:
+        # Groups, or q, k and v of self-attention: Σ_b G_b ⊗ A_b by one product of block_diag(G_b)
+        # and the mean of A. It is exact where they share A; traces are in any case.
         G, A = (M.expand(block.batch[0], -1, -1) for M in (G, A))
-        sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
+        traces = A.diagonal(dim1=-2, dim2=-1).sum(-1)
         A = A.mean(0)
-        G = torch.block_diag(*(G * (sizes / A.trace().clamp(min=1e-30))[:, None, None]))
-    places = (at - at.min()).view(len(G), len(A))
-    natural = torch.arange(at.numel(), device=at.device)
-    for pair, own in (
-        ((G, A), places),
-        ((A, G), places.T),
-    ):  # stored as it is, or transposed as in GPT-2's Conv1D
-        if len(pair[0]) == rows and torch.equal(own.flatten(), natural):
-            return pair
+        G = torch.block_diag(*(G * (traces / A.trace().clamp(min=1e-30))[:, None, None]))
+    matrix = (positions - positions.min()).view(len(G), len(A))
+    natural = torch.arange(positions.numel(), device=positions.device)
+    if len(G) == rows and torch.equal(matrix.flatten(), natural):
+        return G, A
+    # Stored transposed, as in GPT-2's Conv1D.
+    if len(A) == rows and torch.equal(matrix.T.flatten(), natural):
+        return A, G
     return None

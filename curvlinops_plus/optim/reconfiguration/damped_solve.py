@@ -1,10 +1,10 @@
 """`S`, the covariance of log-derivatives, and damped solves with it, in the space of the parameters
 or of the samples.
 
-| mode | what is formed | solvers (the first is the default) | | --- | --- | --- | | "lazy" |
-nothing | "cg" | | "dense" | derivatives `Ō`, and `S` [P, P] | "cholesky", "cg" | | "kernel" |
-derivatives `Ō`, and `Ō Ōᵀ` [n·c, n·c] | "cholesky", "cg" | | "auto" | by sizes: the kernel if P >
-n·c, else dense; lazy if both are large | the default of that mode |
+- "lazy" forms nothing; solver "cg".
+- "dense" forms the derivatives `Ō`, and `S` [P, P]; solvers "cholesky" (default), "cg".
+- "kernel" forms the derivatives `Ō`, and `Ō Ōᵀ` [n·c, n·c]; solvers "cholesky" (default), "cg".
+- "auto" goes by sizes: the kernel if P > n·c, else dense; lazy if both are large.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Ensemble,
     LogAmplitude,
     LogPsi,
-    Params,
+    PsiParams,
     Scores,
     full_precision_no_grad,
 )
@@ -96,7 +96,7 @@ class CenteredFisherLinearOperator(LinearOperator):
     def __init__(
         self,
         log_psi: LogPsi,
-        params: Params,
+        params: PsiParams,
         samples: Any,
         weights: Any = None,
         chunk_size: int | None = None,
@@ -127,13 +127,12 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also a list or dict of complex tensors, without columns."""
-        tensors = (
-            [*X.values()] if isinstance(X, Mapping) else X if isinstance(X, (list, tuple)) else []
-        )
-        if not any(isinstance(t, Tensor) and t.is_complex() for t in tensors):
-            return super().__matmul__(X)
-        psi = self.scores.ensemble.psi
-        return psi.write(super().__matmul__(psi.read(X)), like=X)
+        tensors = X.values() if isinstance(X, Mapping) else X
+        in_container = isinstance(X, (Mapping, list, tuple))
+        if in_container and any(isinstance(t, Tensor) and t.is_complex() for t in tensors):
+            psi = self.scores.ensemble.psi
+            return psi.write(super().__matmul__(psi.read(X)), like=X)
+        return super().__matmul__(X)
 
     def _to_dense(self) -> Tensor:
         with full_precision_no_grad(self.device):
@@ -165,7 +164,8 @@ class SolveReport:
 
     Example:
         >>> SolveReport("dense", "pinv", size=3, residual=1e-16, rank=2, condition=1e3)
-        SolveReport(mode='dense', solver='pinv', size=3, residual=1e-16, rank=2, condition=1000.0, iterations=None)
+        SolveReport(mode='dense', solver='pinv', size=3, residual=1e-16, rank=2, condition=1000.0,
+            iterations=None)
     """
 
     mode: str
@@ -207,67 +207,81 @@ class DampedSystem:
         tol: float | None = None,
         max_iter: int | None = None,
     ) -> None:
-        P, n, c = ensemble.psi.space.dim, ensemble.n, ensemble.components
-        self.shift, self.tol, self.max_iter = (
-            diagonal_shift or damping,
-            tol,
-            10 * P if max_iter is None else max_iter,
-        )
-        if mode == "auto":
-            stored = n * ensemble.rows * P * ensemble.psi.dtype.itemsize
-            large = min(n * c, P) > _LARGEST or stored > _STORED_BYTES
-            mode = "lazy" if large else "kernel" if n * c < P and self.shift > 0 else "dense"
-            mode = "dense" if solver == "cholesky" and mode == "lazy" else mode
-        self.mode: str = mode
-        self.solver = solver or ("cg" if mode == "lazy" else "cholesky")
-        if mode == "kernel" and not self.shift > 0:
+        P = ensemble.psi.space.dim
+        self.shift = diagonal_shift or damping
+        self.tol = tol
+        self.max_iter = 10 * P if max_iter is None else max_iter
+        self.mode: str = self._mode_by_sizes(ensemble, solver) if mode == "auto" else mode
+        self.solver = solver or ("cg" if self.mode == "lazy" else "cholesky")
+        if self.mode == "kernel" and not self.shift > 0:
             raise ValueError(
                 'mode="kernel" needs a positive damping, 1e-3 or the like: this kernel is singular.'
             )
-        rank = (int((ensemble.weights > 0).sum()) - 1) * c
+        # Centring takes one sample's rank away.
+        rank = (int((ensemble.weights > 0).sum()) - 1) * ensemble.components
         if not self.shift > 0 and rank < P:
             raise SingularMatrixError(
-                f"S of {P} real parameters is singular: the centred derivatives of {n} samples "
-                f"have rank {rank} at most. Add a damping (1e-3 is common), or take more samples."
+                f"S of {P} real parameters is singular: the centred derivatives of {ensemble.n} "
+                f"samples have rank {rank} at most. Add a damping (1e-3 is common), or take more "
+                "samples."
             )
         # The kernel of a module's layers needs no derivatives.
-        recorded = mode == "kernel" and ensemble.psi.module is not None and not diagonal_shift
-        scores = Scores(ensemble, stored=mode != "lazy" and not recorded)
-        self.D = torch.ones((), dtype=scores.dtype, device=scores.device)
+        recorded = self.mode == "kernel" and ensemble.psi.module is not None and not diagonal_shift
+        self.scores = Scores(ensemble, stored=self.mode != "lazy" and not recorded)
+        self.D = torch.ones((), dtype=self.scores.dtype, device=self.scores.device)
         if diagonal_shift:
-            squares = scores.variances() + damping / diagonal_shift
-            self.D = torch.where(
-                squares > 0, squares, torch.ones_like(squares)
-            ).sqrt()  # 0: a parameter without effect
-            scores.divide(self.D)
-        self.scores, self.what = scores, "the kernel" if mode == "kernel" else "S"
-        self.matrix: LinearOperator = CenteredFisherLinearOperator.of(scores)
-        if mode == "dense":
-            self.matrix = Dense(scores.covariance(), Structure.PSD)
-        elif mode == "kernel":
-            self.matrix = Dense(scores.kernel(), Structure.PSD)
+            squares = self.scores.variances() + damping / diagonal_shift
+            # A parameter without effect has variance 0 and keeps its unit.
+            self.D = torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()
+            self.scores.divide(self.D)
+        self.matrix: LinearOperator
+        if self.mode == "dense":
+            self.matrix = Dense(self.scores.covariance(), Structure.PSD)
+        elif self.mode == "kernel":
+            self.matrix = Dense(self.scores.kernel(), Structure.PSD)
+        else:
+            self.matrix = CenteredFisherLinearOperator.of(self.scores)
+        self.title = "the kernel" if self.mode == "kernel" else "S"
+
+    def _mode_by_sizes(self, ensemble: Ensemble, solver: Solver | None) -> Mode:
+        """The mode that "auto" stands for."""
+        P = ensemble.psi.space.dim
+        size = ensemble.n * ensemble.components
+        stored_bytes = ensemble.n * ensemble.rows * P * ensemble.psi.dtype.itemsize
+        large = min(size, P) > _LARGEST or stored_bytes > _STORED_BYTES
+        if large:
+            return "dense" if solver == "cholesky" else "lazy"
+        return "kernel" if size < P and self.shift > 0 else "dense"
 
     def direction(
-        self, target: Tensor, momentum: float = 0.0, phi: Tensor | None = None
-    ) -> tuple[Tensor, SolveReport]:  # [n·c], [P] -> [P]
-        """The `δ` of least `|Ō δ - target|² + |δ - μ φ|²_M`, with `M = λI + ε diag(S)`.
+        self, target: Tensor, momentum: float = 0.0, previous: Tensor | None = None
+    ) -> tuple[Tensor, SolveReport]:
+        """The `δ` [P] of least `|Ō δ - target|² + |δ - μ φ|²_M`, with `M = λI + ε diag(S)`, for a
+        target [n·c] and the previous direction `φ` [P].
 
         Without `φ` it is `(S + M)⁻¹ Ōᵀ target`. SPRING: with `δ = d + μ φ` the problem is one
         without it, for `d` and `target - μ Ō φ`.
         """
         start: Tensor | float = 0.0
-        if phi is not None and momentum:
-            start = momentum * phi
+        if previous is not None and momentum:
+            start = momentum * previous
             target = target - self.scores @ (self.D * start)
-        x, report = self._solve(target if self.mode == "kernel" else self.scores.T @ target)
-        return (self.scores.T @ x if self.mode == "kernel" else x) / self.D + start, report
+        if self.mode == "kernel":
+            # Ōᵀ (Ō Ōᵀ + λ)⁻¹ target
+            y, report = self._solve(target)
+            unknowns = self.scores.T @ y
+        else:
+            # (Ōᵀ Ō + λ)⁻¹ Ōᵀ target
+            unknowns, report = self._solve(self.scores.T @ target)
+        return unknowns / self.D + start, report
 
-    def inverse(self, g: Tensor) -> tuple[Tensor, SolveReport]:  # [P] -> [P]
-        """`(S + λI)⁻¹ g`, of a system without a diagonal shift."""
-        x, report = self._solve(self.scores @ g if self.mode == "kernel" else g)
-        if self.mode == "kernel":  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
-            x = (g - self.scores.T @ x) / self.shift
-        return x, report
+    def inverse(self, g: Tensor) -> tuple[Tensor, SolveReport]:
+        """`(S + λI)⁻¹ g` [P], of a system without a diagonal shift."""
+        if self.mode != "kernel":
+            return self._solve(g)
+        # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
+        y, report = self._solve(self.scores @ g)
+        return (g - self.scores.T @ y) / self.shift, report
 
     def square(self, direction: Tensor) -> Tensor:
         """`⟨δ, (S + M) δ⟩`."""
@@ -278,51 +292,55 @@ class DampedSystem:
         """`(matrix + shift)⁻¹ b`."""
         if self.solver == "cg":
             return self._cg(b)
-        M, solver, rank, condition = self.matrix.to_dense(), "cholesky", None, None
+        M = self.matrix.to_dense()
+        solver, rank, condition = "cholesky", None, None
         try:
             if not self.shift > 0:  # only the eigenvalues tell whether the matrix is singular
                 raise SingularMatrixError("no damping")
-            L = damped_cholesky(M, self.shift, retry_double_precision=False, what=self.what)
+            L = damped_cholesky(M, self.shift, retry_double_precision=False, what=self.title)
             x = torch.cholesky_solve(b[:, None], L)[:, 0]
         except SingularMatrixError:
-            solver, (x, rank, condition) = "pinv", smoothed_pseudo_inverse(M, b, self.shift)
-            if not self.shift > 0 and rank < len(M):
-                raise SingularMatrixError(
-                    f"{self.what} is singular: {len(M) - rank} of its {len(M)} eigenvalues count "
-                    "as zero. Add a damping."
-                ) from None
-            if self.shift > 0:
-                words = (
-                    f"{self.what} {list(M.shape)} with damping {self.shift:.1e} is not positive "
-                    "definite in "
-                )
-                words += (
-                    f"{M.dtype}; solved with a pseudo-inverse of rank {rank}. Use float64, or a "
-                    "larger damping."
-                )
-                warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
-        residual, size = (
-            float(torch.linalg.vector_norm(v)) for v in (b - M @ x - self.shift * x, b)
-        )
-        return x, SolveReport(
-            self.mode, solver, len(b), residual / size if size else 0.0, rank, condition
-        )
+            solver = "pinv"
+            x, rank, condition = smoothed_pseudo_inverse(M, b, self.shift)
+            self._report_rank(M, rank)
+        residual = float(torch.linalg.vector_norm(b - M @ x - self.shift * x))
+        size = float(torch.linalg.vector_norm(b))
+        relative = residual / size if size else 0.0
+        return x, SolveReport(self.mode, solver, len(b), relative, rank, condition)
+
+    def _report_rank(self, M: Tensor, rank: int) -> None:
+        """Refuse a singular matrix without damping; warn of an indefinite one with it."""
+        if self.shift > 0:
+            warnings.warn(
+                f"{self.title} {list(M.shape)} with damping {self.shift:.1e} is not positive "
+                f"definite in {M.dtype}; solved with a pseudo-inverse of rank {rank}. Use float64, "
+                "or a larger damping.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        elif rank < len(M):
+            raise SingularMatrixError(
+                f"{self.title} is singular: {len(M) - rank} of its {len(M)} eigenvalues count as "
+                "zero. Add a damping."
+            ) from None
 
     def _cg(self, b: Tensor) -> tuple[Tensor, SolveReport]:
-        tol = (1e-12 if b.dtype == torch.float64 else 1e-5) if self.tol is None else self.tol
+        tol = self.tol
+        if tol is None:
+            tol = 1e-12 if b.dtype == torch.float64 else 1e-5
         with warnings.catch_warnings():
-            if (
-                self.tol is None
-            ):  # then rounding may end it before, and only a large residual is worth a warning
+            # By default rounding may end it before, and only a large residual is worth a warning.
+            if self.tol is None:
                 warnings.simplefilter("ignore", CurvatureWarning)
             x, info = cg(self.matrix.shift(self.shift), b, x0=b, tol=tol, max_iter=self.max_iter)
         residual = float(info.relative_residual[0])
         if self.tol is None and not residual <= torch.finfo(b.dtype).eps ** 0.5:
-            words = (
+            warnings.warn(
                 f"cg in mode {self.mode!r} ended at a relative residual of {residual:.1e}: "
-                f"{info.reason}."
+                f"{info.reason}.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
             )
-            warnings.warn(words, CurvatureWarning, stacklevel=level_of_user())
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
 
@@ -349,10 +367,13 @@ def smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor,
     `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`, with `r` the size times the machine
     precision, the relative accuracy of eigenvalues; as in netket.
     """
-    values, Q = eigh(M)
-    values = values + shift
-    cut = values.shape[0] * torch.finfo(M.dtype).eps * values.abs().amax()
-    kept = values > cut
-    safe = torch.where(kept, values, values.amax())
-    inverse = torch.where(kept, 1 / (safe * (1 + (cut / safe) ** 6)), torch.zeros_like(values))
-    return Q @ (inverse * (Q.T @ b)), int(kept.sum()), float(values.amax() / safe.amin())
+    eigenvalues, Q = eigh(M)
+    eigenvalues = eigenvalues + shift
+    cut = len(eigenvalues) * torch.finfo(M.dtype).eps * eigenvalues.abs().amax()
+    nonzero = eigenvalues > cut
+    # Where an eigenvalue counts as zero any positive number stands in for it.
+    safe = torch.where(nonzero, eigenvalues, eigenvalues.amax())
+    smoothed = 1 / (safe * (1 + (cut / safe) ** 6))
+    inverse = torch.where(nonzero, smoothed, torch.zeros_like(smoothed))
+    condition = float(eigenvalues.amax() / safe.amin())
+    return Q @ (inverse * (Q.T @ b)), int(nonzero.sum()), condition

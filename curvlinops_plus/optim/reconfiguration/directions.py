@@ -34,7 +34,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Ensemble,
     LogAmplitude,
     LogPsi,
-    Params,
+    PsiParams,
     full_precision_no_grad,
     name_samples,
 )
@@ -56,7 +56,7 @@ class Reconfiguration(NamedTuple):
 
 def stochastic_reconfiguration(
     log_psi: LogPsi,
-    params: Params,
+    params: PsiParams,
     samples: Any,
     local_costs: Tensor,
     damping: float = 1e-3,
@@ -128,7 +128,8 @@ def stochastic_reconfiguration(
         and Lin 2024, arXiv 2401.10190 (SPRING).
 
     Example:
-        >>> psi = lambda params, x: -params["a"] * x**2 / 2  # a normal distribution of variance 1/(2a)
+        >>> # |ψ|² is a normal distribution of variance 1/(2a)
+        >>> psi = lambda params, x: -params["a"] * x**2 / 2
         >>> x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])
         >>> direction, report = stochastic_reconfiguration(
         ...     psi, {"a": torch.tensor(1.0)}, x, x**2, damping=0.0
@@ -154,25 +155,28 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
         ValueError: If there is not one number per sample.
         NumericsError: If one is NaN or infinite; names the samples.
     """
-    psi, n = ensemble.psi, ensemble.n
+    psi = ensemble.psi
+    n = ensemble.n
     costs = torch.as_tensor(local_costs).detach().to(psi.device)
     if costs.shape != (n,):
         raise ValueError(
             f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}."
         )
-    if bool((bad := ~torch.isfinite(costs)).any()):
+    invalid = ~torch.isfinite(costs)
+    if bool(invalid.any()):
         raise NumericsError(
-            f"local_costs is NaN or infinite for {name_samples(bad)}. Local energies diverge at "
-            "nodes of ψ and where particles meet without a cusp: leave these samples out, or clip "
-            "the costs (say at five mean deviations from the median) before they come here."
+            f"local_costs is NaN or infinite for {name_samples(invalid)}. Local energies diverge "
+            "at nodes of ψ and where particles meet without a cusp: leave these samples out, or "
+            "clip the costs (say at five mean deviations from the median) before they come here."
         )
     costs = costs.to(torch.promote_types(costs.dtype, psi.dtype))
     # Large energies are centred before they are rounded, and differences before they are averaged.
     differences = costs - costs[0]
     mean = (ensemble.weights.to(costs.dtype) * differences).sum()
-    differences, mean = differences - mean, mean + costs[0]
+    differences = differences - mean
+    mean = mean + costs[0]
     parts = torch.view_as_real(differences) if costs.is_complex() else differences[:, None]
-    if parts.shape[1] < ensemble.components:
+    if parts.shape[1] < ensemble.components:  # real costs of a complex amplitude
         parts = torch.cat((parts, torch.zeros_like(parts)), 1)
     target = parts[:, : ensemble.components] * ensemble.root[:, None]
     return target.to(psi.dtype).flatten(), mean
@@ -204,16 +208,15 @@ class FisherInverse:
         if not bool(torch.isfinite(g).all()):
             raise NumericsError("grad has NaN or infinite entries.")
         with full_precision_no_grad(self.psi.device):
-            system = DampedSystem(
-                Ensemble(self.psi, samples, weights, self.chunk_size), **self.options
-            )
+            ensemble = Ensemble(self.psi, samples, weights, self.chunk_size)
+            system = DampedSystem(ensemble, **self.options)
             direction, self.report = system.inverse(g)
             return self.psi.write(direction, like=grad)
 
 
 def fisher_inverse(
     log_psi: LogPsi,
-    params: Params = None,
+    params: PsiParams = None,
     damping: float = 1e-3,
     max_iter: int | None = None,
     mode: Mode = "lazy",
@@ -310,9 +313,11 @@ class StochasticReconfiguration(TiedOptimizer):
     bit. Schedules are not part of it.
 
     Example:
-        >>> a = torch.tensor(2.0)  # the harmonic oscillator, whose ground state has a = 1 and energy 1/2
+        >>> # the harmonic oscillator, whose ground state has a = 1 and energy 1/2
+        >>> a = torch.tensor(2.0)
         >>> x = torch.linspace(-6, 6, 101)  # enumerated here, drawn from |ψ|² in earnest
-        >>> optimizer = StochasticReconfiguration(lambda params, x: -params[0] * x**2 / 2, [a], lr=0.2)
+        >>> log_psi = lambda params, x: -params[0] * x**2 / 2
+        >>> optimizer = StochasticReconfiguration(log_psi, [a], lr=0.2)
         >>> for _ in range(20):
         ...     energy = optimizer.step(x, a / 2 + (1 - a**2) * x**2 / 2, weights=(-a * x**2).exp())
         >>> print(f"{a:.3f} {energy:.4f}")
@@ -322,7 +327,7 @@ class StochasticReconfiguration(TiedOptimizer):
     def __init__(
         self,
         log_psi: LogPsi,
-        params: Params = None,
+        params: PsiParams = None,
         lr: float = 0.05,
         damping: float | Callable[[int], float] = 1e-3,
         momentum: float = 0.0,
@@ -341,7 +346,8 @@ class StochasticReconfiguration(TiedOptimizer):
             raise ValueError(f'Expected norm to be "euclidean" or "fisher", got {norm!r}.')
         self._psi = LogAmplitude(log_psi, params, amplitude)
         self._schedule = damping if callable(damping) else None
-        self._norm, self._chunk_size = norm, chunk_size
+        self._norm = norm
+        self._chunk_size = chunk_size
         self._options: dict[str, Any] = {
             "mode": mode,
             "solver": solver,
@@ -394,27 +400,34 @@ class StochasticReconfiguration(TiedOptimizer):
             system = DampedSystem(
                 ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options
             )
-            before = {name: self.state[p].get("previous") for name, p in self._psi.params.items()}
-            phi = None if any(t is None for t in before.values()) else self._psi.read(before)
-            direction, self.report = system.direction(target, group["momentum"], phi)
-            factor, limit = float(group["lr"]), group["norm_constraint"]
-            if limit is not None:
-                square = (
-                    direction.square().sum()
-                    if self._norm == "euclidean"
-                    else system.square(direction)
-                )
-                if (square := factor**2 * float(square)) > limit:
-                    factor *= (limit / square) ** 0.5
-            named = self._psi.write(direction)
-            for p, delta in zip(
-                group["params"], named.values() if isinstance(named, dict) else named, strict=True
-            ):
+            direction, self.report = system.direction(target, group["momentum"], self._previous())
+            step_size = self._step_size(group, system, direction)
+            for name, delta in self._psi.by_name(direction).items():
+                p = self._psi.params[name]
                 if group["momentum"]:
                     self.state[p]["previous"] = delta.clone()
-                p.add_(delta, alpha=-factor)
+                p.add_(delta, alpha=-step_size)
         group["steps"] += 1
         return mean
+
+    def _previous(self) -> Tensor | None:
+        """The direction of the step before, `φ` [P]; None in the first step or without momentum."""
+        directions = {name: self.state[p].get("previous") for name, p in self._psi.params.items()}
+        if any(direction is None for direction in directions.values()):
+            return None
+        return self._psi.read(directions)
+
+    def _step_size(self, group: dict[str, Any], system: DampedSystem, direction: Tensor) -> float:
+        """The learning rate, or less if the squared norm of the step would exceed its limit."""
+        lr = float(group["lr"])
+        limit = group["norm_constraint"]
+        if limit is None:
+            return lr
+        if self._norm == "fisher":
+            square = lr**2 * float(system.square(direction))
+        else:
+            square = lr**2 * float(direction.square().sum())
+        return lr * (limit / square) ** 0.5 if square > limit else lr
 
     def _check(self, group: dict[str, Any]) -> None:
         names = ("lr", "damping", "diagonal_shift", "norm_constraint")

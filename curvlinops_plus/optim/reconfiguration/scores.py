@@ -3,10 +3,12 @@ weighted samples.
 
 There are three kinds of amplitude, as in netket. `O` are the derivatives of `log ψ`:
 
-| `amplitude` | log ψ | parameters | `O` of one sample | | --- | --- | --- | --- | | "real" | real;
-of a complex one the real part, `log|ψ|` | real or complex | `∇ log|ψ|`, one row | | "complex" |
-complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows | | "holomorphic" |
-complex and holomorphic in the parameters | all complex | complex derivative, one row |
+- "real": `log ψ` is real, or its real part `log|ψ|` is meant; parameters are real or complex. `O`
+  of one sample is `∇ log|ψ|`, one row.
+- "complex": `log ψ` is complex; parameters are real, complex or mixed. `O` has two rows,
+  `∇ Re log ψ` and `∇ Im log ψ`.
+- "holomorphic": `log ψ` is complex and holomorphic in the parameters, which are all complex. The
+  complex derivative is one row.
 
 All else works with real numbers. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`,
 its real and imaginary parts (`torch.view_as_real`), and two rows are two numbers per sample. A
@@ -56,7 +58,7 @@ from curvlinops_plus.risk.sweep import sweep
 
 Amplitude = Literal["real", "complex", "holomorphic"]
 LogPsi = nn.Module | Callable[[Any, Any], Tensor]
-Params = Sequence[Tensor] | Mapping[str, Tensor] | None
+PsiParams = Sequence[Tensor] | Mapping[str, Tensor] | None
 
 
 class LogAmplitude:
@@ -74,38 +76,41 @@ class LogAmplitude:
         TypeError: If `params` is no collection of tensors.
     """
 
-    def __init__(self, log_psi: LogPsi, params: Params, amplitude: Amplitude = "real") -> None:
+    def __init__(self, log_psi: LogPsi, params: PsiParams, amplitude: Amplitude = "real") -> None:
         if amplitude not in get_args(Amplitude):
             raise ValueError(
                 f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}."
             )
-        self.kind, self.function = amplitude, log_psi
-        self.container: Any = (
-            dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
-        )
+        self.kind = amplitude
+        self.function = log_psi
+        self.container: Any = list
+        if isinstance(params, Mapping):
+            self.container = dict
+        elif isinstance(params, tuple):
+            self.container = tuple
         self.module = log_psi if isinstance(log_psi, nn.Module) else None
         if self.module is not None:
             self.params = named_params(self.module, params)
             names = {id(p): name for name, p in self.module.named_parameters()}
             self._names = {key: names[id(p)] for key, p in self.params.items()}
-        elif isinstance(params, (Mapping, list, tuple)) and params:
-            self.params = dict(
-                params
-                if isinstance(params, Mapping)
-                else ((str(k), p) for k, p in enumerate(params))
-            )
+        elif isinstance(params, Mapping) and params:
+            self.params = dict(params)
+        elif isinstance(params, (list, tuple)) and params:
+            self.params = {str(k): p for k, p in enumerate(params)}
         else:
             raise TypeError(
                 "Expected `params` of a function to be a list, tuple or dict of tensors; got "
                 f"{params!r}."
             )
-        self.device, self.dtype = next(iter(self.params.values())).device, torch.float32
-        for p in self.params.values():  # the real dtype in which all are combined
+        self.device = next(iter(self.params.values())).device
+        self.dtype = torch.float32  # the real dtype in which all are combined
+        for p in self.params.values():
             self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
         real = [name for name, p in self.params.items() if not p.is_complex()]
         if self.kind == "holomorphic" and real:
             raise ValueError(
-                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex" for both kinds.'
+                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use '
+                '"complex" for both kinds.'
             )
         self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
 
@@ -114,22 +119,24 @@ class LogAmplitude:
         with torch.inference_mode(False):
             return {name: as_real(p.detach()).clone() for name, p in self.params.items()}
 
-    def __call__(
-        self, values: Mapping[str, Tensor], samples: Any
-    ) -> Tensor:  # {name: real}, m samples -> [m, c]
-        """`log ψ` of m samples, with c = 1 number per sample or 2, real and imaginary part."""
-        given = {
-            name: torch.view_as_complex(v) if self.params[name].is_complex() else v
-            for name, v in values.items()
+    def __call__(self, values: Mapping[str, Tensor], samples: Any) -> Tensor:
+        """`log ψ` of m samples, [m, c]: c = 1 number per sample or 2, real and imaginary part.
+
+        Args:
+            values: Real tensors for the parameters, by name.
+            samples: Tensors with m samples along their first axis.
+        """
+        params = {
+            name: torch.view_as_complex(value) if self.params[name].is_complex() else value
+            for name, value in values.items()
         }
         if self.module is not None:
-            out = functional_call(
-                self.module, {self._names[name]: v for name, v in given.items()}, (samples,)
-            )
+            by_module = {self._names[name]: p for name, p in params.items()}
+            out = functional_call(self.module, by_module, (samples,))
+        elif self.container is dict:
+            out = self.function(params, samples)
         else:
-            out = self.function(
-                given if self.container is dict else self.container(given.values()), samples
-            )
+            out = self.function(self.container(params.values()), samples)
         m = len(tree_leaves(samples)[0])
         if not isinstance(out, Tensor) or out.shape not in ((m,), (m, 1)):
             raise ValueError(
@@ -138,48 +145,56 @@ class LogAmplitude:
                 "apart: return log|ψ|, or torch.complex(log|ψ|, phase) for a complex amplitude.)"
             )
         out = out.reshape(m)
+        if not out.is_complex() and self.kind == "holomorphic":
+            raise ValueError(
+                f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.'
+            )
         if not out.is_complex():
-            if self.kind == "holomorphic":
-                raise ValueError(
-                    f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.'
-                )
             return out[:, None]
-        return out.real[:, None] if self.kind == "real" else torch.stack((out.real, out.imag), 1)
+        if self.kind == "real":
+            return out.real[:, None]
+        return torch.stack((out.real, out.imag), 1)
 
-    def read(self, given: Any) -> Tensor:  # list, tuple or dict like the parameters, or flat -> [P]
-        """A vector given in the container and shapes of the parameters, as a flat real tensor.
+    def read(self, tree: Any) -> Tensor:
+        """A vector in the container and shapes of the parameters (or flat) as a flat real tensor,
+        [P].
 
         Raises:
             ValueError: If shapes, names or number of tensors are not those of the parameters.
         """
-        tree = given
-        if isinstance(given, Mapping):
-            tree = self.space.flatten({name: as_real(t) for name, t in given.items()})
-        elif not isinstance(given, Tensor):
-            tree = self.space.flatten([as_real(t) for t in given])
-        X, form = self.space.read(
-            tree.detach().to(self.device, self.dtype), self.dtype, self.device
-        )
+        if isinstance(tree, Mapping):
+            tree = self.space.flatten({name: as_real(t) for name, t in tree.items()})
+        elif not isinstance(tree, Tensor):
+            tree = self.space.flatten([as_real(t) for t in tree])
+        tree = tree.detach().to(self.device, self.dtype)
+        X, form = self.space.read(tree, self.dtype, self.device)
         if form.columns:
             raise ValueError(f"Expected one vector, got {X.shape[1]} columns.")
         return X[:, 0]
 
-    def write(self, v: Tensor, like: Any = None) -> Any:  # [P] -> like the parameters
-        """A flat vector in the container, shapes and dtypes of the parameters; flat if `like` is a
-        flat tensor.
+    def write(self, v: Tensor, like: Any = None) -> Any:
+        """A flat vector [P] in the shapes and dtypes of the parameters, and in their container or
+        that of `like`; flat if `like` is a flat tensor.
         """
         if isinstance(like, Tensor):
             return v.to(like.dtype)
-        named = {
-            name: (torch.view_as_complex(t.clone()) if p.is_complex() else t).to(p.dtype)
-            for (name, t), p in zip(
-                self.space.unflatten(v).items(), self.params.values(), strict=True
-            )
-        }
-        kind: Any = (
-            self.container if like is None else dict if isinstance(like, Mapping) else type(like)
-        )
-        return named if kind is dict else kind(named.values())
+        container: Any = self.container
+        if isinstance(like, Mapping):
+            container = dict
+        elif like is not None:
+            container = type(like)
+        named = self.by_name(v)
+        if container is dict:
+            return named
+        return container(named.values())
+
+    def by_name(self, v: Tensor) -> dict[str, Tensor]:
+        """A flat vector [P] by the parameters' names, in their shapes and dtypes."""
+        named = {}
+        for name, t in self.space.unflatten(v).items():
+            dtype = self.params[name].dtype
+            named[name] = (torch.view_as_complex(t.clone()) if dtype.is_complex else t).to(dtype)
+        return named
 
 
 @contextmanager
@@ -189,8 +204,8 @@ def full_precision_no_grad(device: torch.device) -> Iterator[None]:
         yield
 
 
-def as_real(t: Tensor) -> Tensor:  # [*s] -> [*s], or [*s, 2] of a complex tensor
-    """A complex tensor as its real and imaginary parts."""
+def as_real(t: Tensor) -> Tensor:
+    """A complex tensor [*s] as its real and imaginary parts, [*s, 2]; a real one as it is."""
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
@@ -228,35 +243,40 @@ class Ensemble:
                 "Expected tensors with all samples along their first axis; got the lengths "
                 f"{sizes}."
             )
-        self.psi, self.n = psi, sizes.pop()
-        self.weights = self._read_weights(weights)
-        self.root, self.free = self.weights.sqrt(), psi.snapshot()
-        samples, step = mapped(on_device, samples, psi.device), chunk_size or self.n
+        self.psi = psi
+        self.n = sizes.pop()
+        self.weights = self._normalise(weights)
+        self.root = self.weights.sqrt()
+        self.values = psi.snapshot()
+        samples = mapped(on_device, samples, psi.device)
+        size = chunk_size or self.n
         self.chunks = [
-            tree_map_only(Tensor, lambda t, i=i: t[i : i + step], samples)
-            for i in range(0, self.n, step)
+            tree_map_only(Tensor, lambda t, start=start: t[start : start + size], samples)
+            for start in range(0, self.n, size)
         ]
         self.components = self._forward().shape[1]
         self.rows = 1 if psi.kind == "holomorphic" else self.components
         if psi.kind == "holomorphic":
             self._check_holomorphic()
 
-    def _read_weights(self, weights: Any) -> Tensor:
-        w = (
-            torch.ones(self.n, dtype=self.psi.dtype)
-            if weights is None
-            else torch.as_tensor(weights).detach()
-        )
+    def _normalise(self, weights: Any) -> Tensor:
+        if weights is None:
+            w = torch.ones(self.n, dtype=self.psi.dtype)
+        else:
+            w = torch.as_tensor(weights).detach()
         if w.shape != (self.n,) or w.is_complex():
             raise ValueError(
                 f"Expected {self.n} real weights, one per sample; got {w.dtype} of shape "
                 f"{list(w.shape)}."
             )
-        if bool((bad := ~(torch.isfinite(w) & (w >= 0))).any()):
+        invalid = ~(torch.isfinite(w) & (w >= 0))
+        if bool(invalid.any()):
             raise ValueError(
-                f"Expected weights that are finite and not negative; {name_samples(bad)} are not."
+                "Expected weights that are finite and not negative; "
+                f"{name_samples(invalid)} are not."
             )
-        if (positive := int((w > 0).sum())) < 2:
+        positive = int((w > 0).sum())
+        if positive < 2:
             raise ValueError(
                 f"Expected at least two samples with a positive weight, got {positive} of {self.n}."
             )
@@ -265,34 +285,39 @@ class Ensemble:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context for calls of `log_psi`; restores the module and the global random state."""
+        """Context for calls of `log_psi`, with gradients; restores the module and the global random
+        state.
+        """
         with ExitStack() as stack:
             stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
-            stack.enter_context(torch.inference_mode(False))  # with gradients
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.autocast(self.psi.device.type, enabled=False))
-            stack.enter_context(
-                sdpa_kernel(SDPBackend.MATH)
-            )  # fused attention has no second derivative
+            # Fused attention has no second derivative.
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield
 
-    def _forward(self) -> Tensor:  # -> [n, c]
+    def _forward(self) -> Tensor:
+        """`log ψ` of all samples, [n, c]; checked on the last sample, which is also run alone."""
         with self.running(), torch.no_grad():
             before = RandomState.now(self.psi.device)
-            out = torch.cat([self.psi(self.free, chunk) for chunk in self.chunks])
+            out = torch.cat([self.psi(self.values, chunk) for chunk in self.chunks])
             random = before != RandomState.now(self.psi.device)
-            last = self.psi(self.free, tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1]))
-        if bool((bad := ~torch.isfinite(out).all(1)).any()):
+            last_sample = tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1])
+            alone = self.psi(self.values, last_sample)
+        invalid = ~torch.isfinite(out).all(1)
+        if bool(invalid.any()):
             raise NumericsError(
-                f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, "
-                "for parameters that diverged, or for overflow; leave such samples out."
+                f"log ψ is NaN or infinite for {name_samples(invalid)}. Look for samples where "
+                "ψ = 0, for parameters that diverged, or for overflow; leave such samples out."
             )
         tolerance = torch.finfo(out.dtype).eps ** 0.5
-        if random or not torch.allclose(
-            last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())
-        ):
+        largest = float(out.abs().amax())
+        agrees = torch.allclose(alone, out[-1:], rtol=tolerance, atol=tolerance * largest)
+        if random or not agrees:
+            draws = ", and draws random numbers" if random else ""
             raise UnsupportedError(
                 f"log_psi gives {out[-1].tolist()} for the last sample among others, "
-                f"{last[0].tolist()} for it alone{', and draws random numbers' if random else ''}; "
+                f"{alone[0].tolist()} for it alone{draws}; "
                 "each output must be a function of one sample. (Dropout or batch norm in training "
                 "mode? Call .eval() first. A normalisation over the batch? It does not matter "
                 "here, leave it out.)"
@@ -303,19 +328,18 @@ class Ensemble:
         """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real
         part.
         """
+        two_samples = tree_map_only(Tensor, lambda t: t[:2], self.chunks[0])
         with self.running():
-            J = self._jacobian(
-                tree_map_only(Tensor, lambda t: t[:2], self.chunks[0]), 2
-            )  # [m, 2, P]
-        real, imag = (
-            torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous())
-            for part in J.movedim(1, 0)
-        )
-        error, size = (imag - 1j * real).abs().amax(), real.abs().amax() + imag.abs().amax()
-        if float(error) > 1e3 * torch.finfo(real.dtype).eps * float(size):
+            J = self._jacobian(two_samples, 2)  # [m, 2, P]
+        J = torch.view_as_complex(J.unflatten(-1, (-1, 2)).contiguous())
+        real, imag = J.unbind(1)
+        error = float((imag - 1j * real).abs().amax())
+        size = float(real.abs().amax() + imag.abs().amax())
+        if error > 1e3 * torch.finfo(real.dtype).eps * size:
             raise ValueError(
-                "log ψ is not holomorphic in its parameters, its derivatives violate the Cauchy-Riemann equations by "
-                f'{float(error / size):.1e}. (Does it use .real, .imag, abs() or conj()?) Use amplitude="complex".'
+                "log ψ is not holomorphic in its parameters, its derivatives violate the "
+                f"Cauchy-Riemann equations by {error / size:.1e}. (Does it use .real, .imag, abs() "
+                'or conj()?) Use amplitude="complex".'
             )
 
     def jacobians(self) -> Iterator[tuple[slice, Tensor]]:
@@ -324,81 +348,84 @@ class Ensemble:
         for chunk in self.chunks:
             with self.running():
                 J = self._jacobian(chunk, self.rows).to(self.psi.dtype)
-            if bool((bad := ~torch.isfinite(J).all(2).all(1)).any()):
+            invalid = ~torch.isfinite(J).all(2).all(1)
+            if bool(invalid.any()):
                 raise NumericsError(
-                    f"The derivatives of log ψ are NaN or infinite for {name_samples(bad, start)}, "
-                    "where log ψ is finite. Look for square roots or norms at zero, and for nodes "
-                    "of ψ."
+                    "The derivatives of log ψ are NaN or infinite for "
+                    f"{name_samples(invalid, start)}, where log ψ is finite. Look for square roots "
+                    "or norms at zero, and for nodes of ψ."
                 )
             yield slice(start, start + len(J)), J
             start += len(J)
 
-    def _jacobian(self, chunk: Any, rows: int) -> Tensor:  # -> [m, rows, P]
-        def one(sample: Any) -> Tensor:  # -> [rows, P]
+    def _jacobian(self, chunk: Any, rows: int) -> Tensor:
+        """Derivatives of m samples, [m, rows, P]."""
+        space = self.psi.space
+
+        def of_sample(sample: Any) -> Tensor:  # [rows, P]
             x = tree_map_only(Tensor, lambda t: t[None], sample)
-            out, back = vjp(lambda free: self.psi(free, x)[0], self.free)[:2]
-            found = [
-                back(e)[0] for e in torch.eye(len(out), dtype=out.dtype, device=out.device)[:rows]
-            ]
+            out, back = vjp(lambda values: self.psi(values, x)[0], self.values)[:2]
+            units = torch.eye(len(out), dtype=out.dtype, device=out.device)[:rows]
+            gradients = [back(unit)[0] for unit in units]
             return torch.stack(
-                [torch.cat([g[name].reshape(-1) for name in self.psi.space.names]) for g in found]
+                [torch.cat([g[name].reshape(-1) for name in space.names]) for g in gradients]
             )
 
         try:
-            return vmap(one)(chunk).detach()
-        except (
-            Exception
-        ):  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
+            return vmap(of_sample)(chunk).detach()
+        except Exception:
+            # vmap fails in many ways: control flow, in-place writes, unsupported operations.
             graph = _Graph(self, chunk)
-            basis = torch.eye(graph.out.numel(), dtype=graph.out.dtype, device=graph.out.device)
-            found = [
-                self.psi.space.flatten(graph.backward(u)) for u in basis.view(-1, *graph.out.shape)
-            ]
-            return torch.stack(found).unflatten(0, graph.out.shape)[:, :rows]
+            shape = graph.out.shape
+            units = torch.eye(graph.out.numel(), dtype=graph.out.dtype, device=graph.out.device)
+            gradients = [space.flatten(graph.backward(unit)) for unit in units.view(-1, *shape)]
+            return torch.stack(gradients).unflatten(0, shape)[:, :rows]
 
 
-def name_samples(bad: Tensor, start: int = 0) -> str:
+def name_samples(mask: Tensor, start: int = 0) -> str:
     """The samples where a mask [n] is True, in words.
 
     Example:
         >>> name_samples(torch.tensor([False, True, True]))
         '2 of 3 samples (1, 2)'
     """
-    where = ", ".join(str(start + int(i)) for i in bad.nonzero()[:8, 0])
-    return (
-        f"{int(bad.sum())} of {len(bad)} samples ({where}{', ...' if int(bad.sum()) > 8 else ''})"
-    )
+    count = int(mask.sum())
+    indices = ", ".join(str(start + int(i)) for i in mask.nonzero()[:8, 0])
+    more = ", ..." if count > 8 else ""
+    return f"{count} of {len(mask)} samples ({indices}{more})"
 
 
 class _Graph:
-    """A forward pass of some samples, with what is needed to multiply with its Jacobian and the
-    transpose of it.
+    """A forward pass of some samples, and products with its Jacobian `J` and with `Jᵀ`.
 
     `J v` is the derivative of `wᵀ J v` with respect to `w`.
     """
 
     def __init__(self, ensemble: Ensemble, chunk: Any) -> None:
-        self.leaves = {name: v.detach().requires_grad_() for name, v in ensemble.free.items()}
+        self.leaves = {name: v.detach().requires_grad_() for name, v in ensemble.values.items()}
         self.out = ensemble.psi(self.leaves, chunk)  # [m, c]
-        self.w, self._back = torch.zeros_like(self.out, requires_grad=True), None
+        self.w = torch.zeros_like(self.out, requires_grad=True)
+        self._back: dict[str, Tensor] | None = None  # Jᵀ w, with a graph to w
 
-    def forward(self, v: dict[str, Tensor]) -> Tensor:  # {name: [*s]} -> [m, c]
-        self._back = self._back or self.backward(
-            self.w, create_graph=True
-        )  # Jᵀ w, with a graph to w
-        product = torch.stack(
-            [(g * v[name].to(g.dtype)).sum() for name, g in self._back.items()]
-        ).sum()
+    def forward(self, v: dict[str, Tensor]) -> Tensor:
+        """`J v` [m, c] of a vector by name."""
+        if self._back is None:
+            self._back = self.backward(self.w, create_graph=True)
+        terms = [(g * v[name].to(g.dtype)).sum() for name, g in self._back.items()]
+        product = torch.stack(terms).sum()
         return torch.autograd.grad(product, self.w, retain_graph=True, materialize_grads=True)[0]
 
-    def backward(
-        self, u: Tensor, create_graph: bool = False
-    ) -> dict[str, Tensor]:  # [m, c] -> {name: [*s]}
-        options = {"retain_graph": True, "materialize_grads": True, "create_graph": create_graph}
-        found = torch.autograd.grad(
-            self.out, [*self.leaves.values()], u.to(self.out.dtype), **options
+    def backward(self, u: Tensor, create_graph: bool = False) -> dict[str, Tensor]:
+        """`Jᵀ u` by name, of `u` [m, c]."""
+        gradients = torch.autograd.grad(
+            self.out,
+            [*self.leaves.values()],
+            u.to(self.out.dtype),
+            retain_graph=True,
+            materialize_grads=True,
+            create_graph=create_graph,
         )
-        return dict(zip(self.leaves, found, strict=True))
+        return dict(zip(self.leaves, gradients, strict=True))
 
 
 class Scores(LinearOperator):
@@ -417,65 +444,76 @@ class Scores(LinearOperator):
         super().__init__(
             psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components)
         )
-        self.ensemble, self.matrix = ensemble, None
-        self._scale: Tensor | None = None
-        self._kept: _Graph | None = None
+        self.ensemble = ensemble
+        self.matrix: Tensor | None = None
+        self._divisor: Tensor | None = None
+        self._last_graph: _Graph | None = None
         if stored:
             J = torch.cat([J for _, J in ensemble.jacobians()])  # [n, rows, P]
             if psi.kind == "holomorphic":  # of f = u + iv with θ = x + iy: f' = ∂u/∂x - i ∂u/∂y
                 J = torch.view_as_complex(J.unflatten(-1, (-1, 2)).contiguous()).conj()
             self.matrix = self.centred(J).flatten(0, 1).resolve_conj()
 
-    def divide(self, scale: Tensor) -> None:
-        """Divide columns by `scale` [P]; both parts of a complex parameter by the same."""
+    def divide(self, divisor: Tensor) -> None:
+        """Divide columns by `divisor` [P]; both parts of a complex parameter by the same."""
         if self.matrix is None:
-            self._scale = scale
+            self._divisor = divisor
+        elif self.matrix.is_complex():
+            self.matrix = self.matrix / divisor[::2]
         else:
-            self.matrix = self.matrix / (scale[::2] if self.matrix.is_complex() else scale)
+            self.matrix = self.matrix / divisor
 
-    def centred(self, t: Tensor) -> Tensor:  # [n, ...] -> [n, ...]
-        """`√W (I - 1 wᵀ) t`."""
-        w, root = self.ensemble.weights, self.ensemble.root
-        mean = torch.tensordot(w.to(t.dtype), t, dims=1)
-        return (t - mean) * root.view(-1, *[1] * (t.ndim - 1)).to(t.dtype)
+    def centred(self, t: Tensor) -> Tensor:
+        """`√W (I - 1 wᵀ) t` of `t` [n, ...]."""
+        w = self.ensemble.weights.to(t.dtype)
+        root = self.ensemble.root.view(-1, *[1] * (t.ndim - 1)).to(t.dtype)
+        return (t - torch.tensordot(w, t, dims=1)) * root
 
     def _graph(self, chunk: Any) -> _Graph:
-        graph = self._kept or _Graph(self.ensemble, chunk)
-        self._kept = graph if len(self.ensemble.chunks) == 1 else None
-        return graph
+        if len(self.ensemble.chunks) > 1:
+            return _Graph(self.ensemble, chunk)
+        if self._last_graph is None:
+            self._last_graph = _Graph(self.ensemble, chunk)
+        return self._last_graph
 
-    def _matmat(self, X: Tensor) -> Tensor:  # [P, K] -> [n·c, K]
+    def _matmat(self, X: Tensor) -> Tensor:
+        """`Ō X` [n·c, K] of X [P, K]."""
         if self.matrix is not None:
             return _to_real(self.matrix @ self._from_real(X))
-        columns, X = [], X if self._scale is None else X / self._scale[:, None]
+        if self._divisor is not None:
+            X = X / self._divisor[:, None]
+        products = []
         with self.ensemble.running():
             for chunk in self.ensemble.chunks:
                 graph = self._graph(chunk)
-                columns.append(
-                    torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1)
-                )
-        return self.centred(torch.cat(columns).to(self.dtype)).flatten(
-            0, 1
-        )  # [n, c, K] -> [n·c, K]
+                columns = [graph.forward(self.in_space.unflatten(v)) for v in X.T]
+                products.append(torch.stack(columns, -1))
+        J_X = torch.cat(products).to(self.dtype)  # [n, c, K]
+        return self.centred(J_X).flatten(0, 1)
 
-    def _rmatmat(self, X: Tensor) -> Tensor:  # [n·c, K] -> [P, K]
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        """`Ōᵀ X` [P, K] of X [n·c, K]."""
         if self.matrix is not None:
             return _to_real(self.matrix.mH @ self._from_real(X))
-        U = self.ensemble.root[:, None, None] * X.view(
-            self.ensemble.n, self.ensemble.components, -1
-        )
-        U = U - self.ensemble.weights[:, None, None] * U.sum(0)  # (I - w 1ᵀ) √W X
-        total, start = X.new_zeros(self.shape[1], X.shape[1]), 0
-        with self.ensemble.running():
-            for chunk in self.ensemble.chunks:
+        ensemble = self.ensemble
+        # Ōᵀ X = Jᵀ U with U = (I - w 1ᵀ) √W X
+        U = ensemble.root[:, None, None] * X.view(ensemble.n, ensemble.components, -1)
+        U = U - ensemble.weights[:, None, None] * U.sum(0)
+        total = X.new_zeros(self.shape[1], X.shape[1])
+        start = 0
+        with ensemble.running():
+            for chunk in ensemble.chunks:
                 graph = self._graph(chunk)
-                parts, start = U[start : start + len(graph.out)], start + len(graph.out)
-                total += torch.stack(
-                    [self.in_space.flatten(graph.backward(u)) for u in parts.unbind(-1)], 1
-                )
-        return total if self._scale is None else total / self._scale[:, None]
+                stop = start + len(graph.out)
+                columns = [
+                    self.in_space.flatten(graph.backward(u)) for u in U[start:stop].unbind(-1)
+                ]
+                total += torch.stack(columns, 1)
+                start = stop
+        return total if self._divisor is None else total / self._divisor[:, None]
 
-    def _from_real(self, X: Tensor) -> Tensor:  # [2d, K] -> complex [d, K]
+    def _from_real(self, X: Tensor) -> Tensor:
+        """[2d, K] as complex [d, K], of complex scores."""
         assert self.matrix is not None
         return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1)) if self.matrix.is_complex() else X
 
@@ -483,36 +521,37 @@ class Scores(LinearOperator):
         """`Ō Ōᵀ` [n·c, n·c], the centred neural tangent kernel; of products from recorded layers,
         where they can be.
         """
-        records = self.matrix is None and len(self.ensemble.chunks) == 1 and self._scale is None
-        if records and (plain := recorded_kernel(self.ensemble)) is not None:
-            return self.centred(self.centred(plain).T)
-        M = self._stored()
+        if self.matrix is None and self._divisor is None and len(self.ensemble.chunks) == 1:
+            uncentred = recorded_kernel(self.ensemble)
+            if uncentred is not None:
+                return self.centred(self.centred(uncentred).T)
+        M = self._entries()
         return _as_blocks(M @ M.mH) if M.is_complex() else gram(M.T)
-
-    def _stored(self) -> Tensor:
-        found = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
-        assert found is not None
-        return found
 
     def covariance(self) -> Tensor:
         """`S = Ōᵀ Ō` [P, P]."""
-        M = self._stored()
+        M = self._entries()
         return _as_blocks(M.mH @ M) if M.is_complex() else gram(M)
+
+    def _entries(self) -> Tensor:
+        matrix = Scores(self.ensemble, True).matrix if self.matrix is None else self.matrix
+        assert matrix is not None
+        return matrix
 
     def variances(self) -> Tensor:
         """The diagonal of `S`, [P]; one chunk at a time is in memory."""
         if self.matrix is not None:
             squares = self.matrix.abs().square().sum(0)
             return squares.repeat_interleave(2) if self.matrix.is_complex() else squares
-        w, columns = self.ensemble.weights, 0.0
-        mean = sum(torch.tensordot(w[at], J, dims=1) for at, J in self.ensemble.jacobians())
-        for at, J in self.ensemble.jacobians():
-            columns = columns + torch.tensordot(w[at], (J - mean).square(), dims=1).sum(0)
-        assert isinstance(columns, Tensor)
-        holomorphic = self.ensemble.psi.kind == "holomorphic"
-        return (
-            columns.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2) if holomorphic else columns
-        )
+        w = self.ensemble.weights
+        mean = sum(torch.tensordot(w[chunk], J, dims=1) for chunk, J in self.ensemble.jacobians())
+        variances = torch.zeros((), dtype=self.dtype, device=self.device)
+        for chunk, J in self.ensemble.jacobians():
+            variances = variances + torch.tensordot(w[chunk], (J - mean).square(), dims=1).sum(0)
+        if self.ensemble.psi.kind == "holomorphic":
+            # |f'|² = (∂u/∂x)² + (∂u/∂y)², for both parts
+            return variances.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2)
+        return variances
 
 
 class _Ones(Vectors):
@@ -535,23 +574,19 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
 
     Cost: one forward and one backward pass, and n² products per input and output of each layer.
     """
-    psi, parts = ensemble.psi, list[Tensor]()
-    if (
-        psi.module is None
-        or ensemble.components > 1
-        or any(p.is_complex() for p in psi.params.values())
-    ):
+    psi = ensemble.psi
+    complex_params = any(p.is_complex() for p in psi.params.values())
+    if psi.module is None or ensemble.components > 1 or complex_params:
         return None
+    layer_kernels: list[Tensor] = []
 
     def consume(batch: LayerBatch) -> None:
-        if batch.role is not None and not batch.sparse:
-            a, g = batch.inputs, batch.grads
-            if isinstance(a, Tensor) and a.ndim == 3 and a.shape[1] == 1:
-                return parts.append(gram(a[:, 0].T) * gram(g[0, :, 0].T))
-        J = torch.cat(
-            [t[0].reshape(batch.num_examples, -1) for t in batch.param_grads().values()], 1
-        )
-        parts.append(gram(J.T))
+        a = batch.inputs if batch.role is not None and not batch.sparse else None
+        if isinstance(a, Tensor) and a.ndim == 3 and a.shape[1] == 1:
+            layer_kernels.append(gram(a[:, 0].T) * gram(batch.grads[0, :, 0].T))
+            return
+        gradients = [g[0].reshape(batch.num_examples, -1) for g in batch.param_grads().values()]
+        layer_kernels.append(gram(torch.cat(gradients, 1).T))
 
     zeros = torch.zeros(ensemble.n, dtype=psi.dtype, device=psi.device)
     try:
@@ -567,18 +602,19 @@ def recorded_kernel(ensemble: Ensemble) -> Tensor | None:
             sweep(risk, find_layers(risk.model, risk.params, False), _Ones(), consume)
     except (NotImplementedError, ValueError):  # not supported by recording
         return None
-    return sum(parts, zeros).to(psi.dtype)
+    return sum(layer_kernels, zeros).to(psi.dtype)
 
 
-def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
+def _to_real(Y: Tensor) -> Tensor:
+    """Complex [d, K] as real [2d, K], real and imaginary parts in turn."""
     return torch.stack((Y.real, Y.imag), 1).flatten(0, 1) if Y.is_complex() else Y
 
 
-def _as_blocks(M: Tensor) -> Tensor:  # complex [d, e] -> [2d, 2e]
-    """A complex matrix as the real one that multiplies real and imaginary parts, each entry a 2 x 2
-    block.
+def _as_blocks(M: Tensor) -> Tensor:
+    """A complex matrix [d, e] as the real one [2d, 2e] that multiplies real and imaginary parts:
+    each entry `a + bi` becomes a block [[a, -b], [b, a]].
     """
-    rows = torch.stack(
-        (torch.stack((M.real, -M.imag), -1), torch.stack((M.imag, M.real), -1)), 1
-    )  # [d, 2, e, 2]
+    real_rows = torch.stack((M.real, -M.imag), -1)
+    imag_rows = torch.stack((M.imag, M.real), -1)
+    rows = torch.stack((real_rows, imag_rows), 1)  # [d, 2, e, 2]
     return rows.reshape(2 * M.shape[0], 2 * M.shape[1])
