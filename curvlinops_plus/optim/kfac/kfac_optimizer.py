@@ -117,8 +117,8 @@ class KFACPreconditioner(TiedOptimizer):
     trust: Trust | None = None
     # Options of groups besides damping and norm constraint.
     _group_options: Mapping[str, Any] = {}
-    # What gradients are multiplied with; whether there is a velocity.
-    _sign, _moves = 1, False
+    _sign = 1  # what gradients are multiplied with
+    _moves = False  # whether there is a velocity
     # Whether the next step runs the model on its batches once more.
     _looks_again: Any = False
     _levenberg: LevenbergMarquardt | None = None
@@ -173,12 +173,10 @@ class KFACPreconditioner(TiedOptimizer):
             params.values() if isinstance(params, Mapping) else params,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
-        risk_options = {
-            "processes": wrapped_processes(model),
-            **risk_options,
-        }  # replicas must not drift apart
-        own = [p for group in self.param_groups for p in group["params"]]
-        risk = EmpiricalRisk(model, loss, (), own, **risk_options)
+        # Replicas must not drift apart.
+        risk_options = {"processes": wrapped_processes(model), **risk_options}
+        trained = [p for group in self.param_groups for p in group["params"]]
+        risk = EmpiricalRisk(model, loss, (), trained, **risk_options)
         if decay == 1 and risk.losses.reduction == "sum":
             raise ValueError(
                 'decay=1 with reduction="sum" would add up the curvature of all steps; give one '
@@ -277,12 +275,14 @@ class KFACPreconditioner(TiedOptimizer):
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: If a statistic is NaN or infinite; nothing has changed then.
         """
-        hooks, risk, due = self._hooks, self.curvature.risk, self._hooks.due
+        hooks = self._hooks
+        risk = self.curvature.risk
+        due = hooks.due
         start = PassStart.now(risk.model) if hooks.keeps else None
-        with (
-            self.paused(),
-            self.curvature.listen(batch, 1.0 if hooks.batches else None) if due else nullcontext(),
-        ):
+        listening = nullcontext()
+        if due:
+            listening = self.curvature.listen(batch, 1.0 if hooks.batches else None)
+        with self.paused(), listening:
             yield
         hooks.batches += due
         if start is not None:
@@ -291,7 +291,8 @@ class KFACPreconditioner(TiedOptimizer):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls of the model and the losses in this context are not recorded."""
-        before, self._hooks.paused = self._hooks.paused, True
+        before = self._hooks.paused
+        self._hooks.paused = True
         try:
             yield
         finally:
@@ -633,25 +634,25 @@ class KFACPreconditioner(TiedOptimizer):
         Raises:
             ValueError: If the state is of another network, other groups or other approximations.
         """
-        own = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
-        theirs = [group["params"] for group in state_dict["param_groups"]]
-        if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
+        keys = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
+        keys_of_state = [group["params"] for group in state_dict["param_groups"]]
+        if [*map(set, keys)] != [*map(set, keys_of_state)]:
             raise ValueError(
-                f"The state is of groups with the parameters {theirs}, and this optimizer has "
-                f"{own}."
+                f"The state is of groups with the parameters {keys_of_state}, and this optimizer "
+                f"has {keys}."
             )
         self.curvature.load_state_dict(state_dict["curvature"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group in self.param_groups:
             for name, kind in (("norm_constraint", NormConstraint), ("weight_decay", WeightDecay)):
-                if isinstance(value := group.get(name), Mapping):
-                    group[name] = kind(**value)
+                policy = group.get(name)
+                if isinstance(policy, Mapping):
+                    group[name] = kind(**policy)
         params = {key: p for p, key in self._keys.items()}
-        for key, kept in state_dict[
-            "state"
-        ].items():  # PyTorch would cast it to the parameters' dtype
+        for key, tensors in state_dict["state"].items():
+            # PyTorch would cast it to the parameters' dtype.
             self.state[params[key]] = {
-                name: t.to(params[key].device, copy=True) for name, t in kept.items()
+                name: t.to(params[key].device, copy=True) for name, t in tensors.items()
             }
         self._hooks.load(state_dict["steps"], *state_dict["heard"])
         self._forget_inverse()
@@ -775,7 +776,8 @@ class KFACOptimizer(KFACPreconditioner):
                 "reject= multiplies the damping, which is a schedule here; give a number."
             )
         self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._reject, self._sign = reject, -1 if maximize else 1
+        self._reject = reject
+        self._sign = -1 if maximize else 1
         self._exact_model = quadratic_model == "exact" or (quadratic_model is None and adaptive)
         self._group_options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
@@ -798,7 +800,7 @@ class KFACOptimizer(KFACPreconditioner):
 
     def _check_options(self, options: list[GroupOptions]) -> None:
         super()._check_options(options)
-        self._adaptive = any("adaptive" in each.coefficients for each in options)
+        self._adaptive = any("adaptive" in group.coefficients for group in options)
         if self.trust is None and (
             self._adaptive or self._levenberg is not None or self._reject is not None
         ):
@@ -881,6 +883,7 @@ class KFACOptimizer(KFACPreconditioner):
         """
         value = self._sign * trust.loss()
         for options, group in zip(self._options, self.param_groups, strict=True):
-            if decay := options.in_curvature:
+            decay = options.in_curvature
+            if decay:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
