@@ -70,23 +70,22 @@ def uniforms(
         >>> bool((uniforms(counter_key(0), [3, 1], 1, 2) == whole[[3, 1], 1:]).all())
         True
     """
-    found = torch.empty(len(examples), count, dtype=torch.float64)
-    rows, step, gamma = found.numpy(), max(1, _PIECE // max(count, 1)), np.uint64(_GAMMA)
+    drawn = torch.empty(len(examples), count, dtype=torch.float64)
+    rows = drawn.numpy()
+    gamma = np.uint64(_GAMMA)
     positions = np.arange(first + 1, first + count + 1, dtype=np.uint64) * gamma
+    step = max(1, _PIECE // max(count, 1))
     for start in range(0, len(rows), step):
         piece = examples[start : start + step]
-        run = (
-            np.arange(piece.start, piece.stop, piece.step)
-            if isinstance(piece, range)
-            else torch.as_tensor(piece).numpy()
-        )
-        state = run.astype(np.int64).view(np.uint64)  # a copy
-        state *= gamma
-        state += np.uint64(key)
-        bits = splitmix64(splitmix64(state)[:, None] + positions)
+        if isinstance(piece, range):
+            numbers = np.arange(piece.start, piece.stop, piece.step, dtype=np.int64)
+        else:
+            numbers = torch.as_tensor(piece).numpy().astype(np.int64)
+        state = splitmix64(numbers.view(np.uint64) * gamma + np.uint64(key))
+        bits = splitmix64(state[:, None] + positions)
         np.right_shift(bits, np.uint64(11), out=bits)
         np.multiply(bits, 2.0**-53, out=rows[start : start + step])
-    return found
+    return drawn
 
 
 def inside(uniforms: Tensor) -> Tensor:
@@ -119,7 +118,8 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         >>> categories(torch.tensor([0.0, 0.5, 0.5, 0.0]), u)
         tensor([1, 1, 2, 2])
     """
-    C, num = probabilities.shape[-1], uniforms.shape[-1]
+    C = probabilities.shape[-1]
+    num = uniforms.shape[-1]
     work = _WORK_BYTES if uniforms.device.type == "cpu" else _GPU_WORK_BYTES
     rows = max(1, work // (max(C, 1) * uniforms.element_size()))
     if uniforms.shape[:-1].numel() <= rows:
@@ -159,13 +159,15 @@ def counts(rates: Tensor, uniforms: Tensor) -> Tensor:
         >>> counts(torch.ones(4, dtype=torch.float64), u)
         tensor([0., 0., 1., 4.], dtype=torch.float64)
     """
-    u, spread = inside(uniforms), rates.sqrt()
+    u = inside(uniforms)
+    spread = rates.sqrt()
     # Bernstein: P(Y <= λ - x) <= exp(-x²/2λ) and P(Y >= λ + x) <= exp(-x²/(2λ + 2x/3)).
-    low, high = (rates - 9 * spread).floor().clamp(min=0), (rates + 9 * spread + 25).floor()
+    low = (rates - 9 * spread).floor().clamp(min=0)
+    high = (rates + 9 * spread + 25).floor()
     widest = (high - low).nan_to_num(0, 0, 0).amax() if rates.numel() else rates.new_zeros(())
     for _ in range(int(widest).bit_length()):
         middle = ((low + high) / 2).floor()
         enough = torch.special.gammaincc(middle + 1, rates) > u
-        low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
-        low = torch.minimum(low, high)
+        high = torch.where(enough, middle, high)
+        low = torch.minimum(torch.where(enough, low, middle + 1), high)
     return torch.where(rates.isfinite(), high, torch.nan)

@@ -1,84 +1,29 @@
-"""Parameters as the blocks of a curvature see them: one vector for each group of options, in which
-steps are taken.
-"""
+"""The vectors that steps are taken in: parameters as the blocks of a curvature see them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 import torch
 
 # PyTorch's own optimizers are made of these; its type hints don't list them.
-from torch import Tensor, _foreach_add_, _foreach_copy_, _foreach_mul_, _foreach_neg_, _foreach_norm  # pyright: ignore
+from torch import Tensor, _foreach_add_, _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore
 
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker
-from curvlinops_plus.optim.kfac.policies import GroupOptions
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker, LinearOperator
+from curvlinops_plus.optim.kfac.policies import GroupOptions, NormConstraint
 
-Vectors = list[Tensor]  # one per group
-
-
-def norm(tensors: list[Tensor]) -> float:
-    """The Euclidean norm of all of them."""
-    parts = _foreach_norm(tensors)
-    return float(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts)))
+GroupVectors = list[Tensor]  # one per group
 
 
-class Products:
-    """The products of all blocks with their parts of some vectors; what is done entry by entry for
-    all at once.
-    """
-
-    def __init__(self, K: BlockDiagonal, names: Sequence[Sequence[str]]) -> None:
-        self._sizes = [[K.layouts[name].dim for name in group] for group in names]
-        #: Places of `(G ⊗ A) diag(values) (G ⊗ A)ᵀ` and of `G ⊗ A`; their shapes and both factors,
-        #: transposed and not.
-        self._bases: dict[int, tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]] = {}
-        self._factors: dict[int, tuple[torch.Size, Tensor, Tensor]] = {}
-        self._values: list[Tensor] = []
-        self._others = {}
-        for n, block in enumerate(K.blocks[name] for group in names for name in group):
-            pair = block.basis if isinstance(block, Eigendecomposed) else block
-            if not (
-                isinstance(pair, Kronecker)
-                and isinstance(pair.G, Dense)
-                and isinstance(pair.A, Dense)
-            ):
-                self._others[n] = block
-                continue
-            G, A = pair.G.matrix, pair.A.matrix
-            shape = torch.Size((*G.shape[:-1], A.shape[-1]))
-            if isinstance(block, Eigendecomposed):
-                self._bases[n] = shape, G, A, G.mT, A.mT
-                self._values.append(block.values.view(shape))
-            else:
-                self._factors[n] = shape, G, A.mT
-
-    def of(self, vectors: Vectors) -> Vectors:
-        """`K v`."""
-        parts = [
-            part for v, sizes in zip(vectors, self._sizes, strict=True) for part in v.split(sizes)
-        ]
-        inner = [Gt @ parts[n].view(shape) @ A for n, (shape, _, A, Gt, _) in self._bases.items()]
-        if inner:
-            _foreach_mul_(inner, self._values)
-        for (n, (_, G, _, _, At)), t in zip(self._bases.items(), inner, strict=True):
-            parts[n] = (G @ t @ At).flatten()
-        for n, (shape, G, At) in self._factors.items():
-            parts[n] = (G @ parts[n].view(shape) @ At).flatten()
-        for n, block in self._others.items():
-            parts[n] = block._matmat(parts[n][:, None])[:, 0]
-        of_blocks = iter(parts)
-        return [torch.cat([next(of_blocks) for _ in sizes]) for sizes in self._sizes]
-
-
-class Flat:
+class StepVectors:
     """Parameters that move together, as vectors: one for each option group, with its blocks one
     behind the other.
 
     A block's part is the row-major vector of its matrix (`Layout`), which is what its curvature
     multiplies. So sums and norms take one call for a whole group, and blocks are multiplied without
-    copies.
+    copies. Vectors and the views of their parts are made once.
 
     The update is `δ = lr · u` with the velocity `u ← μ u - P g`. Beside vectors stand their
     products with the curvature, `C u ← μ C u - C P g` with `C P g = g - λ P g`, so that norm
@@ -88,12 +33,12 @@ class Flat:
         K: The curvature `C` of the last refresh.
         groups: Key to number of the option group of every parameter that has a gradient.
         params: Keys to themselves.
-        state: The optimizer's, of its parameters: what was kept before.
+        state: The optimizer's, of its parameters: velocities of before.
         dtype: Of the vectors.
 
     Attributes:
-        known: The blocks that have a curvature.
-        given: The parameters that have a gradient.
+        K: The curvature of now.
+        known: The blocks that had a curvature when the vectors were made.
         groups: Number of the option group of each vector.
         blocks: The names of the blocks of each vector.
         keys: Of the parameters, in the order of their entries.
@@ -109,6 +54,8 @@ class Flat:
         ValueError: If some parameters of a block have a gradient, and others have none.
     """
 
+    options: list[GroupOptions]
+
     def __init__(
         self,
         K: BlockDiagonal,
@@ -117,126 +64,141 @@ class Flat:
         state: Mapping[Any, Mapping[str, Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        found: dict[int, list[str]] = {}
-        for name, layout in K.layouts.items():
-            have = [key for key in layout.names if key in groups]
-            if 0 < len(have) < len(layout.names):
-                raise ValueError(
-                    f"Of the parameters {layout.names}, which are one block of the curvature, only "
-                    f"{have} have a gradient. Freeze the others before the optimizer is made, or "
-                    "leave them out of its `params`."
-                )
-            if have:
-                found.setdefault(groups[have[0]], []).append(name)
-        self.known, self.given = K.layouts.keys(), groups.keys()
-        self.groups, self.blocks = list(found), list(found.values())
-        #: Key of a parameter to where its entries are: number of the vector, shape, strides,
-        #: offset.
-        places: dict[str, tuple[int, torch.Size, tuple[int, ...], int]] = {}
-        sizes = [[K.layouts[name].dim for name in names] for names in self.blocks]
-        for k, names in enumerate(self.blocks):
-            for name, part in zip(
-                names, torch.empty(sum(sizes[k]), device="meta").split(sizes[k]), strict=True
-            ):
-                for key, t in K.layouts[name].views(part).items():
-                    places[key] = k, t.shape, t.stride(), int(t.storage_offset())
-        self.keys, self._places = list(places), list(places.values())
-        self._owners = [groups[key] for key in self.keys]
+        blocks = _blocks_by_group(K, groups)
+        self.known = K.layouts.keys()
+        self.groups = list(blocks)
+        self.blocks = list(blocks.values())
+        layouts = [K.layouts[name] for names in self.blocks for name in names]
+        self.keys = [key for layout in layouts for key in layout.names]
         self.params = [params[key] for key in self.keys]
-        #: Parameters with an axis that the matrix takes apart.
-        self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
-        like = {"dtype": dtype, "device": K.device}
-        self.gradient, self.displacement = (
-            [torch.zeros(sum(n), **like) for n in sizes] for _ in range(2)
-        )
-        self.velocity = [torch.zeros(2, sum(n), **like) for n in sizes]
-        self.direction: Vectors = []
-        self._entries, self._moves = self._views(self.gradient), self._views(self.displacement)
-        self.scale = 1.0
+        #: Numbers of the option groups of the parameters.
+        self._owners = [groups[key] for key in self.keys]
+
+        sizes = [sum(K.layouts[name].dim for name in names) for names in self.blocks]
+        memory = {"dtype": dtype, "device": K.device}
+        self.gradient = [torch.zeros(n, **memory) for n in sizes]
+        self.displacement = [torch.zeros(n, **memory) for n in sizes]
+        self.direction = [torch.zeros(2, n, **memory) for n in sizes]
+        self.velocity = [torch.zeros(2, n, **memory) for n in sizes]
         self.renew(K)
-        self._known = True  # whether `C u` is that of this curvature
-        for p, t in zip(self.params, self._views(self.velocity), strict=True):
-            if "velocity" in (kept := state.get(p) or {}):
-                self._known &= "curved_velocity" in kept
-                t.copy_(
-                    torch.stack(
-                        (kept["velocity"], kept.get("curved_velocity", kept["velocity"]))
-                    ).view(t.shape)
-                )
+        self._gradient_entries = self._entries(self.gradient)
+        self._displacement_entries = self._entries(self.displacement)
+        #: Numbers of the parameters with an axis that the matrix takes apart.
+        self._apart = [
+            i for i, p in enumerate(self.params) if p.shape != self._gradient_entries[i].shape
+        ]
+        self._restore(state)
 
     def renew(self, K: BlockDiagonal) -> None:
         """Take another curvature of the same blocks."""
-        self.K, self._known = K, False
-        self._products: Products | None = None
-        self._P: tuple[BlockDiagonal, Products] | None = None
+        self.K = K
+        self._curved = False  # whether `C u` is that of this curvature
+        self._curvature: BlockProducts | None = None
+        self._preconditioner: tuple[BlockDiagonal, BlockProducts] | None = None
 
     # ----------------------------------------------------------------------- parameters and vectors
-    def _views(self, vectors: Vectors) -> list[Tensor]:  # each [*lead, n]
-        """The entries of each parameter, with axes that the matrix takes apart taken apart."""
-        lead, first = vectors[0].shape[:-1], [v.stride()[:-1] for v in vectors]
+    def _parts(self, vectors: GroupVectors) -> Iterable[tuple[str, Tensor]]:
+        """The names of the blocks and their parts of vectors, each `[n]`, as views."""
+        for names, vector in zip(self.blocks, vectors, strict=True):
+            yield from zip(
+                names, vector.split([self.K.layouts[name].dim for name in names]), strict=True
+            )
+
+    def _entries(self, vectors: GroupVectors) -> list[Tensor]:
+        """The entries of each parameter as views; axes that the matrix takes apart stay apart."""
         return [
-            vectors[k].as_strided(lead + shape, first[k] + strides, at)
-            for k, shape, strides, at in self._places
+            entries
+            for name, part in self._parts(vectors)
+            for entries in self.K.layouts[name].views(part).values()
         ]
 
-    def _taken_apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        tensors = list(tensors)
+    def _taken_apart(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors of the shapes of parameters in the shapes of their entries."""
+        if self._apart:
+            tensors = list(tensors)
         for i in self._apart:
-            tensors[i] = tensors[i].view(self._places[i][1])
+            tensors[i] = tensors[i].view(self._gradient_entries[i].shape)
         return tensors
 
-    def split(self, vectors: Vectors) -> list[Tensor]:  # each [*lead, n]
-        """Tensors `[*lead, *shape]` in the order of the parameters, as views where strides
-        allow.
-        """
-        tensors, lead = self._views(vectors), vectors[0].shape[:-1]
-        for i in self._apart:
-            tensors[i] = tensors[i].reshape(*lead, *self.params[i].shape)
-        return tensors
+    def of_parameters(self, vectors: GroupVectors) -> list[Tensor]:
+        """Vectors, each `[n]`, in the shapes of the parameters, as views where strides allow."""
+        return [
+            entries.reshape(p.shape)
+            for entries, p in zip(self._entries(vectors), self.params, strict=True)
+        ]
 
     def keep(self, state: MutableMapping[Any, dict[str, Tensor]]) -> None:
         """Show the velocity as entries of each parameter's state."""
-        for p, t in zip(self.params, self.split(self.velocity), strict=True):
-            state[p] = (
-                {"velocity": t[0], "curved_velocity": t[1]} if self._known else {"velocity": t[0]}
-            )
+        velocities = self.of_parameters([u for u, _ in self.velocity])
+        products = self.of_parameters([curved for _, curved in self.velocity])
+        for p, velocity, curved in zip(self.params, velocities, products, strict=True):
+            state[p] = {"velocity": velocity}
+            if self._curved:
+                state[p]["curved_velocity"] = curved
+
+    def _restore(self, state: Mapping[Any, Mapping[str, Tensor]]) -> None:
+        """Take over the velocity from the parameters' state."""
+        velocities = self._entries([u for u, _ in self.velocity])
+        products = self._entries([curved for _, curved in self.velocity])
+        self._curved = True
+        for p, velocity, curved in zip(self.params, velocities, products, strict=True):
+            before = state.get(p) or {}
+            if "velocity" in before:
+                velocity.copy_(before["velocity"].view(velocity.shape))
+                self._curved &= "curved_velocity" in before
+            if "curved_velocity" in before:
+                curved.copy_(before["curved_velocity"].view(curved.shape))
 
     # --------------------------------------------------------------------------------------- a step
+    def load(self, sign: int) -> bool:
+        """Take over the gradients, and say whether they are finite.
+
+        Args:
+            sign: -1 to go up.
+        """
+        gradients = []
+        for p in self.params:
+            assert p.grad is not None
+            gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        _foreach_copy_(self._gradient_entries, self._taken_apart(gradients))
+        if sign < 0:
+            _foreach_mul_(self.gradient, -1)
+        return isfinite(norm_of(self.gradient))
+
     def precondition(
-        self,
-        gradient: Mapping[str, Tensor],
-        P: BlockDiagonal,
-        λ: Sequence[float],
-        options: Sequence[GroupOptions],
-        sign: int,
+        self, P: BlockDiagonal, λ: Sequence[float], options: Sequence[GroupOptions]
     ) -> None:
         """Begin a step with `P g`.
 
         Args:
-            gradient: Key to gradient.
             P: The inverse of the damped curvature, or another power.
             λ: The damping in `P`, of each vector.
             options: Of all groups.
-            sign: -1 to go up.
         """
-        self.options, self.scale = [options[k] for k in self.groups], 1.0
-        self._shrink = [options[k].decoupled for k in self._owners]
-        _foreach_copy_(self._entries, self._taken_apart([gradient[key] for key in self.keys]))
-        if sign < 0:
-            _foreach_neg_(self.gradient)
-        coupled = [o.coupled for o in self.options]
-        if any(coupled):
-            for entries, p, (k, *_) in zip(
-                self._entries, self._taken_apart(self.params), self._places, strict=True
-            ):
-                entries.add_(p, alpha=coupled[k])
-        if self._P is None or self._P[0] is not P:
-            self._P = P, Products(P, self.blocks)
-        found = zip(self.gradient, self._P[1].of(self.gradient), λ, strict=True)
-        self.direction = [torch.stack((d, torch.sub(g, d, alpha=x))) for g, d, x in found]
+        self.options = [options[k] for k in self.groups]
+        self.scale = 1.0
+        #: Each norm constraint with the numbers of the vectors that it bounds as one.
+        self._bounds: dict[NormConstraint, list[int]] = {}
+        for k, o in enumerate(self.options):
+            if o.norm_constraint is not None:
+                self._bounds.setdefault(o.norm_constraint, []).append(k)
+        self._decays = [options[k] for k in self._owners]  # of each parameter
+        if any(o.coupled for o in self._decays):
+            params = self._taken_apart(self.params)
+            for entries, p, o in zip(self._gradient_entries, params, self._decays, strict=True):
+                entries.add_(p, alpha=o.coupled)
+        if self._preconditioner is None or self._preconditioner[0] is not P:
+            self._preconditioner = (
+                P,
+                self._products(P, self.gradient, [d[0] for d in self.direction]),
+            )
+        self._preconditioner[1].write()
+        # C P g = g - λ P g
+        for g, d, damping in zip(self.gradient, self.direction, λ, strict=True):
+            torch.sub(g, d[0], alpha=damping, out=d[1])
         self._bound("step", self.direction)
 
-    def along(self) -> list[Vectors]:
+    def along(self) -> list[GroupVectors]:
         """The two directions `-lr P g` and `μ lr u`, of which an update is made."""
         rates = [o.rates for o in self.options]
         return [
@@ -256,70 +218,164 @@ class Flat:
             Whether there is such weight decay.
         """
         if undoable:
-            self._before = (
-                [p.clone() for p in self.params],
-                [u.clone() for u in self.velocity],
-                self._known,
-            )
+            copies = [t.clone() for t in (*self.params, *self.velocity)]
+            self._before = copies, self._curved
         for u, d, o in zip(self.velocity, self.direction, self.options, strict=True):
             u.mul_(w[1] * o.rates[1]).sub_(d, alpha=w[0])
         self._bound("update", self.velocity)
         for step, u, o in zip(self.displacement, self.velocity, self.options, strict=True):
             torch.mul(u[0], o.rates[0], out=step)
-        if any(self._shrink):
-            places = zip(
-                self._moves, self._taken_apart(self.params), self._places, self._shrink, strict=True
-            )
-            for entries, p, (k, *_), η in places:
-                entries.sub_(p, alpha=w[0] * self.options[k].rates[0] * η)
-        return any(self._shrink)
+        shrinks = any(o.decoupled for o in self._decays)
+        if shrinks:
+            params = self._taken_apart(self.params)
+            for entries, p, o in zip(self._displacement_entries, params, self._decays, strict=True):
+                entries.sub_(p, alpha=w[0] * o.rates[0] * o.decoupled)
+        return shrinks
 
-    def _bound(self, of: str, vectors: Vectors) -> None:
-        """Shorten what is longer than its norm constraint allows; groups with the same one are
-        bounded as one vector.
+    def _bound(self, of: str, vectors: GroupVectors) -> None:
+        """Shorten what is longer than its norm constraint allows.
 
         Args:
             of: "step" for the directions, "update" for the velocities.
             vectors: These.
         """
-        constraints = [o.norm_constraint for o in self.options]
-        for c in dict.fromkeys(c for c in constraints if c is not None and c.of == of):
-            at = [k for k, other in enumerate(constraints) if other == c]
-            curved = c.norm != "euclidean" and of == "update"
-            square = self._square(vectors, c.norm, at) if self._known or not curved else 0.0
-            if not square > 0 and curved:  # as after the curvature was renewed
-                for u, product in zip(
-                    self.velocity, self.curved([u[0] for u in self.velocity]), strict=True
-                ):
-                    u[1] = product
-                self._known, square = True, self._square(vectors, c.norm, at)
-            if (factor := c.factor(square)) < 1:
-                for k in at:
+        for constraint, numbers in self._bounds.items():
+            if constraint.of != of:
+                continue
+            needs_product = constraint.norm != "euclidean" and of == "update"
+            square = 0.0
+            if self._curved or not needs_product:
+                square = self._square(vectors, constraint.norm, numbers)
+            if not square > 0 and needs_product:  # as after the curvature was renewed
+                self._multiply_velocity()
+                square = self._square(vectors, constraint.norm, numbers)
+            factor = constraint.factor(square)
+            if factor < 1:
+                for k in numbers:
                     vectors[k].mul_(factor)
             self.scale = min(self.scale, factor)
 
-    def _square(self, vectors: Vectors, norm: str, at: Iterable[int]) -> float:
+    def _square(self, vectors: GroupVectors, norm: str, numbers: Iterable[int]) -> float:
         """The squared norm of those of these numbers together, times their learning rates."""
-        total: Any = 0.0
-        for k in at:
-            (v, curved), o = vectors[k], self.options[k]
-            product = v if norm == "euclidean" else curved
-            if norm == "damped":
-                product = torch.add(curved, v, alpha=o.shift)
-            total = total + o.rates[0] ** 2 * v.dot(product)
-        return float(total)
+        total = 0.0
+        for k in numbers:
+            # ⟨v, v⟩ and ⟨v, C v⟩
+            euclidean, square = (vectors[k] @ vectors[k][0]).tolist()
+            if norm == "euclidean":
+                square = euclidean
+            elif norm == "damped":
+                square += self.options[k].shift * euclidean
+            total += self.options[k].rates[0] ** 2 * square
+        return total
 
-    def curved(self, vectors: Vectors) -> Vectors:
-        """`C v`, with the statistics of the last refresh."""
-        if self._products is None:
-            self._products = Products(self.K, self.blocks)
-        return self._products.of(vectors)
+    def _multiply_velocity(self) -> None:
+        """`C u` with the curvature of now."""
+        if self._curvature is None:
+            velocity = [u for u, _ in self.velocity]
+            self._curvature = self._products(
+                self.K, velocity, [curved for _, curved in self.velocity]
+            )
+        self._curvature.write()
+        self._curved = True
+
+    def _products(
+        self, K: BlockDiagonal, vectors: GroupVectors, products: GroupVectors
+    ) -> BlockProducts:
+        return BlockProducts(
+            [
+                (K.blocks[name], part, product)
+                for (name, part), (_, product) in zip(
+                    self._parts(vectors), self._parts(products), strict=True
+                )
+            ]
+        )
 
     def move(self) -> None:
         """Add the displacement to the parameters, in the precision of these."""
-        _foreach_add_(self._taken_apart(self.params), self._moves)
+        _foreach_add_(self._taken_apart(self.params), self._displacement_entries)
 
     def undo(self) -> None:
         """Parameters and velocities are what they were before `combine`."""
-        params, velocity, self._known = self._before
-        _foreach_copy_([*self.params, *self.velocity], [*params, *velocity])
+        copies, self._curved = self._before
+        _foreach_copy_([*self.params, *self.velocity], copies)
+
+
+def norm_of(vectors: GroupVectors) -> Tensor:
+    """The Euclidean norm of all of them, 0-d."""
+    norms = _foreach_norm(vectors)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _blocks_by_group(K: BlockDiagonal, groups: Mapping[str, int]) -> dict[int, list[str]]:
+    """Number of an option group to the blocks whose parameters have gradients."""
+    blocks: dict[int, list[str]] = {}
+    for name, layout in K.layouts.items():
+        keys = [key for key in layout.names if key in groups]
+        if 0 < len(keys) < len(layout.names):
+            raise ValueError(
+                f"Of the parameters {layout.names}, which are one block of the curvature, only "
+                f"{keys} have a gradient. Freeze the others before the optimizer is made, or "
+                "leave them out of its `params`."
+            )
+        if keys:
+            blocks.setdefault(groups[keys[0]], []).append(name)
+    return blocks
+
+
+class _Rotation(NamedTuple):
+    """A block `(G ⊗ A) diag(values) (G ⊗ A)ᵀ`, with its part of a vector and of its product as
+    matrices.
+    """
+
+    G: Tensor
+    A: Tensor
+    Gt: Tensor
+    At: Tensor
+    part: Tensor
+    product: Tensor
+
+
+class BlockProducts:
+    """The products of blocks with parts of some vectors, written into parts of others.
+
+    Args:
+        places: Of each block: itself, its part of a vector, and where its product goes.
+    """
+
+    def __init__(self, places: Sequence[tuple[LinearOperator, Tensor, Tensor]]) -> None:
+        self._rotations: list[_Rotation] = []
+        self._values: list[Tensor] = []  # of these
+        #: `G`, a part of a vector as a matrix, `Aᵀ`, its product.
+        self._factors: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._others: list[tuple[LinearOperator, Tensor, Tensor]] = []
+        for block, part, product in places:
+            pair = block.basis if isinstance(block, Eigendecomposed) else block
+            if not (
+                isinstance(pair, Kronecker)
+                and isinstance(pair.G, Dense)
+                and isinstance(pair.A, Dense)
+            ):
+                self._others.append((block, part, product))
+                continue
+            G = pair.G.matrix
+            A = pair.A.matrix
+            shape = (*G.shape[:-1], A.shape[-1])
+            part = part.view(shape)
+            product = product.view(shape)
+            if isinstance(block, Eigendecomposed):
+                self._rotations.append(_Rotation(G, A, G.mT, A.mT, part, product))
+                self._values.append(block.values.view(shape))
+            else:
+                self._factors.append((G, part, A.mT, product))
+
+    def write(self) -> None:
+        """Multiply the vectors as they are now."""
+        if self._rotations:
+            rotated = [r.Gt @ r.part @ r.A for r in self._rotations]
+            _foreach_mul_(rotated, self._values)
+            for r, t in zip(self._rotations, rotated, strict=True):
+                torch.matmul(r.G @ t, r.At, out=r.product)
+        for G, part, At, product in self._factors:
+            torch.matmul(G @ part, At, out=product)
+        for block, part, product in self._others:
+            product.copy_(block._matmat(part[:, None])[:, 0])

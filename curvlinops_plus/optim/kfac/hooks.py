@@ -73,31 +73,35 @@ class Hooks:
     """
 
     def __init__(self, model: nn.Module, estimator: CurvatureEstimator, every: int) -> None:
-        self._estimator, self._every = estimator, every
-        self.steps = self.batches = self._before = 0
+        self._estimator = estimator
+        self._every = every
+        self.steps = 0
+        self.batches = 0
+        self._before = 0  # examples of the estimator when the step began
         self.kept: list[tuple[Batch, PassStart]] = []
         self.error: NumericsError | None = None
         self.unreadable: Exception | None = None
-        self._unreadable = (
-            WeakIdKeyDictionary()
-        )  # tensors that such calls have returned, to the reason
-        self.keeps = self.paused = False
+        #: Tensors that such calls have returned, to the reason.
+        self._unreadable = WeakIdKeyDictionary()
+        self.keeps = False
+        self.paused = False
         self._open: _Call | None = None  # the call that the model is in
         self._waiting: list[_Call] = []
-        self._factors: dict[
-            int, list[Tensor]
-        ] = {}  # index of a loss to what it was multiplied with in the first step
-        losses, contexts = [one.loss for one in estimator.risk.losses], ExitStack()
+        #: Index of a loss to what it was multiplied with in the first step.
+        self._factors: dict[int, list[Tensor]] = {}
+        losses = [loss.loss for loss in estimator.risk.losses]
+        handles = []
         if all(isinstance(loss, nn.Module) for loss in losses):  # functions take no hooks
-            for handle in (
+            handles += [
                 model.register_forward_pre_hook(_hook(self._enter), with_kwargs=True),
                 model.register_forward_hook(_hook(self._leave), always_call=True),
-                *(
-                    m.register_forward_hook(_hook(self._loss, i), with_kwargs=True)
-                    for i, m in enumerate(losses)
-                ),
-            ):
-                contexts.callback(handle.remove)
+            ]
+            for i, loss in enumerate(losses):
+                hook = _hook(self._loss, i)
+                handles.append(loss.register_forward_hook(hook, with_kwargs=True))
+        contexts = ExitStack()
+        for handle in handles:
+            contexts.callback(handle.remove)
         #: Remove all hooks.
         self.remove = weakref.finalize(self, contexts.close)
 
@@ -105,12 +109,10 @@ class Hooks:
         """What was recorded until now belongs to no step any more."""
         for call in self._waiting:
             call.heard.close()
-        self._waiting, self.batches, self.error, self._before = (
-            [],
-            0,
-            None,
-            self._estimator.examples,
-        )
+        self._waiting = []
+        self.batches = 0
+        self.error = None
+        self._before = self._estimator.examples
         self.kept.clear()
         self._unreadable.clear()
         self.unreadable = None
@@ -118,7 +120,9 @@ class Hooks:
     def load(self, steps: int, batches: int, examples: int) -> None:
         """Go on after these steps, with this many batches and examples since the last one."""
         self.forget()
-        self.steps, self.batches, self._before = steps, batches, self._before - examples
+        self.steps = steps
+        self.batches = batches
+        self._before -= examples
 
     @property
     def due(self) -> bool:
@@ -133,9 +137,8 @@ class Hooks:
     def keep(self, batch: Batch, start: PassStart) -> None:
         """Keep a batch for evaluating it once more."""
         # A loader may fill the same memory anew for the next batch of the step.
-        self.kept.append(
-            (replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y)), start)
-        )
+        copied = replace(batch, X=mapped(copy_of, batch.X), y=mapped(copy_of, batch.y))
+        self.kept.append((copied, start))
 
     @property
     def _deaf(self) -> bool:
@@ -145,14 +148,12 @@ class Hooks:
         return self.paused or own_passes.depth > 0 or torch._C._current_graph_task_id() != -1
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        due, estimator = self.due, self._estimator
-        if (
-            self._deaf
-            or not module.training
-            or not torch.is_grad_enabled()
-            or not (due or self.keeps)
-        ):
+        due = self.due
+        if not (due or self.keeps) or not module.training or not torch.is_grad_enabled():
             return
+        if self._deaf:
+            return
+        estimator = self._estimator
         if self._open is not None:  # a call that was interrupted, or has called the model itself
             self._open.heard.close()
             self._open = None
@@ -174,7 +175,8 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._open is None or self._deaf:
             return
-        call, self._open = self._open, None
+        call = self._open
+        self._open = None
         if output is None:  # the call has failed
             return call.heard.close()
         call.heard.end(output)
@@ -202,10 +204,12 @@ class Hooks:
     ) -> None:
         if not (self._waiting or self._unreadable) or self._deaf:
             return
-        given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
-        if len(given) < 2:
+        if kwargs:
+            args = inspect.signature(module.forward).bind(*args, **kwargs).args
+        if len(args) < 2:
             return
-        f, risk = given[0], self._estimator.risk
+        f = args[0]
+        risk = self._estimator.risk
         for call in self._waiting:
             if call.outputs[index] is f and call.versions[index] == f._version:
                 break
@@ -217,21 +221,20 @@ class Hooks:
             raise error
         if self.steps == 0 and isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(self._factors.setdefault(index, []).append)
-        call.targets.setdefault(index, given[1])
+        call.targets.setdefault(index, args[1])
         if len(call.targets) < len(risk.losses):  # others will be called on this output
             return
         self._waiting.remove(call)
-        # of a batch that no step was taken for, as after an overflow that a gradient scaler has
-        # seen
+        # An error was of a batch that no step was taken for, as after an overflow that a gradient
+        # scaler has seen.
         self.error = None
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
             self.keep(replace(call.heard.batch, y=y), call.start)
         if call.due:
             try:
-                call.heard.add(
-                    y, 1.0 if self.batches else None
-                )  # several batches of a step are one update
+                # Several batches of a step are one update.
+                call.heard.add(y, 1.0 if self.batches else None)
                 self.batches += 1
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error
@@ -241,9 +244,9 @@ class Hooks:
 
         Parts of a sum and the scales of gradient scalers are none of what is minimised.
         """
-        for index, found in self._factors.items():
+        for index, gradients in self._factors.items():
             loss = self._estimator.risk.losses[index]
-            factors = [abs(float(g)) / loss.weight for g in found if g.numel() == 1]
+            factors = [abs(float(g)) / loss.weight for g in gradients if g.numel() == 1]
             if not all(map(_is_part, factors)) and not _is_part(sum(factors)):
                 warn(
                     f"{loss.title} is multiplied by {sum(factors):.4g} before its backward pass, "
@@ -261,11 +264,10 @@ def _named(
     """The arguments of a call by their names."""
     named = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        named |= (
-            value
-            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            else {name: value}
-        )
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = value
     return named
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
 from curvlinops_plus.linalg.operator import outside_autocast
-from curvlinops_plus.optim.kfac.flat import Flat, norm
+from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
     GroupOptions,
@@ -40,6 +39,25 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Inverse = Literal["exact", "factored"]
+
+# The options of a preconditioner's groups.
+_PRECONDITIONER_OPTIONS = ("damping", "norm_constraint")
+
+
+class _Recorded(NamedTuple):
+    """What all processes have recorded for a step.
+
+    Attributes:
+        batches: Whether a batch was added to the statistics in any of them.
+        kept: Whether one was kept for evaluating it once more.
+        uncalled: Layers that none has called yet.
+        error: Of a batch that could not be added.
+    """
+
+    batches: bool
+    kept: bool
+    uncalled: set[str]
+    error: NumericsError | None
 
 
 class KFACPreconditioner(TiedOptimizer):
@@ -99,8 +117,8 @@ class KFACPreconditioner(TiedOptimizer):
     trust: Trust | None = None
     # Options of groups besides damping and norm constraint.
     _group_options: Mapping[str, Any] = {}
-    # What gradients are multiplied with; whether there is a velocity.
-    _sign, _moves = 1, False
+    _sign = 1  # what gradients are multiplied with
+    _moves = False  # whether there is a velocity
     # Whether the next step runs the model on its batches once more.
     _looks_again: Any = False
     _levenberg: LevenbergMarquardt | None = None
@@ -140,7 +158,8 @@ class KFACPreconditioner(TiedOptimizer):
         number("-power", -power, strict=True)
         if inverse == "factored" and power != -1:
             raise ValueError(
-                f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.'
+                f'inverse="factored" and power={power:g}: only inverses can be damped factor by '
+                "factor."
             )
         if "weight" in risk_options:
             raise UnsupportedError(
@@ -154,15 +173,14 @@ class KFACPreconditioner(TiedOptimizer):
             params.values() if isinstance(params, Mapping) else params,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
-        risk_options = {
-            "processes": wrapped_processes(model),
-            **risk_options,
-        }  # replicas must not drift apart
-        own = [p for group in self.param_groups for p in group["params"]]
-        risk = EmpiricalRisk(model, loss, (), own, **risk_options)
+        # Replicas must not drift apart.
+        risk_options = {"processes": wrapped_processes(model), **risk_options}
+        trained = [p for group in self.param_groups for p in group["params"]]
+        risk = EmpiricalRisk(model, loss, (), trained, **risk_options)
         if decay == 1 and risk.losses.reduction == "sum":
             raise ValueError(
-                'decay=1 with reduction="sum" would add up the curvature of all steps; give one below 1.'
+                'decay=1 with reduction="sum" would add up the curvature of all steps; give one '
+                "below 1."
             )
         #: The statistics.
         self.curvature = CurvatureEstimator(
@@ -173,55 +191,55 @@ class KFACPreconditioner(TiedOptimizer):
             decay=decay,
             leave_out_uncalled=True,
         )
-        self._strict, self._inverse, self._power, self._inverse_every = (
-            strict,
-            inverse,
-            power,
-            inverse_every,
-        )
+        self._strict = strict
+        self._inverse = inverse
+        self._power = power
+        self._inverse_every = inverse_every
         self._hooks = Hooks(model, self.curvature, statistics_every)
         self._keys = {p: key for key, p in risk.params.items()}
         #: Key of a parameter to the number of its group.
         self._groups = {
             self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]
         }
-        self._refreshed: dict[str, float] | None = (
-            None  # the dampings of the last refresh, by block
-        )
-        #: The inverse with these dampings of blocks, for these options.
-        self._P: tuple[Any, dict[str, float], BlockDiagonal] | None = None
-        self._flat: Flat | None = None
         #: What the last step did.
         self.last_step = StepReport(-1)
-        self._raw: Any = None  # the options of groups as they are
+        self._raw_options: Any = None  # of groups, as they are
+        self._forget_inverse()
         self._read_options()
+
+    def _forget_inverse(self) -> None:
+        """Begin without an inverse, and without vectors for it."""
+        #: The dampings of the last refresh, by block.
+        self._refreshed: dict[str, float] | None = None
+        self._dampings: dict[str, float] = {}  # of the inverse, by block
+        self._P: BlockDiagonal | None = None
+        self._P_is_current = False  # whether its options are those of now
+        self._vectors: StepVectors | None = None
+        self._have_gradients: list[bool] = []  # the parameters, when the vectors were made
 
     def _read_options(self) -> None:
         """Read the options of all groups where some have changed."""
         raw = [
             [
-                float(v) if isinstance(v, Tensor) else v
-                for name, v in group.items()
+                float(value) if isinstance(value, Tensor) else value
+                for name, value in group.items()
                 if name != "params"
             ]
             for group in self.param_groups
         ]
-        if raw != self._raw:
-            read = [
-                "damping",
-                "norm_constraint",
-            ]  # all else is of the optimizer that takes the step, if another does
-            groups = [
-                dict(g) if self._moves else {name: g[name] for name in read}
-                for g in self.param_groups
-            ]
-            self._check_options([GroupOptions(group) for group in groups])
-            self._raw = raw
+        if raw == self._raw_options:
+            return
+        groups: list[dict[str, Any]] = self.param_groups
+        if not self._moves:  # all else is of the optimizer that takes the step
+            groups = [{name: group[name] for name in _PRECONDITIONER_OPTIONS} for group in groups]
+        self._check_options([GroupOptions(group) for group in groups])
+        self._raw_options = raw
+        self._P_is_current = False
 
     def _check_options(self, options: list[GroupOptions]) -> None:
         """Take options, and refuse those that are out of range."""
         self._options = options
-        for c in (each.norm_constraint for each in options):
+        for c in (group.norm_constraint for group in options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
                 raise ValueError(
                     f"A norm constraint in the {c.norm} norm is for inverses, and not for power=."
@@ -257,12 +275,14 @@ class KFACPreconditioner(TiedOptimizer):
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: If a statistic is NaN or infinite; nothing has changed then.
         """
-        hooks, risk, due = self._hooks, self.curvature.risk, self._hooks.due
+        hooks = self._hooks
+        risk = self.curvature.risk
+        due = hooks.due
         start = PassStart.now(risk.model) if hooks.keeps else None
-        with (
-            self.paused(),
-            self.curvature.listen(batch, 1.0 if hooks.batches else None) if due else nullcontext(),
-        ):
+        listening = nullcontext()
+        if due:
+            listening = self.curvature.listen(batch, 1.0 if hooks.batches else None)
+        with self.paused(), listening:
             yield
         hooks.batches += due
         if start is not None:
@@ -271,7 +291,8 @@ class KFACPreconditioner(TiedOptimizer):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls of the model and the losses in this context are not recorded."""
-        before, self._hooks.paused = self._hooks.paused, True
+        before = self._hooks.paused
+        self._hooks.paused = True
         try:
             yield
         finally:
@@ -355,90 +376,112 @@ class KFACPreconditioner(TiedOptimizer):
         return loss
 
     def _finish_and_step(self, report: StepReport) -> None:
-        found = {self._keys[p]: p.grad for group in self.param_groups for p in group["params"]}
-        gradients = {
-            key: g.to_dense() if g.is_sparse else g for key, g in found.items() if g is not None
-        }
-        heard, kept, uncalled, error = self._finish_statistics()
-        if gradients and not isfinite(norm(list(gradients.values()))):
-            bad = [key for key, g in gradients.items() if not bool(g.isfinite().all())]
-            error = NumericsError(
-                f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters "
-                "have not changed. Did the loss diverge (a larger damping or a smaller lr helps), "
-                "or has the batch a NaN?"
-            )
-        if error is not None:
-            if self._reject is None:
-                raise error from None
-            return self._raise_damping(report)
-        required = self._hooks.due and (self._strict or not self.curvature.updates)
-        if (self._hooks.keeps and not kept) or (required and not heard):
-            if self._hooks.unreadable is not None:
-                raise RuntimeError(
-                    "No batch was recorded since the last step, as a call of the model can't be "
-                    f"read: {self._hooks.unreadable}"
-                ) from self._hooks.unreadable
-            names = ", ".join(one.title for one in self.curvature.risk.losses)
-            raise RuntimeError(
-                "No batch was recorded since the last step. Recorded are calls of the model, in "
-                f"training mode and with gradients, and then of {names}, as the optimizer was "
-                "given it, on what the model returned. For losses that are functions, and for "
-                "outputs that are changed before the loss:\n    with optimizer.listen((X, y)):\n   "
-                "     output = model(X)\n    function(output, y).backward()\nstrict=False steps "
-                "with the statistics of before."
-            )
+        recorded = self._finish_statistics()
+        if recorded.error is not None:
+            return self._reject_step(self._named_error(recorded.error), report)
+        self._require_batches(recorded)
         if self._hooks.steps == 0 and self.curvature.risk.processes.world == 1:
             # several processes multiply parts of different size with other numbers
             self._hooks.warn_of_factors()
-        report.examples, report.left_alone = self._hooks.examples, list(self._keys.values())
-        if gradients and (flat := self._precondition(gradients, uncalled, report)) is not None:
-            report.left_alone = [key for key in report.left_alone if key not in flat.keys]
-            self._apply(flat, report)
+        report.examples = self._hooks.examples
+        report.left_alone = [*self._keys.values()]
+        have_gradients = [p.grad is not None for p in self._keys]
+        if not any(have_gradients):
+            return
+        self._refresh(recorded.uncalled, report)
+        vectors = self._vectors_of(have_gradients)
+        if vectors is None:
+            return
+        if not vectors.load(self._sign):
+            return self._reject_step(self._named_error(), report)
+        report.left_alone = [*self._left_alone]
+        P = self._inverse_of(vectors)
+        λ = [self._dampings[names[0]] for names in vectors.blocks]
+        vectors.precondition(P, λ, self._options)
+        self._apply(vectors, report)
 
-    def _finish_statistics(self) -> tuple[bool, bool, set[str], NumericsError | None]:
-        """What all processes have recorded. Collective.
+    def _named_error(self, of_statistics: NumericsError | None = None) -> NumericsError:
+        """The error of gradients that are not finite, or that of statistics where all are."""
+        bad = [
+            key
+            for p, key in self._keys.items()
+            if p.grad is not None and not bool(p.grad.to_dense().isfinite().all())
+        ]
+        if of_statistics is not None and not bad:
+            return of_statistics
+        return NumericsError(
+            f"The gradient of {bad[0] if bad else 'all parameters'} is not finite; parameters "
+            "have not changed. Did the loss diverge (a larger damping or a smaller lr helps), "
+            "or has the batch a NaN?"
+        )
 
-        Returns:
-            Whether a batch was added, and whether one was kept, in any of them; layers that none
-            has called yet; the error of a batch that could not be added.
-        """
-        hooks, processes, uncalled = (
-            self._hooks,
-            self.curvature.risk.processes,
-            set(self.curvature.uncalled),
+    def _reject_step(self, error: NumericsError, report: StepReport) -> None:
+        """Raise an error, or the damping where steps may be rejected."""
+        if self._reject is None:
+            raise error from None
+        self._raise_damping(report)
+
+    def _require_batches(self, recorded: _Recorded) -> None:
+        """Refuse a step without the batches that it needs."""
+        hooks = self._hooks
+        required = hooks.due and (self._strict or not self.curvature.updates)
+        if not (hooks.keeps and not recorded.kept) and not (required and not recorded.batches):
+            return
+        if hooks.unreadable is not None:
+            raise RuntimeError(
+                "No batch was recorded since the last step, as a call of the model can't be "
+                f"read: {hooks.unreadable}"
+            ) from hooks.unreadable
+        names = ", ".join(loss.title for loss in self.curvature.risk.losses)
+        raise RuntimeError(
+            "No batch was recorded since the last step. Recorded are calls of the model, in "
+            f"training mode and with gradients, and then of {names}, as the optimizer was "
+            "given it, on what the model returned. For losses that are functions, and for "
+            "outputs that are changed before the loss:\n    with optimizer.listen((X, y)):\n   "
+            "     output = model(X)\n    function(output, y).backward()\nstrict=False steps "
+            "with the statistics of before."
+        )
+
+    def _finish_statistics(self) -> _Recorded:
+        """What all processes have recorded. Collective."""
+        hooks = self._hooks
+        processes = self.curvature.risk.processes
+        own = _Recorded(
+            hooks.batches > 0, bool(hooks.kept), set(self.curvature.uncalled), hooks.error
         )
         if processes.world == 1:
-            return hooks.batches > 0, bool(hooks.kept), uncalled, hooks.error
-        own = hooks.error, hooks.batches, bool(hooks.kept), self.curvature.called_in_step, uncalled
-        errors, batches, kept, called, of_processes = zip(*processes.gather(own), strict=True)
-        if (
-            any(batches) and not hooks.batches
-        ):  # else the moving averages of the processes would weigh differently
+            return own
+        gathered = processes.gather((own, self.curvature.called_in_step))
+        records = [record for record, _ in gathered]
+        batches = any(record.batches for record in records)
+        if batches and not own.batches:
+            # else the moving averages of the processes would weigh differently
             self.curvature.add_nothing()
-        self.curvature.enter(set[int]().union(*called))
-        found = [
-            hooks.error or type(error)(f"Process {rank} of {processes.world}: {error}")
-            for rank, error in enumerate(errors)
-            if error is not None
+        self.curvature.enter(set[int]().union(*(called for _, called in gathered)))
+        errors = [
+            hooks.error
+            or type(record.error)(f"Process {rank} of {processes.world}: {record.error}")
+            for rank, record in enumerate(records)
+            if record.error is not None
         ]
-        return any(batches), any(kept), set.intersection(*of_processes), found[0] if found else None
+        return _Recorded(
+            batches,
+            any(record.kept for record in records),
+            set.intersection(*(record.uncalled for record in records)),
+            errors[0] if errors else None,
+        )
 
     def _raise_damping(self, report: StepReport) -> None:
         """The step is rejected."""
-        report.rejected, limit = (
-            True,
-            float("inf") if self._levenberg is None else self._levenberg.max,
-        )
+        report.rejected = True
+        limit = float("inf") if self._levenberg is None else self._levenberg.max
         for group in self.param_groups:
             group["damping"] = min(group["damping"] * self._reject, limit)
 
-    def _precondition(
-        self, gradients: Mapping[str, Tensor], uncalled: set[str], report: StepReport
-    ) -> Flat | None:
-        """Begin a step with `P g`; None if no parameter with a gradient has a curvature yet.
+    def _refresh(self, uncalled: set[str], report: StepReport) -> None:
+        """Make the inverse that of the statistics of now, if it is due. Collective.
 
         Args:
-            gradients: Key of a parameter to its gradient.
             uncalled: Layers that no batch has called yet.
         """
         curvature = self.curvature
@@ -447,90 +490,111 @@ class KFACPreconditioner(TiedOptimizer):
             known < len(curvature.plan) - len(uncalled)
             or self._hooks.steps % self._inverse_every == 0
         )
-        if report.refreshed:
-            called = [entry.layer for entry in curvature.plan if entry.layer.name not in uncalled]
-            dampings = self._dampings(
-                {group.name: group.layout for layer in called for group in layer.groups}
-            )
-            curvature.refresh(self._of_blocks(dampings))
-            self._refreshed, self._P = dampings, None
-            for kept in self.state.values():
-                kept.pop("curved_velocity", None)
-            if self._flat is not None:
-                self._flat.renew(curvature.refreshed.operator)
-        K, flat = curvature.refreshed.operator, self._flat
-        assert self._refreshed is not None
-        if self._moves and not self.state:
-            flat = None  # somebody has cleared the state, to begin without a velocity
-        if flat is None or flat.known != K.layouts.keys() or flat.given != gradients.keys():
-            self._keep(flat)
-            if not any(key in gradients for layout in K.layouts.values() for key in layout.names):
-                self._flat = None
-                return None
-            groups, params = (
-                {key: self._groups[key] for key in gradients},
-                {key: p for p, key in self._keys.items()},
-            )
-            self._flat = flat = Flat(K, groups, params, self.state, curvature.risk.dtype)
-            for p in set(self.state) - set(
-                flat.params
-            ):  # what is kept of the others is a part of larger tensors
-                self.state[p] = {name: t.clone() for name, t in self.state[p].items()}
-            self._keep(flat)
-        if self._P is None or self._P[0] is not self._options:
-            dampings = self._refreshed if self._inverse == "factored" else self._dampings(K.layouts)
-            P = None if self._P is None or self._P[1] != dampings else self._P[2]
-            if P is None:
-                λ = self._of_blocks(dampings)
-                P = (
-                    curvature.inverse(λ)
-                    if self._power == -1
-                    else curvature.refreshed.power(self._power, λ)
-                )
-                assert isinstance(P, BlockDiagonal)
-            self._P = self._options, dampings, P
-        λ = [self._P[1][names[0]] for names in flat.blocks]
-        flat.precondition(gradients, self._P[2], λ, self._options, self._sign)
-        return flat
+        if not report.refreshed:
+            return
+        called = [entry.layer for entry in curvature.plan if entry.layer.name not in uncalled]
+        dampings = self._shifts({g.name: g.layout for layer in called for g in layer.groups})
+        curvature.refresh(self._of_blocks(dampings))
+        self._refreshed = dampings
+        self._P = None
+        self._P_is_current = False
+        for state in self.state.values():
+            state.pop("curved_velocity", None)
+        if self._vectors is not None:
+            self._vectors.renew(curvature.refreshed.operator)
 
-    def _dampings(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
+    def _vectors_of(self, have_gradients: list[bool]) -> StepVectors | None:
+        """The vectors of the parameters that have a gradient and a curvature; None if none has."""
+        K = self.curvature.refreshed.operator
+        vectors = self._vectors
+        if self._moves and not self.state:
+            vectors = None  # somebody has cleared the state, to begin without a velocity
+        if (
+            vectors is not None
+            and vectors.known == K.layouts.keys()
+            and have_gradients == self._have_gradients
+        ):
+            return vectors
+        self._keep(vectors)
+        self._vectors = None
+        self._have_gradients = have_gradients
+        moving = {key for key, has in zip(self._keys.values(), have_gradients, strict=True) if has}
+        if not any(key in moving for layout in K.layouts.values() for key in layout.names):
+            return None
+        self._vectors = vectors = StepVectors(
+            K,
+            {key: self._groups[key] for key in moving},
+            {key: p for p, key in self._keys.items()},
+            self.state,
+            self.curvature.risk.dtype,
+        )
+        moving = set(vectors.keys)
+        self._left_alone = [key for key in self._keys.values() if key not in moving]
+        for p in set(self.state) - set(vectors.params):
+            # what is kept of the others is a part of larger tensors
+            self.state[p] = {name: t.clone() for name, t in self.state[p].items()}
+        self._keep(vectors)
+        return vectors
+
+    def _inverse_of(self, vectors: StepVectors) -> BlockDiagonal:
+        """The inverse, or another power, with the damping of now."""
+        if self._P is not None and self._P_is_current:
+            return self._P
+        dampings = self._refreshed
+        if self._inverse == "exact":
+            dampings = self._shifts(vectors.K.layouts)
+        assert dampings is not None
+        if self._P is None or self._dampings != dampings:
+            λ = self._of_blocks(dampings)
+            if self._power == -1:
+                P = self.curvature.inverse(λ)
+            else:
+                P = self.curvature.refreshed.power(self._power, λ)
+            assert isinstance(P, BlockDiagonal)
+            self._P = P
+            self._dampings = dampings
+        self._P_is_current = True
+        return self._P
+
+    def _shifts(self, layouts: Mapping[str, Layout]) -> dict[str, float]:
         """The damping of each block, with weight decay in the curvature; refuses options that
         differ within one.
         """
-        found = {}
+        shifts = {}
         for name, layout in layouts.items():
-            first, *others = (
-                self._options[k] for k in dict.fromkeys(self._groups[key] for key in layout.names)
-            )
+            numbers = dict.fromkeys(self._groups[key] for key in layout.names)
+            options, *others = [self._options[k] for k in numbers]
             for other in others:
-                if other.of_blocks != first.of_blocks:
+                if other.of_blocks != options.of_blocks:
                     raise ValueError(
                         f"The parameters {list(layout.names)} are one block of the curvature, and "
                         "(lr, momentum, damping with weight decay, norm constraint) are "
-                        f"{first.of_blocks} and {other.of_blocks}. Put them in one group. Weight "
+                        f"{options.of_blocks} and {other.of_blocks}. Put them in one group. Weight "
                         "decay of weights alone is possible if it is decoupled, a number."
                     )
-            found[name] = first.shift
-        return found
+            shifts[name] = options.shift
+        return shifts
 
     def _of_blocks(self, dampings: dict[str, float]) -> Any:
         return HeuristicDamping(dampings, min=0.0) if self._inverse == "factored" else dampings
 
-    def _keep(self, flat: Flat | None) -> None:
+    def _keep(self, vectors: StepVectors | None) -> None:
         """Show the velocity in the state."""
-        if self._moves and flat is not None:
-            flat.keep(self.state)
+        if self._moves and vectors is not None:
+            vectors.keep(self.state)
 
-    def _apply(self, flat: Flat, report: StepReport) -> None:
+    def _apply(self, vectors: StepVectors, report: StepReport) -> None:
         """Take the step along `P g`."""
-        flat.combine((-1.0, 0.0))
-        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
-        for p, d in zip(flat.params, flat.split(flat.displacement), strict=True):
+        vectors.combine((-1.0, 0.0))
+        report.scale = vectors.scale
+        report.update_norm = float(norm_of(vectors.displacement))
+        tensors = vectors.of_parameters(vectors.displacement)
+        for p, preconditioned in zip(vectors.params, tensors, strict=True):
             assert p.grad is not None
             if p.grad.is_sparse:
-                p.grad = d.to(p.grad.dtype, copy=True)
+                p.grad = preconditioned.to(p.grad.dtype, copy=True)
             else:
-                p.grad.copy_(d)  # in place: it may be a view of another's buffer
+                p.grad.copy_(preconditioned)  # in place: it may be a view of another's buffer
 
     # ---------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -539,7 +603,7 @@ class KFACPreconditioner(TiedOptimizer):
 
         Parameters have their names in it, so their order does not matter.
         """
-        self._keep(self._flat)
+        self._keep(self._vectors)
         names = [self._keys[p] for group in self.param_groups for p in group["params"]]
         state = super().state_dict()
 
@@ -570,28 +634,30 @@ class KFACPreconditioner(TiedOptimizer):
         Raises:
             ValueError: If the state is of another network, other groups or other approximations.
         """
-        own = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
-        theirs = [group["params"] for group in state_dict["param_groups"]]
-        if [{*keys} for keys in own] != [{*keys} for keys in theirs]:
+        keys = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
+        keys_of_state = [group["params"] for group in state_dict["param_groups"]]
+        if [*map(set, keys)] != [*map(set, keys_of_state)]:
             raise ValueError(
-                f"The state is of groups with the parameters {theirs}, and this optimizer has "
-                f"{own}."
+                f"The state is of groups with the parameters {keys_of_state}, and this optimizer "
+                f"has {keys}."
             )
         self.curvature.load_state_dict(state_dict["curvature"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group in self.param_groups:
             for name, kind in (("norm_constraint", NormConstraint), ("weight_decay", WeightDecay)):
-                if isinstance(value := group.get(name), Mapping):
-                    group[name] = kind(**value)
+                policy = group.get(name)
+                if isinstance(policy, Mapping):
+                    group[name] = kind(**policy)
         params = {key: p for p, key in self._keys.items()}
-        for key, kept in state_dict[
-            "state"
-        ].items():  # PyTorch would cast it to the parameters' dtype
+        for key, tensors in state_dict["state"].items():
+            # PyTorch would cast it to the parameters' dtype.
             self.state[params[key]] = {
-                name: t.to(params[key].device, copy=True) for name, t in kept.items()
+                name: t.to(params[key].device, copy=True) for name, t in tensors.items()
             }
         self._hooks.load(state_dict["steps"], *state_dict["heard"])
-        self._refreshed, self._flat, self._P, self._raw = state_dict["dampings"], None, None, None
+        self._forget_inverse()
+        self._refreshed = state_dict["dampings"]
+        self._raw_options = None
         self._read_options()
 
 
@@ -710,7 +776,8 @@ class KFACOptimizer(KFACPreconditioner):
                 "reject= multiplies the damping, which is a schedule here; give a number."
             )
         self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._reject, self._sign = reject, -1 if maximize else 1
+        self._reject = reject
+        self._sign = -1 if maximize else 1
         self._exact_model = quadratic_model == "exact" or (quadratic_model is None and adaptive)
         self._group_options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
@@ -733,7 +800,7 @@ class KFACOptimizer(KFACPreconditioner):
 
     def _check_options(self, options: list[GroupOptions]) -> None:
         super()._check_options(options)
-        self._adaptive = any("adaptive" in each.coefficients for each in options)
+        self._adaptive = any("adaptive" in group.coefficients for group in options)
         if self.trust is None and (
             self._adaptive or self._levenberg is not None or self._reject is not None
         ):
@@ -762,29 +829,30 @@ class KFACOptimizer(KFACPreconditioner):
     def _looks_again(self) -> bool:
         return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
 
-    def _apply(self, flat: Flat, report: StepReport) -> None:
-        model, w, rates = None, [1.0, 1.0], [o.rates for o in flat.options]
+    def _apply(self, vectors: StepVectors, report: StepReport) -> None:
+        model = None
+        w = [1.0, 1.0]
         if self.trust is not None and self._adaptive:
-            model = self.trust.model(flat, flat.along())
-            w = model.minimizer(
-                [
-                    None if any(o.coefficients[k] == "adaptive" for o in flat.options) else 1.0
-                    for k in (0, 1)
-                ]
-            )
-        report.lr, report.momentum = (sorted({w[k] * rate[k] for rate in rates}) for k in (0, 1))
-        shrinks = flat.combine(w, undoable=self._reject is not None)
-        report.scale, report.update_norm = flat.scale, norm(flat.displacement)
+            model = self.trust.model(vectors, vectors.along())
+            coefficients = zip(*(o.coefficients for o in vectors.options), strict=True)
+            w = model.minimizer([None if "adaptive" in values else 1.0 for values in coefficients])
+        lrs, momenta = zip(*(o.rates for o in vectors.options), strict=True)
+        report.lr = sorted({w[0] * lr for lr in lrs})
+        report.momentum = sorted({w[1] * μ for μ in momenta})
+        shrinks = vectors.combine(w, undoable=self._reject is not None)
+        report.scale = vectors.scale
+        report.update_norm = float(norm_of(vectors.displacement))
         if self.trust is None or not (self._adapts or self._reject is not None):
-            return flat.move()
+            return vectors.move()
         if model is None or shrinks:
-            model, w = self.trust.model(flat, [flat.displacement]), [1.0]
-        self._move_and_look(self.trust, flat, model, w, report)
+            model = self.trust.model(vectors, [vectors.displacement])
+            w = [1.0]
+        self._move_and_look(self.trust, vectors, model, w, report)
 
     def _move_and_look(
         self,
         trust: Trust,
-        flat: Flat,
+        vectors: StepVectors,
         model: QuadraticModel,
         w: Sequence[float],
         report: StepReport,
@@ -796,15 +864,14 @@ class KFACOptimizer(KFACPreconditioner):
             w: the displacement in its coordinates.
         """
         rule = self._levenberg
-        report.quadratic_change = predicted = model.change(
-            w, rule is not None and rule.include_damping
-        )
+        predicted = model.change(w, rule is not None and rule.include_damping)
+        report.quadratic_change = predicted
         report.loss = self._objective(trust)
-        flat.move()
+        vectors.move()
         report.new_loss = self._objective(trust)
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
         if self._reject is not None and not report.new_loss <= report.loss:
-            flat.undo()
+            vectors.undo()
             self._raise_damping(report)
         elif self._adapts and rule is not None and (report.update_norm or report.scale < 1):
             for group in self.param_groups:
@@ -816,6 +883,7 @@ class KFACOptimizer(KFACPreconditioner):
         """
         value = self._sign * trust.loss()
         for options, group in zip(self._options, self.param_groups, strict=True):
-            if decay := options.in_curvature:
+            decay = options.in_curvature
+            if decay:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value

@@ -17,14 +17,13 @@ def number(
     Raises:
         ValueError: If it is outside.
     """
-    found = float(value)
-    if not low <= found <= high or (strict and found == low):
-        bounds = (
-            f"{'above' if strict else 'at least'} "
-            f"{low:g}{f' and at most {high:g}' if high < inf else ''}"
-        )
-        raise ValueError(f"{name}={found:g}; expected a number {bounds}.")
-    return found
+    as_float = float(value)
+    if not low <= as_float <= high or (strict and as_float == low):
+        bounds = f"{'above' if strict else 'at least'} {low:g}"
+        if high < inf:
+            bounds += f" and at most {high:g}"
+        raise ValueError(f"{name}={as_float:g}; expected a number {bounds}.")
+    return as_float
 
 
 def one_of(name: str, value: str, *known: str) -> None:
@@ -121,7 +120,9 @@ class NormConstraint:
 
     def factor(self, square: float) -> float:
         """What a vector of this squared norm is multiplied with, at most 1."""
-        return 1.0 if square <= self.c else (self.c / square) ** 0.5 if isfinite(square) else 0.0
+        if square <= self.c:
+            return 1.0
+        return (self.c / square) ** 0.5 if isfinite(square) else 0.0
 
 
 @dataclass(frozen=True)
@@ -161,19 +162,18 @@ class GroupOptions:
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
-        given = {"lr": group.get("lr", 1.0), "momentum": group.get("momentum", 0.0)}
-        self.coefficients: list[Any] = [
-            v if v == "adaptive" else number(name, v) for name, v in given.items()
-        ]
+        self.coefficients: list[Any] = []
+        for name, default in (("lr", 1.0), ("momentum", 0.0)):
+            value = group.get(name, default)
+            self.coefficients.append(value if value == "adaptive" else number(name, value))
         self.rates = [1.0 if v == "adaptive" else float(v) for v in self.coefficients]
         self.damping = number("damping", group["damping"])
         self.norm_constraint: NormConstraint | None = as_policy(
             NormConstraint, group["norm_constraint"]
         )
         decay = as_policy(WeightDecay, group.get("weight_decay")) or WeightDecay(0.0)
-        self.decoupled, self.coupled = (
-            decay.strength * (decay.kind == kind) for kind in ("decoupled", "coupled")
-        )
+        self.decoupled = decay.strength if decay.kind == "decoupled" else 0.0
+        self.coupled = decay.strength if decay.kind == "coupled" else 0.0
         self.in_curvature = decay.strength - self.decoupled
         self.shift = self.damping + self.in_curvature
         self.of_blocks = (*self.coefficients, self.shift, self.norm_constraint)

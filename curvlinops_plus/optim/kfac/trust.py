@@ -14,7 +14,7 @@ from torch import Tensor
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.listening import PassStart
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.optim.kfac.flat import Flat, Vectors
+from curvlinops_plus.optim.kfac.flat import GroupVectors, StepVectors
 from curvlinops_plus.risk.batches import Batch
 
 
@@ -96,28 +96,27 @@ class Trust:
         """How the model is differentiated is found out once."""
         return GGN(self._risk, check_deterministic=False)
 
-    def model(self, flat: Flat, directions: Sequence[Vectors]) -> QuadraticModel:
+    def model(self, vectors: StepVectors, directions: Sequence[GroupVectors]) -> QuadraticModel:
         """The quadratic model of this step's loss along some directions."""
-        rows = flat.split(
-            [torch.stack(parts) for parts in zip(*directions, strict=True)]
-        )  # each [k, *shape]
-        V, k = dict(zip(flat.keys, rows, strict=True)), len(directions)
-        C, params = (
-            self._ggn if self._exact else self._estimator.operator,
-            self._estimator.risk.params,
-        )
-        V = {
-            key: V[key] if key in V else params[key].new_zeros((k, *params[key].shape))
-            for key in C.in_space.names
-        }
-        A = C.quadratic_form(V).double().cpu()
-        vectors = [torch.stack((*v, g)) for *v, g in zip(*directions, flat.gradient, strict=True)]
-        table = torch.stack([v[:k] @ v.mT for v in vectors]).double().cpu()  # [groups, k, k + 1]
-        R, D = (
-            (torch.tensor(factors, dtype=table.dtype) @ table[..., :k].flatten(1)).view(k, k)
-            for factors in (
-                [o.in_curvature for o in flat.options],
-                [o.damping for o in flat.options],
-            )
-        )
+        k = len(directions)
+        C = self._ggn if self._exact else self._estimator.operator
+        tensors = zip(*(vectors.of_parameters(direction) for direction in directions), strict=True)
+        by_key = dict(zip(vectors.keys, map(torch.stack, tensors), strict=True))
+        params = self._estimator.risk.params
+        for key in C.in_space.names:
+            if key not in by_key:
+                by_key[key] = params[key].new_zeros((k, *params[key].shape))
+        A = C.quadratic_form({key: by_key[key] for key in C.in_space.names}).double().cpu()
+        # of each group ⟨v_i, v_j⟩, and ⟨v_i, g⟩ behind: [groups, k, k + 1]
+        tables = []
+        for *parts, gradient in zip(*directions, vectors.gradient, strict=True):
+            rows = torch.stack((*parts, gradient))
+            tables.append(rows[:k] @ rows.mT)
+        table = torch.stack(tables).double().cpu()
+
+        def weighted(factors: list[float]) -> Tensor:
+            return torch.tensordot(torch.tensor(factors, dtype=table.dtype), table[..., :k], 1)
+
+        R = weighted([o.in_curvature for o in vectors.options])
+        D = weighted([o.damping for o in vectors.options])
         return QuadraticModel((A + A.T) / 2, R, D, table[..., k].sum(0))
