@@ -33,7 +33,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.losses import loss_pass
+from curvlinops_plus.risk.passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 Precision = float | Tensor | Mapping[str, Any]
@@ -116,7 +116,7 @@ class Laplace:
                 f"{totals.examples}"
             )
             raise ValueError(f"{words}; Laplace needs the curvature of all data.")
-        self.likelihood = one.likelihood
+        self.likelihood = one.require_likelihood()
         #: What K is multiplied by for a sum over the data, the sum of the loss, and how many
         #: numbers MSELoss observes.
         self._count, self._loss, self._numbers = (
@@ -405,7 +405,7 @@ def _risk_of(K: Any) -> EmpiricalRisk:
             "the data."
         )
     losses = K.risk.losses
-    if len(losses) > 1 or not losses.known or losses[0].weight != 1:
+    if len(losses) > 1 or not losses.have_likelihoods or losses[0].weight != 1:
         words = (
             "Laplace needs the negative log-likelihood of the data: one loss with a likelihood and "
             "the weight 1"

@@ -30,7 +30,8 @@ from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, mapped, on_device
 from curvlinops_plus.risk.function_reads import layers_of
-from curvlinops_plus.risk.losses import Losses, LossWeights
+from curvlinops_plus.risk.losses import Losses
+from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
 
@@ -191,7 +192,9 @@ def output_covariance(
             )
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
-            F = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)[0]  # [N, R, C]
+            F = (
+                risk.losses[0].require_likelihood().canonical(f, f, batch.num_examples, axis)[0]
+            )  # [N, R, C]
             phis, _ = sent_back(
                 risk, _Units(), weights, batch, layers, take
             )  # [R·C, N, k] of each block
@@ -281,7 +284,7 @@ def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     """The same model, parameters and layers for inputs alone, in this process."""
     other = copy(risk)
     (one,) = risk.losses
-    loss = _Targetless(one.likelihood)
+    loss = _Targetless(one.require_likelihood())
     other.losses = Losses({"dict": {one.key: loss}, "tuple": (loss,)}.get(risk.losses.form, loss))
     other.checked, other.processes = Checked(), Alone()
     other.options = replace(risk.options, mask=None, shift_labels=False, progressbar=False)

@@ -17,7 +17,7 @@ from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -87,7 +87,6 @@ class ActivationHessian(RiskOperator):
         self._activation = activation
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         require_own_data(risk, type(self).__name__)
-        _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
             self._check_products(self._sweep, self.in_space.dim)
 

@@ -23,7 +23,8 @@ from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights, Terms
+from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -100,7 +101,7 @@ class DataRows(RiskOperator):
             for shapes in zip(*found, strict=True)
         ]
         return Space.from_shapes(
-            dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.keys), rows))
+            dict(zip(["0"] if len(rows) == 1 else map(str, self.risk.losses.output_keys), rows))
         )
 
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:

@@ -17,7 +17,8 @@ from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, gradients_of
-from curvlinops_plus.risk.losses import LossWeights, Terms
+from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot
 
@@ -232,7 +233,7 @@ class LossRoots:
         self.roots: list[Any] = []
         streams = [draws.of_loss(k) for k in range(len(F))]
         for k, (one, f, Y) in enumerate(zip(risk.losses, F, terms.targets, strict=True)):
-            if one.known:
+            if one.likelihood is not None:
                 root: Any = vectors.root(one.likelihood, f.detach(), Y, streams[k])
                 root = root if terms.weight is None else WeightedRoot(root, terms.weight.to(f))
             else:
@@ -299,7 +300,6 @@ def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bo
             "none. Take Exact(), MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or "
             "Empirical()."
         )
-    _ = risk.losses.reduction  # refuses "none"
-    if not any_loss or vectors.needs_likelihood or risk.losses.known:
+    if not any_loss or vectors.needs_likelihood or risk.losses.have_likelihoods:
         for one in risk.losses:
-            vectors.check(one.likelihood)
+            vectors.check(one.require_likelihood())

@@ -12,7 +12,7 @@ from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 
 
@@ -58,11 +58,10 @@ class Hessian(RiskOperator):
         check_deterministic: bool | None = None,
     ) -> None:
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
-        _ = risk.losses.reduction  # refuse now, not at first use
         self.in_space = self.out_space = risk.space
         self._blocks = _blocks(block_sizes, [p.numel() for p in risk.params.values()])
         self._looked_at = (
-            risk.losses.known
+            risk.losses.have_likelihoods
         )  # whether the loss was seen to read no parameters by itself
         self._seen_twice = False  # whether all was seen to be differentiable twice
         if check_deterministic:

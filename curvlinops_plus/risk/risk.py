@@ -27,7 +27,7 @@ from curvlinops_plus.risk.batches import (
 )
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, Number, Totals, gradient_pass, loss_pass
+from curvlinops_plus.risk.losses import Losses, Totals
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
@@ -35,6 +35,7 @@ from curvlinops_plus.risk.parameters import (
     require_module,
     require_replicas,
 )
+from curvlinops_plus.risk.passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
@@ -170,6 +171,7 @@ class EmpiricalRisk(ModelParameters):
     Raises:
         TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a
             `Dataset` is none); if `params` or an option is of another type than said here.
+        UnsupportedError: If the loss is no scalar (`reduction="none"`).
         ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms`
             or the weight of a loss is no positive finite number.
 
@@ -235,9 +237,10 @@ class EmpiricalRisk(ModelParameters):
             TypeError: If `data` is no iterable of batches.
         """
         check_data(data)
-        other = copy(self)
-        other.data, other.checked = data, Checked(reads=self.reads)
-        return other
+        risk = copy(self)
+        risk.data = data
+        risk.checked = Checked(reads=self.reads)
+        return risk
 
     @property
     def reads(self) -> FoundReads | None:
@@ -254,11 +257,11 @@ class EmpiricalRisk(ModelParameters):
         """The risk with all that vectors need of its losses: of any loss there are gradients of
         each example.
         """
-        if not vectors.of_loss or self.losses.known:
+        if not vectors.of_loss or self.losses.have_likelihoods:
             return self
-        other = copy(self)
-        other.losses = self.losses.of_examples()
-        return other
+        risk = copy(self)
+        risk.losses = self.losses.of_examples()
+        return risk
 
     # ------------------------------------------------------------------------------------ one batch
     def batches(self, desc: str) -> Iterator[Batch]:
@@ -268,23 +271,22 @@ class EmpiricalRisk(ModelParameters):
             ValueError: If there is no batch at all, and there are no other processes that may have
                 some.
         """
-        seen, options = 0, self.options
-        bar = (
-            tqdm(self.data, desc=f"{desc} (on {self.device})")
-            if options.progressbar
-            else nullcontext(self.data)
-        )
-        with bar as items:
-            for index, item in enumerate(items):
-                batch = self.read(item, index, seen)
-                if batch.num_examples:
-                    yield batch if batch.first == seen else replace(batch, first=seen)
-                    seen += batch.num_examples
+        seen = 0
+        items: Any = self.data
+        if self.options.progressbar:
+            items = tqdm(self.data, desc=f"{desc} (on {self.device})")
+        for index, item in enumerate(items):
+            batch = self.read(item, index, seen)
+            if batch.num_examples:
+                yield batch if batch.first == seen else replace(batch, first=seen)
+                seen += batch.num_examples
         if not seen and self.processes.world == 1:
-            again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
-            raise ValueError(
-                f"`data` has no examples.{again if isinstance(self.data, Iterator) else ''}"
-            )
+            advice = ""
+            if isinstance(self.data, Iterator):
+                advice = (
+                    " It is an iterator, which can be read only once: pass a list or a DataLoader."
+                )
+            raise ValueError(f"`data` has no examples.{advice}")
 
     def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
         """One item of the data as a batch, with `first` examples before it; one tells whether
@@ -298,53 +300,24 @@ class EmpiricalRisk(ModelParameters):
         """
         if isinstance(item, Batch):  # was read before
             return item
-        options, weight = self.options, self.options.weight
-        if unpack := isinstance(item, Mapping) and "labels" in item:
-            entries: Sequence[Any] = (
-                {key: value for key, value in item.items() if key != "labels"},
-                item["labels"],
-            )
-        elif isinstance(item, (tuple, list)) and (
-            len(item) == 2 or (weight is not None and len(item) > 2)
-        ):
-            entries = item
+        options = self.options
+        unpack = isinstance(item, Mapping) and "labels" in item
+        if unpack:
+            X: Any = {key: value for key, value in item.items() if key != "labels"}
+            y = item["labels"]
+            extras: Sequence[Any] = ()
+        elif _is_batch(item, options.weight is not None):
+            X, y, *extras = item
         else:
-            size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
-            what = (
-                f"mapping with keys {list(item)}"
-                if isinstance(item, Mapping)
-                else f"{type(item).__name__}{size}"
-            )
-            raise ValueError(
-                f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. "
-                "For one batch, write data=[(X, y)]. Targets of several losses stand together, (X, "
-                "(y1, y2)); weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
-            )
-        X, y = (
-            mapped(on_device, entries[0], self.device),
-            mapped(on_device, entries[1], self.device),
-        )
-        found = (
-            None if weight is None else weight(X, y, *entries[2:])
-        )  # which may take it out of a mapping
+            raise _no_batch(item, index)
+        X = mapped(on_device, X, self.device)
+        y = mapped(on_device, y, self.device)
+        # Before examples are counted: it may take its numbers out of a mapping.
+        weight = options.weight(X, y, *extras) if options.weight is not None else None
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
-        if weight is not None:
-            if (
-                not isinstance(found, Tensor)
-                or found.shape != (N,)
-                or not (found.isfinite() & (found >= 0)).all()
-            ):
-                what = (
-                    f"{found.dtype} {list(found.shape)}"
-                    if isinstance(found, Tensor)
-                    else type(found).__name__
-                )
-                raise ValueError(
-                    f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a "
-                    "finite number of at least 0 for each example."
-                )
-            found = on_device(found.detach().double(), self.device)
-        batch = Batch(X, y, N, unpack, first, found)
+        if options.weight is not None:
+            weight = _checked_weight(weight, N, index, self.device)
+        batch = Batch(X, y, N, unpack, first, weight)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -360,9 +333,8 @@ class EmpiricalRisk(ModelParameters):
             raise UnsupportedError(
                 "weight= comes with the targets. Give whole batches, to `update` or `listen`."
             )
-        return Batch(
-            X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack
-        )
+        N = count_examples(X, None, 0, self.options.batch_size_fn, unpack)
+        return Batch(X, None, N, unpack)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the
@@ -381,32 +353,32 @@ class EmpiricalRisk(ModelParameters):
                 X = mapped(copy_of, batch.X)
                 with torch.enable_grad():  # it differentiates by itself, as forces from an energy
                     out = call(**X) if batch.unpack else call(X)
-        found = self.read_output(out, batch)
+        outputs, targets, class_axes = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
-            refuse_outside_reads("model", found[0], self.own_params)
+            refuse_outside_reads("model", outputs, self.own_params)
             self.checked.in_modules = True
-        return found
+        return outputs, targets, class_axes
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a
         batch.
         """
         outputs, class_axes = self.losses.select(out, self.options.output)
-        graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
-        if graph and not prepare_graph(outputs, batch.num_examples):
-            self.checked.batch_norm = False
-        one = self.losses.form == "single"
-        targets = (batch.y,) if one else self.losses.matched(batch.y, "target", "The batch has")
-        shifts = self.options.shift_labels
-        if (
-            self.checked.shift if shifts is None else shifts
-        ):  # labels are those of the next position
-            outputs, targets, class_axes = zip(
-                *map(shifted_labels, self.losses, outputs, targets, class_axes)
-            )
+        if self.checked.batch_norm and any(f.requires_grad for f in outputs):
+            self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
+        if self.losses.form == "single":
+            targets: Sequence[Any] = (batch.y,)
+        else:
+            targets = self.losses.matched(batch.y, "target", "The batch has")
+        is_shifted = self.options.shift_labels
+        if is_shifted is None:
+            is_shifted = self.checked.shift
+        if is_shifted:
+            parts = map(shifted_labels, self.losses, outputs, targets, class_axes)
+            outputs, targets, class_axes = zip(*parts)
         return outputs, targets, class_axes
 
-    def scale(self, totals: Totals, loss: int | None = None) -> Number:
+    def scale(self, totals: Totals, loss: int | None = None) -> float:
         """`c`: what multiplies the sum of all terms of the reference loss (the first one with the
         reduction "mean").
 
@@ -417,20 +389,24 @@ class EmpiricalRisk(ModelParameters):
         Raises:
             ValueError: If no loss term counts at all.
         """
-        options, one = self.options, self.losses.reference if loss is None else self.losses[loss]
-        if one.reduction == "sum":
+        options = self.options
+        reduced = self.losses[self.losses.reference if loss is None else loss]
+        if reduced.reduction == "sum":
             return 1.0
         count = float(totals.loss_count if loss is None else totals.counts[loss])
         if not count > 0:
             raise ValueError(
-                f"No term of {one.title} counts: every target is ignored or has weight 0, so the "
-                "mean over them does not exist. Leave such a loss out; skip such batches until one "
-                "counts."
+                f"No term of {reduced.title} counts: every target is ignored or has weight 0, so "
+                "the mean over them does not exist. Leave such a loss out; skip such batches until "
+                "one counts."
             )
-        given = 1.0 if options.num_data is None else totals.examples / float(options.num_data)
+        # How many terms were counted for each that the user says there are.
+        ratio = 1.0
+        if options.num_data is not None:
+            ratio = totals.examples / float(options.num_data)
         if options.num_per_example_loss_terms is not None:
-            given *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
-        return given / count
+            ratio *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
+        return ratio / count
 
     # --------------------------------------------------------------------------------- all the data
     def together(
@@ -451,7 +427,7 @@ class EmpiricalRisk(ModelParameters):
             ProcessError: In all processes, if it fails in one, or something differs.
         """
         if self.processes.world == 1:
-            (self.renew if self._spread else self.require_in_place)()
+            self.renew()
             return work()
 
         def agreed() -> T:
@@ -487,13 +463,51 @@ class EmpiricalRisk(ModelParameters):
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
-        value = sum(
-            [
-                one.weight * self.scale(totals, k) * totals.losses[k]
-                for k, one in enumerate(self.losses)
-            ]
-        )
+        terms = [
+            loss.weight * self.scale(totals, k) * totals.losses[k]
+            for k, loss in enumerate(self.losses)
+        ]
+        value = sum(terms)
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
+
+
+def _is_batch(item: Any, is_weighted: bool) -> bool:
+    """Whether an item is a pair of input and target, which may have more for the weights."""
+    if not isinstance(item, (tuple, list)):
+        return False
+    return len(item) == 2 or (is_weighted and len(item) > 2)
+
+
+def _no_batch(item: Any, index: int) -> ValueError:
+    """The error about an item of the data that is no batch."""
+    came = type(item).__name__
+    if isinstance(item, (tuple, list)):
+        came = f"{came} of length {len(item)}"
+    elif isinstance(item, Mapping):
+        came = f"mapping with keys {list(item)}"
+    return ValueError(
+        f"Batch {index} is a {came}; expected a pair (X, y) or a mapping with 'labels'. For one "
+        "batch, write data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); "
+        "weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
+    )
+
+
+def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Tensor:
+    """The weights of the examples in double precision, as `EmpiricalRisk(weight=...)` gave them.
+
+    Raises:
+        ValueError: If they are no N finite numbers of at least 0.
+    """
+    is_vector = isinstance(weight, Tensor) and weight.shape == (N,)
+    if not is_vector or not (weight.isfinite() & (weight >= 0)).all():
+        came = type(weight).__name__
+        if isinstance(weight, Tensor):
+            came = f"{weight.dtype} {list(weight.shape)}"
+        raise ValueError(
+            f"`weight` returned {came} for batch {index}; expected a tensor [{N}], a finite number "
+            "of at least 0 for each example."
+        )
+    return on_device(weight.detach().double(), device)
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
@@ -514,7 +528,8 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
                 f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
                 'weights. Use reduction="sum", with what shall be divided by in the weights.'
             )
-    if unknown := [one for one in losses if options.weight is not None and not one.known]:
+    unknown = [loss for loss in losses if loss.likelihood is None]
+    if options.weight is not None and unknown:
         raise UnsupportedError(
             f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole "
             "batch is known, not that of each example. Register one, see register_likelihood."
@@ -522,7 +537,7 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     for name in ("shift_labels", "num_per_example_loss_terms"):
         if losses.form != "single" and getattr(options, name):
             raise UnsupportedError(
-                f"{name} is about one loss, and there are losses for the outputs {losses.keys}. "
+                f"{name} is about one loss, and there are losses for the outputs {losses.output_keys}. "
                 "Leave it out; shift outputs and targets yourself, in `output=` and in the data."
             )
 
