@@ -17,7 +17,7 @@ from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
-from curvlinops_plus.risk.passes import LossWeights, loss_weights
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk

@@ -33,7 +33,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.passes import loss_pass
+from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 Precision = float | Tensor | Mapping[str, Any]

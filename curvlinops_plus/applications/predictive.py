@@ -30,8 +30,8 @@ from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, mapped, on_device
 from curvlinops_plus.risk.function_reads import layers_of
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.losses import Losses
-from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
 

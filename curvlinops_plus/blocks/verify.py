@@ -32,9 +32,9 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
 from curvlinops_plus.risk.check import rounding_of
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
-from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
     eager,

@@ -17,7 +17,7 @@ from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.passes import LossWeights
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.preserve import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
 

@@ -18,14 +18,14 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, raise_unreached, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
-from curvlinops_plus.risk.parameters import sums_of
-from curvlinops_plus.risk.passes import (
+from curvlinops_plus.risk.loss_passes import (
     LossWeights,
     coarsest_dtype,
     loss_pass,
     loss_weights,
     require_same,
 )
+from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 #: From columns `X [n, K]` (None for a dense matrix) and the relative weights of the losses, what

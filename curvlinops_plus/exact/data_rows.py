@@ -23,8 +23,8 @@ from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.losses import Terms
-from curvlinops_plus.risk.passes import LossWeights
 from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
 

@@ -12,7 +12,7 @@ from curvlinops_plus.exact.passes import Outputs, Passes, require_differentiable
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
-from curvlinops_plus.risk.passes import LossWeights
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.risk import takes_risk
 
 

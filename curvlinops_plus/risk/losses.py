@@ -13,7 +13,7 @@ what a pass over the data counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
@@ -233,7 +233,8 @@ def _no_output(f: Any, subject: str) -> ValueError:
 
 def _read_loss(key: Key | None, entry: Any, reduction: str | None, check: bool) -> OutputLoss:
     """A loss, or, of several, a pair of a loss and its weight."""
-    loss, weight = entry, 1.0
+    loss = entry
+    weight: Any = 1.0
     if key is not None and isinstance(entry, (tuple, list)) and len(entry) == 2:
         loss, weight = entry
     where = "" if key is None else f" for the output {key!r}"
@@ -396,10 +397,9 @@ class OutputLoss:
             warn(message, CurvatureWarning, stacklevel=level_of_user())
         value = self.loss(f, y)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            came, error = type(value).__name__, TypeError
-            if isinstance(value, Tensor):
-                came, error = f"tensor of shape {list(value.shape)}", ValueError
-            raise error(
+            is_tensor = isinstance(value, Tensor)
+            came = f"tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
+            raise (ValueError if is_tensor else TypeError)(
                 f"The loss {self.title} returned a {came}; expected a 0-d tensor, a single number "
                 "for the batch that is differentiable in the output: without .item(), with its "
                 'entries averaged (reduction="mean") or added up (EmpiricalRisk(..., '
@@ -554,8 +554,10 @@ class Totals:
         self.reached |= totals.reached
         self.weights = self.weights or totals.weights
         self.steps = max(self.steps, totals.steps)
-        self.counts = _sums(self.counts, totals.counts)
-        self.losses = _sums(self.losses, totals.losses)
+        counts = zip_longest(self.counts, totals.counts, fillvalue=0.0)
+        losses = zip_longest(self.losses, totals.losses, fillvalue=0.0)
+        self.counts = tuple([_sum(total, count) for total, count in counts])
+        self.losses = tuple([_sum(total, loss) for total, loss in losses])
 
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
@@ -578,11 +580,17 @@ class Totals:
         errors = [error for _, error in reports if error is not None]
         if errors:
             raise error or errors[0]
-        union = Totals()
-        for totals, _ in reports:
-            union.add(totals)
+        union = Totals.union(totals for totals, _ in reports)
         if not union.examples:
             raise ValueError(f"`data` has no examples in any of the {processes.world} processes.")
+        return union
+
+    @classmethod
+    def union(cls, parts: Iterable[Totals]) -> Totals:
+        """The totals of all parts together."""
+        union = cls()
+        for totals in parts:
+            union.add(totals)
         return union
 
     def plain(self) -> Totals:
@@ -596,11 +604,6 @@ class Totals:
         resumed.
         """
         return replace(self, loss_count=_sum(0.0, self.loss_count), counts=(), losses=())
-
-
-def _sums(totals: Sequence[Number], numbers: Sequence[Number]) -> tuple[Number, ...]:
-    pairs = zip_longest(totals, numbers, fillvalue=0.0)
-    return tuple([_sum(total, number) for total, number in pairs])
 
 
 def _sum(total: Number, number: Number) -> Number:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,16 @@ from curvlinops_plus.risk.batches import (
 )
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
+from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
 from curvlinops_plus.risk.losses import Losses, Totals
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
     example_axes,
-    require_module,
+    modules_of,
     require_replicas,
 )
-from curvlinops_plus.risk.passes import gradient_pass, loss_pass
-from curvlinops_plus.risk.preserve import preserve_state, untraced
+from curvlinops_plus.risk.preserve import Inputs, preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
@@ -179,7 +180,8 @@ class EmpiricalRisk(ModelParameters):
         >>> import torch
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)
-        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])
+        >>> data = [(torch.ones(4, 3), torch.zeros(4, 2))]
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), data)
         >>> risk.space.dim
         8
         >>> sorted(risk.gradient())
@@ -206,17 +208,17 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        inner = require_module(model)
+        modules = modules_of(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
         self.losses = Losses(loss, reduction, bool(check))
-        super().__init__(inner, params, self.processes)
+        super().__init__(modules, params, self.processes)
         self.options = RiskOptions(
             output,
             mask,
-            example_axes(inner, example_axis),
+            example_axes(modules, example_axis),
             batch_size_fn,
             num_data,
             num_per_example_loss_terms,
@@ -302,18 +304,19 @@ class EmpiricalRisk(ModelParameters):
             return item
         options = self.options
         unpack = isinstance(item, Mapping) and "labels" in item
+        longest = 2 if options.weight is None else math.inf
         if unpack:
             X: Any = {key: value for key, value in item.items() if key != "labels"}
             y = item["labels"]
             extras: Sequence[Any] = ()
-        elif _is_batch(item, options.weight is not None):
+        elif isinstance(item, (tuple, list)) and 2 <= len(item) <= longest:
             X, y, *extras = item
         else:
             raise _no_batch(item, index)
         X = mapped(on_device, X, self.device)
         y = mapped(on_device, y, self.device)
         # Before examples are counted: it may take its numbers out of a mapping.
-        weight = options.weight(X, y, *extras) if options.weight is not None else None
+        weight = None if options.weight is None else options.weight(X, y, *extras)
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
         if options.weight is not None:
             weight = _checked_weight(weight, N, index, self.device)
@@ -343,16 +346,19 @@ class EmpiricalRisk(ModelParameters):
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with self.placed() if model is None and self._elsewhere else nullcontext():
+
+        def forward() -> Any:
             X = mapped(copy_of, batch.X)  # a model may write to its input
+            return call(**X) if batch.unpack else call(X)
+
+        with self.placed() if model is None and self._elsewhere else nullcontext():
             try:
-                out = call(**X) if batch.unpack else call(X)
+                out = forward()
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
-                X = mapped(copy_of, batch.X)
                 with torch.enable_grad():  # it differentiates by itself, as forces from an energy
-                    out = call(**X) if batch.unpack else call(X)
+                    out = forward()
         outputs, targets, class_axes = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
             refuse_outside_reads("model", outputs, self.own_params)
@@ -471,13 +477,6 @@ class EmpiricalRisk(ModelParameters):
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
-def _is_batch(item: Any, is_weighted: bool) -> bool:
-    """Whether an item is a pair of input and target, which may have more for the weights."""
-    if not isinstance(item, (tuple, list)):
-        return False
-    return len(item) == 2 or (is_weighted and len(item) > 2)
-
-
 def _no_batch(item: Any, index: int) -> ValueError:
     """The error about an item of the data that is no batch."""
     came = type(item).__name__
@@ -513,20 +512,22 @@ def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Te
 def _check_options(options: RiskOptions, losses: Losses) -> None:
     if not isinstance(options.check, bool) and options.check != "every":
         raise ValueError(
-            f'check={options.check!r}; expected True (the first batches, and some later), "every" (all batches), or '
-            "False."
+            f"check={options.check!r}; expected True (the first batches, and some later), "
+            '"every" (all batches), or False.'
         )
     counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
-    for name, what in counts.items():
+    for name, counted in counts.items():
         number = getattr(options, name)
-        if number is not None and not 0 < float(number) < float("inf"):
+        if number is not None and not 0 < float(number) < math.inf:
             raise ValueError(
-                f"{name}={number} must be positive: it is the number of {what}. None counts them."
+                f"{name}={number} must be positive: it is the number of {counted}. None counts "
+                "them."
             )
         if number is not None and options.weight is not None:
             raise UnsupportedError(
-                f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
-                'weights. Use reduction="sum", with what shall be divided by in the weights.'
+                f"{name} replaces a count of examples or terms, and with weight= the mean is over "
+                'the sum of their weights. Use reduction="sum", with what shall be divided by in '
+                "the weights."
             )
     unknown = [loss for loss in losses if loss.likelihood is None]
     if options.weight is not None and unknown:
@@ -537,15 +538,13 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     for name in ("shift_labels", "num_per_example_loss_terms"):
         if losses.form != "single" and getattr(options, name):
             raise UnsupportedError(
-                f"{name} is about one loss, and there are losses for the outputs {losses.output_keys}. "
-                "Leave it out; shift outputs and targets yourself, in `output=` and in the data."
+                f"{name} is about one loss, and there are losses for the outputs "
+                f"{losses.output_keys}. Leave it out; shift outputs and targets yourself, in "
+                "`output=` and in the data."
             )
 
 
-P = ParamSpec("P")
-
-
-def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
+def takes_risk(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     """A function, or a constructor, whose first argument is a risk: refuses anything else with what
     to write.
 
@@ -555,7 +554,7 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
     constructor = function.__name__ == "__init__"
 
     @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
         risk = args[constructor] if len(args) > constructor else kwargs.get("risk")
         if risk is not None and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__

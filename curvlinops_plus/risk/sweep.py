@@ -15,8 +15,8 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
-from curvlinops_plus.risk.passes import LossWeights, loss_weights
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Vectors
