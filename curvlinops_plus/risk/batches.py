@@ -119,18 +119,18 @@ def count_examples(
 
 
 # --------------------------------------------------------------------------------- trees of tensors
-def mapped(function: Callable[..., Any], tree: Any, *more: Any) -> Any:
-    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *more)`; other
+def mapped(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
+    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *args)`; other
     objects stay.
     """
     if isinstance(tree, Tensor):
-        return function(tree, *more)
+        return function(tree, *args)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         mapping = copy(tree)
         for key, value in tree.items():
-            mapping[key] = mapped(function, value, *more)
+            mapping[key] = mapped(function, value, *args)
         return mapping
-    return tree_map_only(Tensor, lambda t: function(t, *more), tree)
+    return tree_map_only(Tensor, lambda t: function(t, *args), tree)
 
 
 def on_device(t: Tensor, device: torch.device) -> Tensor:

@@ -154,8 +154,8 @@ def _rows_of(view: Tensor, p: Tensor) -> slice | None:
     if any(stride != of_parameter for stride, of_parameter, size in strides if size > 1):
         return None
     offset = int(view.storage_offset() - p.storage_offset())
-    start, rest = divmod(offset, max(1, p.stride(0)))
-    if rest or not 0 <= start <= len(p) - len(view):
+    start, remainder = divmod(offset, max(1, p.stride(0)))
+    if remainder or not 0 <= start <= len(p) - len(view):
         return None
     return slice(start, start + len(view))
 
@@ -196,7 +196,7 @@ def look_for_functions(
             again if what is found does not explain it.
     """
     is_new = risk.reads is None
-    known = risk.reads or FoundReads()
+    previous = risk.reads or FoundReads()
     failed = {*getattr(error, "keys", ())}
     # First how functions read parameters; then the module around a layer of which recorded calls
     # don't tell enough, each time one module further, up to the model.
@@ -211,22 +211,22 @@ def look_for_functions(
             if batch is None:  # other processes have examples, and tell what they find
                 return
             for keys in attempts:
-                risk.reads = find_functions(risk, batch, keys, known)
+                risk.reads = find_functions(risk, batch, keys, previous)
                 explains = is_new and risk.reads.products
-                if explains or risk.reads.enclosing != known.enclosing:
+                if explains or risk.reads.enclosing != previous.enclosing:
                     return
     if error is not None:
-        raise UnsupportedError(f"{error}{_tried(risk, known, failed)}") from error
+        raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
 
 
-def _tried(risk: EmpiricalRisk, known: FoundReads, failed: Collection[str]) -> str:
+def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -> str:
     """What to say of modules that were run again for single examples, in vain; the last one is the
     widest.
     """
     names = list[str]()
     for key in risk.params:
-        if key in failed and key in known.enclosing:
-            names += [*known.failed.get(key, ()), known.enclosing[key]]
+        if key in failed and key in previous.enclosing:
+            names += [*previous.failed.get(key, ()), previous.enclosing[key]]
     if not names:
         return ""
     modules = [f"{name!r}" if name else "the model itself" for name in dict.fromkeys(names)]
@@ -237,14 +237,14 @@ def _tried(risk: EmpiricalRisk, known: FoundReads, failed: Collection[str]) -> s
 
 
 def find_functions(
-    risk: EmpiricalRisk, batch: Batch, failed: Collection[str], known: FoundReads
+    risk: EmpiricalRisk, batch: Batch, failed: Collection[str], previous: FoundReads
 ) -> FoundReads:
     """How functions read parameters outside of modules with rules, from one batch.
 
     Args:
         failed: Keys of parameters whose gradients are wrong by what is known: the next module
             around gives them.
-        known: What was found before. A parameter that a module encloses gets no smaller one.
+        previous: What was found before. A parameter that a module encloses gets no smaller one.
     """
     dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
     outside = {
@@ -253,7 +253,7 @@ def find_functions(
     calls = [read.product for reads in outside.values() for read in reads if read.product]
     # Parameters that are read by anything but products.
     taken = {key for key, reads in outside.items() if not all(read.product for read in reads)}
-    taken |= {*failed, *known.enclosing}
+    taken |= {*failed, *previous.enclosing}
     # Without its weight, the bias of a convolution is on another axis than a vector that is added.
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
@@ -268,18 +268,18 @@ def find_functions(
     enclosing: dict[str, str] = {}
     # In the order of the parameters: sets have another one in other processes.
     for key in [key for key in risk.params if key in taken]:
-        name = _enclosing_module(risk, dry, key, failed, known)
+        name = _enclosing_module(risk, dry, key, failed, previous)
         if name is not None:
             enclosing[key] = name
-    tried = dict(known.failed)
-    for key, name in known.enclosing.items():
+    tried = dict(previous.failed)
+    for key, name in previous.enclosing.items():
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
     return FoundReads(tuple(products), enclosing, tried)
 
 
 def _enclosing_module(
-    risk: EmpiricalRisk, dry: DryPass, key: str, failed: Collection[str], known: FoundReads
+    risk: EmpiricalRisk, dry: DryPass, key: str, failed: Collection[str], previous: FoundReads
 ) -> str | None:
     """The innermost module around all readers of a parameter that may give its gradients, None if
     the one that holds it sees all of them.
@@ -289,7 +289,7 @@ def _enclosing_module(
     common = takewhile(lambda level: len({frame.name for frame in level}) == 1, frames)
     names = [level[0].name for level in common if all(frame.rows for frame in level)]
     holders = {use.name for use in dry.uses if use.without_rule and key in use.keys.values()}
-    before = known.enclosing.get(key)
+    before = previous.enclosing.get(key)
     if key not in failed and before is None and not holders.isdisjoint(names):
         return None
     modules = dict(risk.model.named_modules())
@@ -298,7 +298,7 @@ def _enclosing_module(
         # The same module as before, or the next one further out.
         around = around[: around.index(before) + (key not in failed)]
     elif before is None and key in failed:
-        by_product = any(key in keys.values() for _, keys in known.products)
+        by_product = any(key in keys.values() for _, keys in previous.products)
         if not by_product:
             # What holds it has been run again.
             around = [name for name in around if name not in holders or name == ""]
@@ -315,8 +315,8 @@ def _few(model: nn.Module, batch: Batch) -> Batch | None:
     for all.
 
     The number divides no size of parameters and buffers, and none behind the examples in the input;
-    if the batch is too small for that, it divides as few of them as possible. It is a prime: then
-    it divides no product of such sizes either, as axes have that the model puts together.
+    where there is no such number, it divides as few of them as possible. It is a prime: then it
+    divides no product of such sizes either, as axes have that the model puts together.
     """
     numbers = [n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n <= batch.num_examples]
     if not numbers:

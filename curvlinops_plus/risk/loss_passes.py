@@ -109,11 +109,11 @@ def coarsest_dtype(risk: EmpiricalRisk) -> torch.dtype:
 
 
 # --------------------------------------------------------------------------------- relative weights
-def loss_weights(risk: EmpiricalRisk, known: Totals | None = None) -> LossWeights:
+def loss_weights(risk: EmpiricalRisk, totals: Totals | None = None) -> LossWeights:
     """The weights for passes over the data of a risk.
 
     Args:
-        known: Totals of a pass before, if there was one.
+        totals: Those of a pass before, if there was one.
 
     Raises:
         ValueError: If they depend on the data, and these are spread over processes and can be read
@@ -122,7 +122,7 @@ def loss_weights(risk: EmpiricalRisk, known: Totals | None = None) -> LossWeight
     Cost: one forward pass over the data if they depend on it, which is never so for one loss. For
     an iterator each batch has to determine them.
     """
-    weights = LossWeights(risk, known)
+    weights = LossWeights(risk, totals)
     if weights.fixed is not None:
         return weights
     if risk.processes.world > 1:

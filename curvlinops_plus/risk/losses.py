@@ -69,7 +69,7 @@ class Losses(list["OutputLoss"]):
 
     def __init__(self, given: Any, reduction: str | None = None, check: bool = True) -> None:
         self.form = _form(given) or "single"
-        entries = {None: given} if self.form == "single" else _entries(given)
+        entries = {None: given} if self.form == "single" else _parts_by_key(given)
         super().__init__(
             [_read_loss(key, entry, reduction, check) for key, entry in entries.items()]
         )
@@ -134,12 +134,12 @@ class Losses(list["OutputLoss"]):
             subject = "`output` selected"
         elif self.form == "single" and isinstance(logits, Tensor):
             out = logits
-        outputs = (out,) if self.form == "single" else self.matched(out, "output", subject)
+        outputs = self.matched(out, "output", subject)
         for f in outputs:
             if not isinstance(f, Tensor) or f.is_complex() or not f.numel():
                 raise _no_output(f, subject)
-        last = [-1 if f is logits and f.ndim > 2 else None for f in outputs]
-        return tuple(outputs), tuple(last)
+        class_axes = [-1 if f is logits and f.ndim > 2 else None for f in outputs]
+        return tuple(outputs), tuple(class_axes)
 
     def joined(self, targets: Sequence[Any]) -> Any:
         """The target of a batch, from those of each loss."""
@@ -150,7 +150,7 @@ class Losses(list["OutputLoss"]):
         return tuple(targets)
 
     def matched(self, tree: Any, kind: str, subject: str) -> Sequence[Any]:
-        """The part of targets or outputs that belongs to each of several losses; undoes `joined`.
+        """The part of targets or outputs that belongs to each of the losses; undoes `joined`.
 
         Args:
             kind: "target" or "output".
@@ -159,8 +159,10 @@ class Losses(list["OutputLoss"]):
         Raises:
             ValueError: If they and the losses don't match.
         """
+        if self.form == "single":
+            return [tree]
         form = _form(tree)
-        parts = _entries(tree)
+        parts = _parts_by_key(tree)
         if form == self.form and parts.keys() == set(self.output_keys):
             return [parts[key] for key in self.output_keys]
         came = f"a {form} with {kind}s {list(parts)}" if form else f"a {type(tree).__name__}"
@@ -201,7 +203,7 @@ def _form(tree: Any) -> str | None:
     return "tuple" if isinstance(tree, (tuple, list)) else None
 
 
-def _entries(tree: Any) -> dict[Any, Any]:
+def _parts_by_key(tree: Any) -> dict[Any, Any]:
     """The parts of a dict or a tuple by key or position; none of anything else."""
     form = _form(tree)
     if form is None:
@@ -530,13 +532,13 @@ class Totals:
             return None
         if all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self.weights, totals.weights)):
             return None
-        here = " : ".join(f"{weight:.4g}" for weight in self.weights)
-        there = " : ".join(f"{weight:.4g}" for weight in totals.weights)
+        ratio = " : ".join(f"{weight:.4g}" for weight in self.weights)
+        added_ratio = " : ".join(f"{weight:.4g}" for weight in totals.weights)
         return (
-            f"Statistics of several losses can't be added: their relative weights are {here} here "
-            f"and {there} there, since their means are over other proportions of terms. Compute "
-            'them on the union of the data, or use reduction="sum" for all losses, with the '
-            "divisors in their weights."
+            f"Statistics of several losses can't be added: their relative weights are {ratio} here "
+            f"and {added_ratio} there, since their means are over other proportions of terms. "
+            'Compute them on the union of the data, or use reduction="sum" for all losses, with '
+            "the divisors in their weights."
         )
 
     def add(self, totals: Totals) -> None:

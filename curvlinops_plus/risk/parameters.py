@@ -76,12 +76,12 @@ class ModelParameters:
         self._paths = _paths(self.model, holders)
         self.space = Space.of(self.params)
         self.dtype = common_dtype(self.params)
-        self.device, *others = {p.device for p in self.params.values()}
-        if others:
+        devices = [*{p.device for p in self.params.values()}]
+        if len(devices) > 1:
             raise ValueError(
-                f"The parameters live on several devices, {self.device}, {others}; they need to be "
-                "on one."
+                f"The parameters live on several devices, {devices}; they need to be on one."
             )
+        self.device = devices[0]
 
     def restricted(self, keys: Iterable[str]) -> Self:
         """The same as a function of some of its parameters, in their order here."""
@@ -178,8 +178,9 @@ class ModelParameters:
         hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for m in self.model.modules():
             for table in (m._forward_pre_hooks, m._forward_hooks):
-                hooks.append((table, dict(table)))
-                for number, hook in hooks[-1][1].items():
+                before = dict(table)
+                hooks.append((table, before))
+                for number, hook in before.items():
                     if (getattr(hook, "__module__", None) or "").startswith(_FSDP):
                         del table[number]
         whole_values = {name: whole for name, (_, whole) in self._spread.items()}
@@ -323,11 +324,17 @@ def named_params(
 def _name_of_values(key: Any, t: Tensor, owned: Mapping[str, Tensor]) -> str | None:
     """The model's parameter that a tensor shares its memory with, or is another value of."""
     for name, p in owned.items():
-        is_view = t.data_ptr() == p.data_ptr() and t.stride() == p.stride()
-        if is_view and t.shape == p.shape and p.numel() > 0:
+        if _is_same(t, p):
             return name
     is_value = isinstance(key, str) and key in owned and owned[key].shape == t.shape
     return key if is_value else None
+
+
+def _is_same(t: Tensor, p: Tensor) -> bool:
+    """Whether a tensor is a parameter, or shows the same memory, as `p.detach()` and `p.data`."""
+    if t is p or t.shape != p.shape or not p.numel():
+        return t is p
+    return t.data_ptr() == p.data_ptr() and t.stride() == p.stride()
 
 
 def _values(
@@ -337,13 +344,10 @@ def _values(
     them.
     """
     values = dict(own_params)
-    if isinstance(params, Mapping):
-        for key, t in params.items():
-            p = own_params[key]
-            same = t is p or (t.data_ptr() == p.data_ptr() and t.shape == p.shape and p.numel() > 0)
-            if not same:
-                is_parameter = isinstance(t, nn.Parameter)
-                values[key] = t if is_parameter else nn.Parameter(t.detach(), t.requires_grad)
+    for key, t in params.items() if isinstance(params, Mapping) else ():
+        if not _is_same(t, own_params[key]):
+            is_parameter = isinstance(t, nn.Parameter)
+            values[key] = t if is_parameter else nn.Parameter(t.detach(), t.requires_grad)
     return values
 
 

@@ -273,16 +273,16 @@ class EmpiricalRisk(ModelParameters):
             ValueError: If there is no batch at all, and there are no other processes that may have
                 some.
         """
-        seen = 0
+        before = 0
         items: Any = self.data
         if self.options.progressbar:
             items = tqdm(self.data, desc=f"{desc} (on {self.device})")
         for index, item in enumerate(items):
-            batch = self.read(item, index, seen)
+            batch = self.read(item, index, before)
             if batch.num_examples:
-                yield batch if batch.first == seen else replace(batch, first=seen)
-                seen += batch.num_examples
-        if not seen and self.processes.world == 1:
+                yield batch if batch.first == before else replace(batch, first=before)
+                before += batch.num_examples
+        if not before and self.processes.world == 1:
             advice = ""
             if isinstance(self.data, Iterator):
                 advice = (
@@ -372,10 +372,7 @@ class EmpiricalRisk(ModelParameters):
         outputs, class_axes = self.losses.select(out, self.options.output)
         if self.checked.batch_norm and any(f.requires_grad for f in outputs):
             self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
-        if self.losses.form == "single":
-            targets: Sequence[Any] = (batch.y,)
-        else:
-            targets = self.losses.matched(batch.y, "target", "The batch has")
+        targets = self.losses.matched(batch.y, "target", "The batch has")
         is_shifted = self.options.shift_labels
         if is_shifted is None:
             is_shifted = self.checked.shift

@@ -6,14 +6,15 @@ network's output. Layer-wise approximations send the vectors back one after the 
 operators multiply with `M = Σ_k v_k v_kᵀ`, or with its root, whose columns are the vectors. The
 mode decides which matrix it is:
 
-| object | vectors per batch | matrix | | --- | --- | --- | | `Exact()` | R·K, the columns of the
-loss Hessian's root, one loss term at a time | GGN | | `Exact(signs=True)` | K, all terms at once
-with an independent sign each | unbiased for the GGN | | `CurvaturePropagation(samples)` |
-`samples`, all columns of all terms at once, random signs | unbiased for the GGN | |
-`MonteCarlo(samples)` | `samples`, gradients at labels sampled from the model | unbiased for the
-Fisher | | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher,
-one gradient per example | | `Empirical(per_term=True)` | R, the same for each loss term by itself |
-empirical Fisher over terms | | `ForwardOnly()` | none | `G = I`: input statistics alone |
+| object | vectors per batch | matrix |
+| --- | --- | --- |
+| `Exact()` | R·K, columns of the loss Hessian's root, one loss term at a time | GGN |
+| `Exact(signs=True)` | K, all terms at once, an independent sign each | unbiased for the GGN |
+| `CurvaturePropagation(samples)` | `samples`, all columns of all terms, random signs | the same |
+| `MonteCarlo(samples)` | `samples`, gradients at labels from the model | unbiased for the Fisher |
+| `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher |
+| `Empirical(per_term=True)` | R, the same for each loss term | empirical Fisher over terms |
+| `ForwardOnly()` | none | `G = I`: input statistics alone |
 
 N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C,
 of cross-entropy C - 1.
