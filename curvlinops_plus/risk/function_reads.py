@@ -34,131 +34,6 @@ from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layer
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# ------------------------------------------------------------------------------------- seeing calls
-Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"], Any]
-
-
-@cache
-def _body(original: Any) -> Callable[..., Any]:
-    """A function of PyTorch that runs its body even while a mode is active.
-
-    The original hands itself to the mode instead, which then sees one call and nothing of what
-    happens inside.
-    """
-    private = {**original.__globals__, "has_torch_function": lambda *_: False}
-    body = FunctionType(
-        original.__code__, private, original.__name__, original.__defaults__, original.__closure__
-    )
-    body.__kwdefaults__ = original.__kwdefaults__
-    return body
-
-
-class FunctionCalls(TorchFunctionMode):
-    """While active, shows every call of a torch function, those inside
-    `F.multi_head_attention_forward` included.
-
-    Costs a few microseconds per call.
-
-    Args:
-        receive: Called with function, arguments, keywords, result and, inside attention, where
-            examples are on axis 1, the number of examples; returns the result that the model goes
-            on with.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        super().__init__()
-        self.receive = receive
-        self.examples: int | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        outer = self.examples
-        # Activation checkpointing runs the model again inside of `grad`, and must see the same
-        # graph.
-        if func not in (F.multi_head_attention_forward, torch.autograd.grad):
-            return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
-        if func is F.multi_head_attention_forward:
-            query = args[0] if args else kwargs["query"]
-            if query.ndim != 3:
-                raise UnsupportedError(
-                    f"Multi-head attention got a query of shape {list(query.shape)}, expected "
-                    "three dimensions with the examples on one of them. Add the example dimension "
-                    "with `x[None]`."
-                )
-            self.examples = query.shape[1]
-        try:
-            with self:
-                return _body(func)(*args, **kwargs)
-        finally:
-            self.examples = outer
-
-
-class View(NamedTuple):
-    """Rows of a parameter, transposed or not."""
-
-    key: str
-    rows: slice
-    transposed: bool
-
-
-class ParameterViews:
-    """Finds the parameter that a tensor is, or is a view of.
-
-    Args:
-        params: Key to parameter, in the tensors that the model reads.
-
-    Example:
-        >>> import torch
-        >>> W = torch.ones(4, 3)
-        >>> views = ParameterViews({"W": W})
-        >>> views.find(W[1:3].T)
-        View(key='W', rows=slice(1, 3, None), transposed=True)
-        >>> views.find(W[::2]), views.key(W[::2]), views.key(2 * W)
-        (None, 'W', None)
-    """
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params = params
-        self._keys = {id(p): key for key, p in params.items()}
-
-    def key(self, t: Tensor) -> str | None:
-        """Key of the parameter that a tensor shows numbers of."""
-        if id(t) in self._keys or t._base is None:
-            return self._keys.get(id(t))
-        return self._keys.get(id(t._base))
-
-    def find(self, t: Tensor | None) -> View | None:
-        """The parameter whose rows a tensor is; None if it is none, or any other view."""
-        key = None if t is None else self.key(t)
-        if t is None or key is None:
-            return None
-        p = self._params[key]
-        if t is p:
-            return View(key, slice(0, len(p)), False) if p.ndim else None
-        if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
-            # Made under `no_grad`: nothing comes back to the parameter, though it requires a
-            # gradient.
-            return None
-        rows = _rows_of(t, p)
-        if rows is not None:
-            return View(key, rows, False)
-        rows = _rows_of(t.T, p) if t.ndim == 2 else None
-        return None if rows is None else View(key, rows, True)
-
-
-def _rows_of(view: Tensor, p: Tensor) -> slice | None:
-    """The rows of a parameter that a view of it shows, None if it shows something else."""
-    if view.dtype != p.dtype or not view.ndim == p.ndim > 0 or view.shape[1:] != p.shape[1:]:
-        return None
-    strides = zip(view.stride(), p.stride(), view.shape)
-    if any(stride != of_parameter for stride, of_parameter, size in strides if size > 1):
-        return None
-    offset = int(view.storage_offset() - p.storage_offset())
-    start, remainder = divmod(offset, max(1, p.stride(0)))
-    if remainder or not 0 <= start <= len(p) - len(view):
-        return None
-    return slice(start, start + len(view))
-
 
 # ---------------------------------------------------------------------------------- finding readers
 def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
@@ -509,6 +384,132 @@ class DryPass:
             return False
         rows = product.input.shape[0]
         return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
+
+
+# ------------------------------------------------------------------------------------- seeing calls
+Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"], Any]
+
+
+@cache
+def _body(original: Any) -> Callable[..., Any]:
+    """A function of PyTorch that runs its body even while a mode is active.
+
+    The original hands itself to the mode instead, which then sees one call and nothing of what
+    happens inside.
+    """
+    private = {**original.__globals__, "has_torch_function": lambda *_: False}
+    body = FunctionType(
+        original.__code__, private, original.__name__, original.__defaults__, original.__closure__
+    )
+    body.__kwdefaults__ = original.__kwdefaults__
+    return body
+
+
+class FunctionCalls(TorchFunctionMode):
+    """While active, shows every call of a torch function, those inside
+    `F.multi_head_attention_forward` included.
+
+    Costs a few microseconds per call.
+
+    Args:
+        receive: Called with function, arguments, keywords, result and, inside attention, where
+            examples are on axis 1, the number of examples; returns the result that the model goes
+            on with.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        super().__init__()
+        self.receive = receive
+        self.examples: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outer = self.examples
+        # Activation checkpointing runs the model again inside of `grad`, and must see the same
+        # graph.
+        if func not in (F.multi_head_attention_forward, torch.autograd.grad):
+            return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
+        if func is F.multi_head_attention_forward:
+            query = args[0] if args else kwargs["query"]
+            if query.ndim != 3:
+                raise UnsupportedError(
+                    f"Multi-head attention got a query of shape {list(query.shape)}, expected "
+                    "three dimensions with the examples on one of them. Add the example dimension "
+                    "with `x[None]`."
+                )
+            self.examples = query.shape[1]
+        try:
+            with self:
+                return _body(func)(*args, **kwargs)
+        finally:
+            self.examples = outer
+
+
+class View(NamedTuple):
+    """Rows of a parameter, transposed or not."""
+
+    key: str
+    rows: slice
+    transposed: bool
+
+
+class ParameterViews:
+    """Finds the parameter that a tensor is, or is a view of.
+
+    Args:
+        params: Key to parameter, in the tensors that the model reads.
+
+    Example:
+        >>> import torch
+        >>> W = torch.ones(4, 3)
+        >>> views = ParameterViews({"W": W})
+        >>> views.find(W[1:3].T)
+        View(key='W', rows=slice(1, 3, None), transposed=True)
+        >>> views.find(W[::2]), views.key(W[::2]), views.key(2 * W)
+        (None, 'W', None)
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+        self._keys = {id(p): key for key, p in params.items()}
+
+    def key(self, t: Tensor) -> str | None:
+        """Key of the parameter that a tensor shows numbers of."""
+        if id(t) in self._keys or t._base is None:
+            return self._keys.get(id(t))
+        return self._keys.get(id(t._base))
+
+    def find(self, t: Tensor | None) -> View | None:
+        """The parameter whose rows a tensor is; None if it is none, or any other view."""
+        key = None if t is None else self.key(t)
+        if t is None or key is None:
+            return None
+        p = self._params[key]
+        if t is p:
+            return View(key, slice(0, len(p)), False) if p.ndim else None
+        if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
+            # Made under `no_grad`: nothing comes back to the parameter, though it requires a
+            # gradient.
+            return None
+        rows = _rows_of(t, p)
+        if rows is not None:
+            return View(key, rows, False)
+        rows = _rows_of(t.T, p) if t.ndim == 2 else None
+        return None if rows is None else View(key, rows, True)
+
+
+def _rows_of(view: Tensor, p: Tensor) -> slice | None:
+    """The rows of a parameter that a view of it shows, None if it shows something else."""
+    if view.dtype != p.dtype or not view.ndim == p.ndim > 0 or view.shape[1:] != p.shape[1:]:
+        return None
+    strides = zip(view.stride(), p.stride(), view.shape)
+    if any(stride != of_parameter for stride, of_parameter, size in strides if size > 1):
+        return None
+    offset = int(view.storage_offset() - p.storage_offset())
+    start, remainder = divmod(offset, max(1, p.stride(0)))
+    if remainder or not 0 <= start <= len(p) - len(view):
+        return None
+    return slice(start, start + len(view))
 
 
 # --------------------------------------------------------------------------------------- in a state

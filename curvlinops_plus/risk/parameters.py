@@ -296,15 +296,7 @@ def named_params(
         if name is None and isinstance(p, Tensor):
             name = _name_of_values(key, p, owned)
         if name is None or not (key is None or isinstance(key, str)):
-            came = f", a {type(p).__name__},"
-            if isinstance(p, Tensor):
-                came = f" with shape {list(p.shape)}"
-            raise ValueError(
-                f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the "
-                "model's own tensors, for instance `[p for p in model.parameters() if "
-                "p.requires_grad]` or `dict(model.named_parameters())`, or a dict of other values "
-                "under the same names."
-            )
+            raise _no_parameter(label, p, model)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each "
@@ -319,6 +311,15 @@ def named_params(
             "arguments are model, loss and data, in this order."
         )
     return own_params
+
+
+def _no_parameter(label: str, p: Any, model: nn.Module) -> ValueError:
+    came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
+    return ValueError(
+        f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the model's "
+        "own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+        "`dict(model.named_parameters())`, or a dict of other values under the same names."
+    )
 
 
 def _name_of_values(key: Any, t: Tensor, owned: Mapping[str, Tensor]) -> str | None:

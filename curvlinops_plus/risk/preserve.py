@@ -36,6 +36,67 @@ from curvlinops_plus.random_state import RandomState
 Inputs = ParamSpec("Inputs")
 T = TypeVar("T")
 
+# Options of embeddings that say nothing about the function they compute.
+_AS_FUNCTION = {"sparse": False, "scale_grad_by_freq": False}
+
+
+@contextmanager
+def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+    """Keep the global random state, the model's buffers and attributes and the data's generators,
+    also on error.
+
+    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training
+    mode moves running statistics. Cost: a copy of the buffers.
+
+    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
+    (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
+    And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
+    Autocast inside the model's forward is part of the model.
+
+    Tensors that modules keep from one pass, as caches do, are dropped before the next one.
+
+    One thread at a time is in here; others wait.
+
+    Raises:
+        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
+            graph is gone.
+    """
+    modules = [*model.modules()]
+    kinds = [
+        p.device.type for module in modules for p in module._parameters.values() if p is not None
+    ]
+    with eager, own_passes, ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(RandomState.now().restore)
+        sampler = getattr(data, "sampler", None)
+        inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
+        for holder in (data, sampler, inner_sampler):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+        stack.enter_context(kept_modules(modules))
+        parts = parts_kept(modules)
+        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+            begin = own_calls(lambda module, args: drop_new_tensors(parts))
+            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        for module in modules:
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                refuse_renormalization(module)
+                vars(module).update(_AS_FUNCTION)
+        try:
+            yield
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
+            raise UnsupportedError(
+                "The model reads a tensor with the graph of an earlier call, which is gone. "
+                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
+                "computed: often model.train() and then model.eval() does."
+            ) from error
+
+
 # -------------------------------------------------------------------------------------- the process
 #: Context that one thread at a time is in, as often as it likes.
 exclusive = threading.RLock()
@@ -226,67 +287,6 @@ def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
                 replaced = {name: copies.get(id(b)) for name, b in held.items()}
                 vars(module)["_buffers"] = ReplacedTensors(replaced, held)
         yield
-
-
-# Options of embeddings that say nothing about the function they compute.
-_AS_FUNCTION = {"sparse": False, "scale_grad_by_freq": False}
-
-
-@contextmanager
-def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
-    """Keep the global random state, the model's buffers and attributes and the data's generators,
-    also on error.
-
-    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training
-    mode moves running statistics. Cost: a copy of the buffers.
-
-    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
-    (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
-    And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
-    Autocast inside the model's forward is part of the model.
-
-    Tensors that modules keep from one pass, as caches do, are dropped before the next one.
-
-    One thread at a time is in here; others wait.
-
-    Raises:
-        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
-            graph is gone.
-    """
-    modules = [*model.modules()]
-    kinds = [
-        p.device.type for module in modules for p in module._parameters.values() if p is not None
-    ]
-    with eager, own_passes, ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(RandomState.now().restore)
-        sampler = getattr(data, "sampler", None)
-        inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
-        for holder in (data, sampler, inner_sampler):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                stack.callback(generator.set_state, generator.get_state())
-        stack.enter_context(kept_modules(modules))
-        parts = parts_kept(modules)
-        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
-            begin = own_calls(lambda module, args: drop_new_tensors(parts))
-            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-        for module in modules:
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                refuse_renormalization(module)
-                vars(module).update(_AS_FUNCTION)
-        try:
-            yield
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
-            raise UnsupportedError(
-                "The model reads a tensor with the graph of an earlier call, which is gone. "
-                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
-                "computed: often model.train() and then model.eval() does."
-            ) from error
 
 
 # ------------------------------------------------------------------------------- equal but rounding

@@ -43,51 +43,6 @@ from curvlinops_plus.risk.vectors import Vectors
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RiskOptions:
-    """Options of an `EmpiricalRisk`, under the names of its arguments."""
-
-    output: Callable[[Any], Any] | None = None
-    mask: Callable[[Any, Any], Tensor] | None = None
-    example_axis: Mapping[str, int] | None = None
-    batch_size_fn: Callable[[Any], int] | None = None
-    num_data: int | None = None
-    num_per_example_loss_terms: int | None = None
-    shift_labels: bool | None = None
-    progressbar: bool = False
-    reduction: str | None = None
-    check: bool | str = True
-    weight: Callable[..., Any] | None = None
-
-
-@dataclass
-class Checked:
-    """What was found out about a risk once, in the first batches.
-
-    Attributes:
-        in_modules: Whether the model was seen to read its parameters in its modules.
-        seen: What was called in batches that were compared with plain autograd, where no gradient
-            was zero.
-        batches: How many batches there were.
-        shift: Whether labels are shifted; None as long as no model with a loss of its own told.
-        reads: How functions read parameters, outside of modules with rules; None before they were
-            looked for.
-        batch_norm: Whether batch norm may be in the graphs of outputs.
-        modes: Modes of all modules, training or not, in which two evaluations agreed.
-        errors: Layer name to the relative difference that was last seen.
-    """
-
-    in_modules: bool = False
-    seen: set[Any] = field(default_factory=set)
-    batches: int = 0
-    said: set[str] = field(default_factory=set)
-    reads: FoundReads | None = None
-    shift: bool | None = None
-    batch_norm: bool = True
-    modes: set[tuple[bool, ...]] = field(default_factory=set)
-    errors: dict[str, float] = field(default_factory=dict)
-
-
 class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
@@ -472,6 +427,51 @@ class EmpiricalRisk(ModelParameters):
         ]
         value = sum(terms)
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class RiskOptions:
+    """Options of an `EmpiricalRisk`, under the names of its arguments."""
+
+    output: Callable[[Any], Any] | None = None
+    mask: Callable[[Any, Any], Tensor] | None = None
+    example_axis: Mapping[str, int] | None = None
+    batch_size_fn: Callable[[Any], int] | None = None
+    num_data: int | None = None
+    num_per_example_loss_terms: int | None = None
+    shift_labels: bool | None = None
+    progressbar: bool = False
+    reduction: str | None = None
+    check: bool | str = True
+    weight: Callable[..., Any] | None = None
+
+
+@dataclass
+class Checked:
+    """What was found out about a risk once, in the first batches.
+
+    Attributes:
+        in_modules: Whether the model was seen to read its parameters in its modules.
+        seen: What was called in batches that were compared with plain autograd, where no gradient
+            was zero.
+        batches: How many batches there were.
+        shift: Whether labels are shifted; None as long as no model with a loss of its own told.
+        reads: How functions read parameters, outside of modules with rules; None before they were
+            looked for.
+        batch_norm: Whether batch norm may be in the graphs of outputs.
+        modes: Modes of all modules, training or not, in which two evaluations agreed.
+        errors: Layer name to the relative difference that was last seen.
+    """
+
+    in_modules: bool = False
+    seen: set[Any] = field(default_factory=set)
+    batches: int = 0
+    said: set[str] = field(default_factory=set)
+    reads: FoundReads | None = None
+    shift: bool | None = None
+    batch_norm: bool = True
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 def _no_batch(item: Any, index: int) -> ValueError:
