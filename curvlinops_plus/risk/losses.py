@@ -48,10 +48,6 @@ class Losses(list["OutputLoss"]):
     Attributes:
         form: "single", "dict" or "tuple".
         output_keys: Keys or positions of the outputs.
-        reference: The number of the loss whose factor `c` is that of all statistics: the first one
-            under "mean".
-        reduction: That of the reference loss: "mean" if any loss has it.
-        have_likelihoods: Whether all losses have a likelihood.
 
     Raises:
         TypeError: If the loss is a class or not callable.
@@ -82,11 +78,24 @@ class Losses(list["OutputLoss"]):
                 f"reduction={declared.pop()!r}. The argument is for losses without that attribute; "
                 "leave it out, or make the loss with the other reduction."
             )
-        means = [number for number, loss in enumerate(self) if loss.reduction == "mean"]
-        self.reference = means[0] if means else 0
-        self.reduction = self[self.reference].reduction
         self.output_keys = [loss.key for loss in self]
-        self.have_likelihoods = all(loss.likelihood is not None for loss in self)
+
+    @property
+    def reference(self) -> int:
+        """The number of the loss whose factor `c` is that of all statistics: the first one under
+        "mean".
+        """
+        return next((k for k, loss in enumerate(self) if loss.reduction == "mean"), 0)
+
+    @property
+    def reduction(self) -> str:
+        """That of the reference loss: "mean" if any loss has it."""
+        return self[self.reference].reduction
+
+    @property
+    def have_likelihoods(self) -> bool:
+        """Whether all losses have a likelihood."""
+        return all(loss.likelihood is not None for loss in self)
 
     @property
     def given(self) -> Any:
@@ -101,7 +110,6 @@ class Losses(list["OutputLoss"]):
         """The same, of which those without a likelihood have the loss of each example by itself."""
         losses = copy(self)
         losses[:] = [loss.of_examples() for loss in self]
-        losses.have_likelihoods = True
         return losses
 
     def options(self) -> dict[str, Any]:
@@ -185,11 +193,12 @@ class Losses(list["OutputLoss"]):
             for loss, f, y, class_axis in zip(self, *read, strict=True)
         ]
         outputs, targets, counts, sums = zip(*parts)
+        reference = self.reference
         # A loss without a likelihood has one term for each example.
-        has_terms = self[self.reference].likelihood is not None
-        terms = N * outputs[self.reference].shape[1] if has_terms else N
-        count = counts[self.reference]
-        if self.reduction == "sum":
+        has_terms = self[reference].likelihood is not None
+        terms = N * outputs[reference].shape[1] if has_terms else N
+        count = counts[reference]
+        if self[reference].reduction == "sum":
             # Nothing is divided by it. Whether any term of any loss counts is asked all the same.
             count = sum(counts[1:], counts[0])
         totals = Totals(N, terms, count, counts=counts, losses=sums)
@@ -290,7 +299,6 @@ class OutputLoss:
     Attributes:
         title: Its name in messages.
         likelihood: It as a negative log-likelihood; None if nothing is registered for it.
-        reduction: "mean" or "sum".
         warning: Of a loss without a likelihood, what is to be said if there are several batches;
             None before it was compared.
 
@@ -310,23 +318,33 @@ class OutputLoss:
         self.key = key
         self.loss = loss
         self.weight = weight
+        self.default_reduction = default_reduction
         self.warning = None if check else ""
         name = getattr(loss, "__name__", type(loss).__name__)
         self.title = name if key is None else f"loss {key!r} ({name})"
         self.likelihood: Likelihood | None = None
         if has_likelihood(loss):
             self.likelihood = self.require_likelihood()
-            self.reduction = self.likelihood.reduction
-            return
-        self.reduction = getattr(loss, "reduction", None) or default_reduction or "mean"
-        if self.reduction not in ("mean", "sum", "batchmean"):
+        # Others than "mean" and "sum" are refused now, not at first use.
+        _ = self.reduction
+
+    @property
+    def reduction(self) -> str:
+        """ "mean" or "sum", as the loss says now: its attribute may be changed.
+
+        Raises:
+            UnsupportedError: For "none" and others: what is no scalar loss has no curvature.
+        """
+        if self.likelihood is not None:
+            return self.likelihood.reduction
+        reduction = getattr(self.loss, "reduction", None) or self.default_reduction or "mean"
+        if reduction not in ("mean", "sum", "batchmean"):
             raise UnsupportedError(
-                f"{self.title} (reduction={self.reduction!r}) is no scalar loss, so it has no "
+                f"{self.title} (reduction={reduction!r}) is no scalar loss, so it has no "
                 'curvature; use "mean" or "sum".'
             )
-        if self.reduction == "batchmean":
-            # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
-            self.reduction = "mean"
+        # nn.KLDivLoss: the sum over the batch, divided by the number of its examples.
+        return "mean" if reduction == "batchmean" else reduction
 
     def require_likelihood(self) -> Likelihood:
         """It as a negative log-likelihood.

@@ -122,3 +122,11 @@ def test_a_transposed_view_is_another_value() -> None:
     data = [(torch.rand(3, 2), torch.rand(3, 2))]
     turned = EmpiricalRisk(model, nn.MSELoss(), data, {"weight": model.weight.T})
     assert torch.equal(turned.params["weight"], model.weight.T)
+
+
+def test_another_module_around_one_with_parameters_is_noticed() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.rand(3, 2), torch.rand(3, 2))])
+    model[0] = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parameters or modules \['0'\]"):
+        risk.vector()
