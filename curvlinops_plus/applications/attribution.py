@@ -17,7 +17,7 @@ from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
-from curvlinops_plus.risk.losses import LossWeights, loss_weights
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
@@ -180,14 +180,14 @@ def send_back(
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
     """Refuse what has no gradients of single examples, or examples in an unknown order."""
     for loss in risk.losses:
-        _ = loss.likelihood  # refuses a loss without one
+        loss.require_likelihood()
     if risk.processes.world > 1:
         raise UnsupportedError(
             "Gradients of each example stay in its process: make a risk without `processes=` there."
         )
     if per_term and len(risk.losses) > 1:
         raise UnsupportedError(
-            f"per_term=True is about the terms of one loss; there are losses {risk.losses.keys}."
+            f"per_term=True is about the terms of one loss; there are losses {risk.losses.output_keys}."
         )
     require_order(risk)
 

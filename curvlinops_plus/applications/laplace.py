@@ -33,7 +33,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.losses import loss_pass
+from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 Precision = float | Tensor | Mapping[str, Any]
@@ -119,7 +119,7 @@ class Laplace:
                 f"{totals.examples}; Laplace needs the curvature of all data."
             )
         (loss,) = self.risk.losses
-        self.likelihood = loss.likelihood
+        self.likelihood = loss.require_likelihood()
         #: What a mean loss divides by: K is multiplied by it for a sum over the data.
         self._divisor = 1 / float(self.risk.scale(totals))
         self._loss = float(totals.losses[0])
@@ -411,7 +411,7 @@ def _risk_for_posterior(K: Any) -> EmpiricalRisk:
             "the data."
         )
     losses = K.risk.losses
-    if len(losses) > 1 or not losses.known or losses[0].weight != 1:
+    if len(losses) > 1 or not losses.have_likelihoods or losses[0].weight != 1:
         titles = ", ".join(loss.title for loss in losses)
         raise UnsupportedError(
             "Laplace needs the negative log-likelihood of the data: one loss with a likelihood and "

@@ -30,7 +30,8 @@ from curvlinops_plus.linalg.numerics import eigh, standard_normal
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Vectors
 from curvlinops_plus.risk.batches import Batch, count_examples, mapped, on_device
 from curvlinops_plus.risk.function_reads import layers_of
-from curvlinops_plus.risk.losses import Losses, LossWeights
+from curvlinops_plus.risk.loss_passes import LossWeights
+from curvlinops_plus.risk.losses import Losses
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.risk import Checked
 
@@ -189,7 +190,9 @@ def output_covariance(
             batch = Batch(inputs, risk.losses.joined([None]), stop - start, unpack, start)
             with torch.inference_mode(False), torch.no_grad():
                 (f,), _, (axis,) = risk.run(batch)
-            F, _ = risk.losses[0].likelihood.canonical(f, f, batch.num_examples, axis)  # [N, R, C]
+            F, _ = (
+                risk.losses[0].require_likelihood().canonical(f, f, batch.num_examples, axis)
+            )  # [N, R, C]
             phis = projections.of(batch, F)
             # Cov(f_c, f_d) = J_cᵀ Σ J_d = Σ_blocks φ_c · φ_d
             spread = torch.zeros(()).to(F)
@@ -285,7 +288,7 @@ class _Units(Vectors):
 def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     """The same model, parameters and layers for inputs alone, in this process."""
     (reference,) = risk.losses
-    loss = _Targetless(reference.likelihood.class_axis)
+    loss = _Targetless(reference.require_likelihood().class_axis)
     losses: Any = loss
     if risk.losses.form == "dict":
         losses = {reference.key: loss}

@@ -23,7 +23,7 @@ from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.parameters import fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.record import Consumer, OutsideReads

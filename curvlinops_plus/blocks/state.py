@@ -48,7 +48,7 @@ from curvlinops_plus.risk import (
     Vectors,
 )
 from curvlinops_plus.risk.function_reads import describe_reads, rebuild_reads
-from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, require_module
+from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, modules_of
 
 VERSION = 1
 APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
@@ -173,7 +173,7 @@ def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] |
     """The model's parameters that a state is of, in the order of its vectors; None if not all keys
     are the model's own names.
     """
-    owned, keys = dict(require_module(model).named_parameters()), keys_of(state["plan"])
+    owned, keys = dict(modules_of(model)[""].named_parameters()), keys_of(state["plan"])
     return (
         {key: owned[key] for key in state["fingerprint"] if key in keys}
         if keys <= owned.keys()

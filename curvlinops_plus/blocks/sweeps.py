@@ -20,7 +20,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.batches import require_rereadable
-from curvlinops_plus.risk.losses import LossWeights, loss_weights, require_same
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 from curvlinops_plus.risk.sweep import sweep
 

@@ -32,7 +32,8 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
 from curvlinops_plus.risk.check import rounding_of
-from curvlinops_plus.risk.losses import LossWeights, OutputLoss
+from curvlinops_plus.risk.loss_passes import LossWeights
+from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
@@ -388,7 +389,7 @@ def _loss_error(one: OutputLoss, read: tuple[Tensor, Any, int | None], N: int) -
     It is compared at outputs of at most 1: where a loss is saturated, rounding may leave nothing of
     it.
     """
-    (f, y, class_axis), likelihood = read, one.likelihood
+    (f, y, class_axis), likelihood = read, one.require_likelihood()
     if isinstance(likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
         return 0.0
     f = f / f.detach().abs().amax().clamp(min=1) if f.numel() else f

@@ -15,8 +15,8 @@ from torch import Generator, Tensor
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
-from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.arithmetic import Foreign
+from curvlinops_plus.linalg.numerics import standard_normal
 
 BLOCK_BYTES = 2**27  # of random vectors, and what is kept for each, at once
 Arguments = ParamSpec("Arguments")

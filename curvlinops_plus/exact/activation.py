@@ -18,7 +18,7 @@ from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights
+from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.preserve import own_calls, untraced
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -86,7 +86,6 @@ class ActivationHessian(RiskOperator):
         self._activation = activation
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         require_own_data(risk, type(self).__name__)
-        _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
             self._compare_products(self._products, self.in_space.dim)
 

@@ -20,7 +20,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, raise_unreached, require_rereadable
 from curvlinops_plus.risk.check import require_repeatable
-from curvlinops_plus.risk.losses import (
+from curvlinops_plus.risk.loss_passes import (
     LossWeights,
     coarsest_dtype,
     loss_pass,

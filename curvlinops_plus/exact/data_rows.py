@@ -25,7 +25,8 @@ from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch
-from curvlinops_plus.risk.losses import LossWeights, Terms
+from curvlinops_plus.risk.loss_passes import LossWeights
+from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.preserve import untraced
 from curvlinops_plus.risk.risk import takes_risk
 
@@ -82,7 +83,7 @@ class DataRows(RiskOperator):
         passes = Passes(risk, read, chunk_size)
         super().__init__(risk, passes, check_deterministic)
         require_own_data(risk, type(self).__name__)
-        self._adjoint = AdjointCheck(passes)
+        self._adjoint_check = AdjointCheck(passes)
         self._seed = seed
         if check_deterministic:
             self._compare_products(self._rows, risk.space.dim)
@@ -112,7 +113,7 @@ class DataRows(RiskOperator):
                 shapes_of_rows.append((sum(shape[0] for shape in shapes), *stacked.pop()))
             else:
                 shapes_of_rows.append((sum(shape.numel() for shape in shapes),))
-        names = ["0"] if len(shapes_of_rows) == 1 else map(str, self.risk.losses.keys)
+        names = ["0"] if len(shapes_of_rows) == 1 else map(str, self.risk.losses.output_keys)
         return Space.from_shapes(dict(zip(names, shapes_of_rows)))
 
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
@@ -170,7 +171,7 @@ class DataRows(RiskOperator):
         for part in self._blocks(reading, 1, forward=False):
             m = len(part.numbers)
             if m > n:
-                self._adjoint.check_passes(part.batch, n)
+                self._adjoint_check.check_passes(part.batch, n)
                 dense[part.numbers] = self._forward(part, torch.eye(n).to(dense)).T
             else:
                 rows = dense.new_zeros(m, n)
@@ -191,7 +192,7 @@ class DataRows(RiskOperator):
         ends = torch.tensor(sizes).cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, sizes)]
         for batch in self._batches(reading):
-            self._adjoint.check_passes(batch, columns, forward=forward)
+            self._adjoint_check.check_passes(batch, columns, forward=forward)
             block = self._block(*self._outputs(batch), reading)
             numbers = []
             for k, shape in enumerate(block.shapes):

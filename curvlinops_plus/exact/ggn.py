@@ -99,7 +99,7 @@ class GGN(RiskOperator):
         self.in_space = self.out_space = risk.space
         passes = Passes(risk, partial(read_terms, risk), chunk_size)
         super().__init__(risk, passes, check_deterministic)
-        self._adjoint = AdjointCheck(passes)
+        self._adjoint_check = AdjointCheck(passes)
         if self.vectors.random:
             self._seed = self.vectors.seed or 0
         if check_deterministic:
@@ -113,9 +113,9 @@ class GGN(RiskOperator):
         energy = rows.new_zeros(len(rows))
         roots = partial(LossRoots, self.risk, self.vectors, reading)
         for batch in self._batches(reading):
-            self._adjoint.check_passes(batch, len(rows), graph=True)
+            self._adjoint_check.check_passes(batch, len(rows), graph=True)
             energy += self._passes.ggn(batch, rows, roots, total)
-        self._adjoint.check_products(rows, total, energy)
+        self._adjoint_check.check_products(rows, total, energy)
         return total.T
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class GGN(RiskOperator):
         total = rows.new_zeros(len(rows), len(rows))
         roots = partial(LossRoots, self.risk, self.vectors, reading)
         for batch in self._batches(reading):
-            self._adjoint.check_passes(batch, len(rows))
+            self._adjoint_check.check_passes(batch, len(rows))
             total += self._passes.ggn(batch, rows, roots)
         return total
 
@@ -148,7 +148,7 @@ class GGN(RiskOperator):
         total = torch.zeros(n, n, dtype=self.dtype, device=self.device)
         roots = partial(LossRoots, self.risk, self.vectors, reading)
         for batch in self._batches(reading):
-            self._adjoint.check_passes(batch, 1, forward=False)
+            self._adjoint_check.check_passes(batch, 1, forward=False)
             state = RandomState.now(self.device)
             with passes.run(batch) as run:
                 by_rows = sum(f.numel() for f in run.outputs) < n
@@ -157,7 +157,7 @@ class GGN(RiskOperator):
                     M = roots(run.outputs, run.extra)
                     total += _transposed_product(M, run.outputs, J) @ J
             if not by_rows:
-                self._adjoint.check_passes(batch, n)
+                self._adjoint_check.check_passes(batch, n)
                 state.restore()  # dropout is that of a product
                 passes.ggn(batch, torch.eye(n, dtype=self.dtype, device=self.device), roots, total)
         return total
@@ -244,7 +244,7 @@ class LossRoots:
         # All before the first of them draws: it is the others' original.
         streams = [reading.draws.of_loss(k) for k in range(len(F))]
         for k, (loss, f, Y) in enumerate(zip(risk.losses, F, terms.targets, strict=True)):
-            if loss.known:
+            if loss.likelihood is not None:
                 root: Any = vectors.root(loss.likelihood, f.detach(), Y, streams[k])
                 if terms.weight is not None:
                     root = WeightedRoot(root, terms.weight.to(f))
@@ -311,7 +311,6 @@ def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bo
             "none. Take Exact(), MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or "
             "Empirical()."
         )
-    _ = risk.losses.reduction  # refuses "none"
-    if not any_loss or vectors.needs_likelihood or risk.losses.known:
+    if not any_loss or vectors.needs_likelihood or risk.losses.have_likelihoods:
         for loss in risk.losses:
-            vectors.check(loss.likelihood)
+            vectors.check(loss.require_likelihood())

@@ -60,12 +60,11 @@ class Hessian(RiskOperator):
         check_deterministic: bool | None = None,
     ) -> None:
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
-        _ = risk.losses.reduction  # refuse now, not at first use
         self.in_space = self.out_space = risk.space
         self._blocks = _blocks_of(block_sizes, self._passes.sizes)
         # Whether the loss was seen to read no parameters by itself, and all to be differentiable
         # twice.
-        self._reads_nothing = risk.losses.known
+        self._reads_nothing = risk.losses.have_likelihoods
         self._is_twice = False
         if check_deterministic:
             self._compare_losses()

@@ -2,7 +2,7 @@
 and by which rule.
 
 A model may pass its parameters to functions rather than call modules. A call of such a function is
-a `Product`, and its `Function`, what the call does apart from its tensors, gives the rule of the
+a `AffineCall`, and its `Function`, what the call does apart from its tensors, gives the rule of the
 module that would do the same.
 """
 
@@ -144,7 +144,7 @@ class MatrixRule(LinearRule):
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class AffineCall:
     """A call of a function, read as a product with a weight, or as the addition of a vector.
 
     Attributes:
@@ -160,15 +160,15 @@ class Product:
     bias: Tensor | None = None
 
 
-def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Product]:
+def affine_calls(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AffineCall]:
     """How a call can be read as a product; in two ways for `a + b`, of which either may be the
     vector.
 
     Example:
         >>> x, W = torch.ones(5, 3), torch.ones(3, 2)
-        >>> [p.function.transposed for p in products(torch.matmul, (x, W), {})]
+        >>> [p.function.transposed for p in affine_calls(torch.matmul, (x, W), {})]
         [True]
-        >>> products(torch.mul, (x, x), {})
+        >>> affine_calls(torch.mul, (x, x), {})
         []
     """
     reader = _READERS.get(function)
@@ -186,34 +186,34 @@ def products(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 # One reader for each signature: which argument is what.
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Product]:
-    return [Product(LINEAR, input, weight, bias)] if input.ndim > 1 else []
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[AffineCall]:
+    return [AffineCall(LINEAR, input, weight, bias)] if input.ndim > 1 else []
 
 
 # x @ W
 def _matmul(
     input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None
-) -> list[Product]:
+) -> list[AffineCall]:
     weight = mat2 if other is None else other
     if weight is None or input.ndim < 2 or weight.ndim != 2:
         return []
-    return [Product(TRANSPOSED, input, weight)]
+    return [AffineCall(TRANSPOSED, input, weight)]
 
 
 # mat1 @ mat2 + input
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> list[Product]:
+) -> list[AffineCall]:
     plain = beta == 1 and alpha == 1 and input.ndim == 1
-    return [Product(TRANSPOSED, mat1, mat2, input)] if plain else []
+    return [AffineCall(TRANSPOSED, mat1, mat2, input)] if plain else []
 
 
 # Either side may be the vector.
-def _add(input: Any, other: Any) -> list[Product]:
+def _add(input: Any, other: Any) -> list[AffineCall]:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return []
     return [
-        Product(BIAS, a, None, b)
+        AffineCall(BIAS, a, None, b)
         for a, b in ((input, other), (other, input))
         if b.ndim == 1 < a.ndim and a.shape[-1] == len(b)
     ]
@@ -227,16 +227,16 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> list[Product]:
+) -> list[AffineCall]:
     # With `max_norm` it overwrites rows of the weight.
     if max_norm is not None or input.ndim == 0:
         return []
     if padding_idx is not None:
         padding_idx %= len(weight)
-    return [Product(Function("embedding", (("padding_idx", padding_idx),)), input, weight)]
+    return [AffineCall(Function("embedding", (("padding_idx", padding_idx),)), input, weight)]
 
 
-def _convolution(name: str) -> Callable[..., list[Product]]:
+def _convolution(name: str) -> Callable[..., list[AffineCall]]:
     """The reader of `conv1d`, `conv2d` or `conv3d`."""
     n = int(name[-2])
 
@@ -256,7 +256,7 @@ def _convolution(name: str) -> Callable[..., list[Product]]:
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> list[Product]:
+    ) -> list[AffineCall]:
         if input.ndim != n + 2:
             return []
         options = {
@@ -265,12 +265,12 @@ def _convolution(name: str) -> Callable[..., list[Product]]:
             "dilation": sizes(dilation),
             "groups": groups,
         }
-        return [Product(Function(name, tuple(options.items())), input, weight, bias)]
+        return [AffineCall(Function(name, tuple(options.items())), input, weight, bias)]
 
     return read
 
 
-_READERS: dict[Any, Callable[..., list[Product]]] = {
+_READERS: dict[Any, Callable[..., list[AffineCall]]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),

@@ -101,10 +101,12 @@ def count_examples(
     """
     if batch_size_fn is not None:
         return int(batch_size_fn(X))
-    carriers = (
-        [X] if isinstance(X, Tensor) else [y] if unpack and isinstance(y, Tensor) and y.ndim else []
-    )
-    if not carriers and isinstance(X, Mapping):
+    carriers: list[Any] = []
+    if isinstance(X, Tensor):
+        carriers = [X]
+    elif unpack and isinstance(y, Tensor) and y.ndim:
+        carriers = [y]
+    elif isinstance(X, Mapping):
         carriers = [t for t in X.values() if isinstance(t, Tensor) and t.ndim]
     sizes = {len(t) if t.ndim else -1 for t in carriers}
     if len(sizes) != 1 or -1 in sizes:
@@ -117,18 +119,18 @@ def count_examples(
 
 
 # --------------------------------------------------------------------------------- trees of tensors
-def mapped(function: Callable[..., Any], tree: Any, *more: Any) -> Any:
-    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *more)`; other
+def mapped(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
+    """A tensor, mapping, list or tuple with each tensor `t` replaced by `function(t, *args)`; other
     objects stay.
     """
     if isinstance(tree, Tensor):
-        return function(tree, *more)
+        return function(tree, *args)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
-        made = copy(tree)
+        mapping = copy(tree)
         for key, value in tree.items():
-            made[key] = mapped(function, value, *more)
-        return made
-    return tree_map_only(Tensor, lambda t: function(t, *more), tree)
+            mapping[key] = mapped(function, value, *args)
+        return mapping
+    return tree_map_only(Tensor, lambda t: function(t, *args), tree)
 
 
 def on_device(t: Tensor, device: torch.device) -> Tensor:
@@ -142,20 +144,16 @@ def on_device(t: Tensor, device: torch.device) -> Tensor:
 
 def copy_of(t: Tensor) -> Tensor:
     """A copy, with what the user has put into the tensor, which models may read."""
-    made = t.clone() if not t.requires_grad else t.detach().clone()
-    if t.requires_grad:  # `torch.func` allows no call that says it is not
-        made.requires_grad_()
-    vars(made).update(vars(t))
-    return made
+    # Not `requires_grad_(t.requires_grad)`, which `torch.func` refuses where it is False.
+    clone = t.detach().clone().requires_grad_() if t.requires_grad else t.clone()
+    vars(clone).update(vars(t))
+    return clone
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tensor, mapping, list or tuple."""
-    return [
-        t
-        for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
-        if isinstance(t, Tensor)
-    ]
+    leaves = tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
+    return [t for t in leaves if isinstance(t, Tensor)]
 
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
@@ -164,30 +162,28 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     None if no tensor of the input does, or if one may have examples times positions on its first
     axis, or something else, as a bag of tokens or the nodes of a graph.
     """
-    N, seen = batch.num_examples, set[str]()
-    first, *more = examples  # one is a view, which costs a tenth
+    N = batch.num_examples
+    kinds: set[str] = set()
 
     def pick(t: Tensor) -> Tensor:
         if not t.ndim:
             return t
         if N in t.shape[:2]:
-            seen.add("examples")
+            kinds.add("examples")
             axis = t.shape.index(N)
-        elif len(t) % N:
-            seen.update(["other"] * (len(t) != 1))
+            if len(examples) == 1:  # a view, which costs a tenth
+                return t.narrow(axis, examples[0], 1)
+            return t.index_select(axis, torch.tensor(examples, device=t.device))
+        if len(t) != 1:
+            kinds.add("unclear")
+        if len(t) % N:
             return t
-        else:
-            seen.add("other")
-            return pick(t.unflatten(0, (N, -1))).flatten(0, 1)
-        return (
-            t.index_select(axis, torch.tensor(examples, device=t.device))
-            if more
-            else t.narrow(axis, first, 1)
-        )
+        return pick(t.unflatten(0, (N, -1))).flatten(0, 1)
 
     X = mapped(pick, batch.X)
-    clear = seen == {"examples"}
-    return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack) if clear else None
+    if kinds != {"examples"}:
+        return None
+    return Batch(X, mapped(pick, batch.y), len(examples), batch.unpack)
 
 
 # ------------------------------------------------------------------------------ the graph of a pass
@@ -219,13 +215,13 @@ def postorder(roots: Iterable[Any]) -> dict[Any, list[Any]]:
         ['AccumulateGrad', 'MulBackward0', 'SumBackward0']
     """
     below: dict[Any, list[Any]] = {}
-    found: dict[Any, list[Any]] = {}
+    finished: dict[Any, list[Any]] = {}
     stack = [root for root in roots if root is not None]
     while stack:
         node = stack[-1]
-        if node in below:  # what is below it has been found
+        if node in below:  # what is below it is finished
             stack.pop()
-            found.setdefault(node, below[node])
+            finished.setdefault(node, below[node])
             continue
         children = below[node] = []
         for child, _ in node.next_functions:
@@ -233,7 +229,7 @@ def postorder(roots: Iterable[Any]) -> dict[Any, list[Any]]:
                 children.append(child)
                 if child not in below:
                     stack.append(child)
-    return found
+    return finished
 
 
 def gradients_of(
@@ -285,15 +281,15 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
 
     Cost: a walk through the graph.
     """
-    found = False
+    has_batch_norm = False
     for node in postorder(nodes_of(outputs)):
         name = node.name()
         if "BatchNorm" in name:
             node.register_prehook(partial(_copy_ambiguous, num_examples))
-            found = True
+            has_batch_norm = True
         elif name == "CheckpointFunctionBackward":
             raise UnsupportedError(REENTRANT)
-    return found
+    return has_batch_norm
 
 
 def raise_unreached() -> NoReturn:
@@ -330,11 +326,11 @@ def refuse_outside_reads(
 
     Cost: a walk through the graph.
     """
-    own = {id(p): key for key, p in params.items()}
-    if read := {
-        own.get(id(getattr(node, "variable", None))) for node in postorder(nodes_of(tensors))
-    } - {None}:
-        names = [key for key in params if key in read]
+    nodes = postorder(nodes_of(tensors))
+    # Nodes of leaves have their tensor as `variable`.
+    leaves = {id(getattr(node, "variable", None)) for node in nodes}
+    names = [key for key, p in params.items() if id(p) in leaves]
+    if names:
         raise UnsupportedError(
             f"The {reader} reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from "
             "elsewhere than the attributes of modules, such as a list that keeps them, a tensor "

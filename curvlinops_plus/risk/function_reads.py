@@ -27,17 +27,363 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.functions import BIAS, LINEAR, Function, Product, products
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
 from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-# Numbers of examples, of which one is chosen that divides no size in the model. That it is a prime
-# counts: then it divides no product of such sizes either, as axes have that the model puts
-# together.
-_FEW = (3, 5, 7, 11, 13, 17, 19, 23)
+
+# ---------------------------------------------------------------------------------- finding readers
+def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
+    """The layers of a risk; functions that read parameters of modules without a rule are looked for
+    first.
+
+    Data that can be read only once, and empty ones, are not read: such modules keep the generic
+    rule.
+
+    Args:
+        separate_weight_and_bias: Give every parameter its own block.
+
+    Cost: once per risk, and only with such modules, a forward pass on a few examples.
+    """
+    with risk.placed():
+        uses = find_uses(risk.model, risk.params)
+        readable = not isinstance(risk.data, Iterator) and known_length(risk.data) != 0
+        if risk.reads is None and readable and GENERIC in [use.rule for use in uses]:
+            try:
+                look_for_functions(risk)
+            except Exception:
+                # Of the model or the data: recording runs them again, and names layers.
+                risk.reads = FoundReads()
+        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads, uses)
+
+
+def look_for_functions(
+    risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None
+) -> None:
+    """Look how functions read parameters, and note it in `risk.reads`.
+
+    Args:
+        batch: A batch; default: the first of the data.
+        error: What recording said of a parameter that is read outside of its layer. It is raised
+            again if what is found does not explain it.
+    """
+    is_new = risk.reads is None
+    previous = risk.reads or FoundReads()
+    failed = {*getattr(error, "keys", ())}
+    # First how functions read parameters; then the module around a layer of which recorded calls
+    # don't tell enough, each time one module further, up to the model.
+    attempts = [set[str]()] if is_new else []
+    if failed:
+        attempts.append(failed)
+    if attempts:
+        state = preserve_state(risk.model, risk.data)
+        with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
+            if batch is None:
+                batch = next(risk.batches("functions"), None)
+            if batch is None:  # other processes have examples, and tell what they find
+                return
+            for keys in attempts:
+                risk.reads = find_functions(risk, batch, keys, previous)
+                explains = is_new and risk.reads.products
+                if explains or risk.reads.enclosing != previous.enclosing:
+                    return
+    if error is not None:
+        raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
+
+
+def _tried(risk: EmpiricalRisk, previous: FoundReads, failed: Collection[str]) -> str:
+    """What to say of modules that were run again for single examples, in vain; the last one is the
+    widest.
+    """
+    names = list[str]()
+    for key in risk.params:
+        if key in failed and key in previous.enclosing:
+            names += [*previous.failed.get(key, ()), previous.enclosing[key]]
+    if not names:
+        return ""
+    modules = [f"{name!r}" if name else "the model itself" for name in dict.fromkeys(names)]
+    return (
+        f" Running {', then '.join(modules)} again for each example did not help, and there is no "
+        "module further out in which examples are told apart."
+    )
+
+
+def find_functions(
+    risk: EmpiricalRisk, batch: Batch, failed: Collection[str], previous: FoundReads
+) -> FoundReads:
+    """How functions read parameters outside of modules with rules, from one batch.
+
+    Args:
+        failed: Keys of parameters whose gradients are wrong by what is known: the next module
+            around gives them.
+        previous: What was found before. A parameter that a module encloses gets no smaller one.
+    """
+    dry = DryPass(risk, find_uses(risk.model, risk.params), batch)
+    outside = {
+        key: [read for read in reads if not read.answered] for key, reads in dry.reads.items()
+    }
+    calls = [read.product for reads in outside.values() for read in reads if read.product]
+    # Parameters that are read by anything but products.
+    taken = {key for key, reads in outside.items() if not all(read.product for read in reads)}
+    taken |= {*failed, *previous.enclosing}
+    # Without its weight, the bias of a convolution is on another axis than a vector that is added.
+    for call in calls:
+        if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
+            taken.add(call.bias)
+    products: list[tuple[Function, dict[str, str]]] = []
+    for call in calls:
+        named = {"weight": call.weight, "bias": call.bias}
+        keys = {name: key for name, key in named.items() if key is not None and key not in taken}
+        product = call.function if "weight" in keys else BIAS, keys
+        if keys and product not in products:
+            products.append(product)
+    enclosing: dict[str, str] = {}
+    # In the order of the parameters: sets have another one in other processes.
+    for key in [key for key in risk.params if key in taken]:
+        name = _enclosing_module(risk, dry, key, failed, previous)
+        if name is not None:
+            enclosing[key] = name
+    tried = dict(previous.failed)
+    for key, name in previous.enclosing.items():
+        if enclosing.get(key) != name:
+            tried[key] = (*tried.get(key, ()), name)
+    return FoundReads(tuple(products), enclosing, tried)
+
+
+def _enclosing_module(
+    risk: EmpiricalRisk, dry: DryPass, key: str, failed: Collection[str], previous: FoundReads
+) -> str | None:
+    """The innermost module around all readers of a parameter that may give its gradients, None if
+    the one that holds it sees all of them.
+    """
+    # Modules that run around each of the readers, outermost first.
+    frames = zip(*[read.frames for read in dry.reads.get(key, ())])
+    common = takewhile(lambda level: len({frame.name for frame in level}) == 1, frames)
+    names = [level[0].name for level in common if all(frame.rows for frame in level)]
+    holders = {use.name for use in dry.uses if use.without_rule and key in use.keys.values()}
+    before = previous.enclosing.get(key)
+    if key not in failed and before is None and not holders.isdisjoint(names):
+        return None
+    modules = dict(risk.model.named_modules())
+    around = [n for n in names if any(p is risk.params[key] for p in modules[n].parameters())]
+    if before in around:
+        # The same module as before, or the next one further out.
+        around = around[: around.index(before) + (key not in failed)]
+    elif before is None and key in failed:
+        by_product = any(key in keys.values() for _, keys in previous.products)
+        if not by_product:
+            # What holds it has been run again.
+            around = [name for name in around if name not in holders or name == ""]
+    if around:
+        return around[-1]
+    if key in failed and key not in dry.reads:
+        # Read where nothing is seen, as under `vmap`.
+        return ""
+    return before
+
+
+def _few(model: nn.Module, batch: Batch) -> Batch | None:
+    """Some examples of a batch, whose number says of most axes whether they carry examples; None
+    for all.
+
+    The number divides no size of parameters and buffers, and none behind the examples in the input;
+    where there is no such number, it divides as few of them as possible. It is a prime: then it
+    divides no product of such sizes either, as axes have that the model puts together.
+    """
+    numbers = [n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n <= batch.num_examples]
+    if not numbers:
+        return None
+    inputs = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
+    sizes = {size for t in inputs for size in t.shape} - {batch.num_examples}
+    sizes |= {size for t in (*model.parameters(), *model.buffers()) for size in t.shape}
+
+    def confused(number: int) -> int:
+        return sum(size % number == 0 for size in sizes)
+
+    return take_examples(batch, range(min(numbers, key=confused)))
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A call of a module.
+
+    Attributes:
+        answers: Keys of the parameters that its rule is for.
+        rows: Whether it takes and returns rows of examples; the model itself does.
+    """
+
+    name: str
+    answers: set[str]
+    rows: bool = True
+
+
+@dataclass(frozen=True)
+class _ReadProduct:
+    """A function with a rule that multiplies with a weight, or adds a bias: their keys."""
+
+    function: Function
+    weight: str | None
+    bias: str | None
+
+
+@dataclass(eq=False)
+class _Read:
+    """A function that reads a parameter.
+
+    Attributes:
+        frames: The modules that run, outermost first, without the one that answers for the
+            parameter.
+        answered: Whether there is one that answers.
+        product: What it computes, if there is a rule for that.
+    """
+
+    frames: list[_Frame]
+    answered: bool
+    product: _ReadProduct | None
+
+
+class DryPass:
+    """A forward pass on a few examples, and what reads parameters in it.
+
+    If the input can't be cut, or the model fails on the part, all examples are taken. What has as
+    many rows as there are examples, or a multiple of them, is taken for rows of examples; so their
+    number is chosen by `_few`.
+
+    Args:
+        uses: The modules that hold parameters.
+
+    Attributes:
+        reads: Key to the functions that read the parameter.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
+        self.risk = risk
+        self.uses = uses
+        attention = [use for use in uses if use.function is not None]
+        self._of_attention = {key for use in attention for key in use.keys.values()}
+        few = _few(risk.model, batch)
+        try:
+            self._run(few or batch)
+        except Exception:
+            if few is None:
+                raise
+            self._run(batch)
+
+    def _run(self, batch: Batch) -> None:
+        self.reads: dict[str, list[_Read]] = {}
+        self._examples = batch.num_examples
+        self._stack = list[_Frame]()
+        # Frozen ones, too, leave a trace in what is computed from these.
+        self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
+        self._views = ParameterViews(self._free)
+
+        def run(model: nn.Module) -> None:
+            with ExitStack() as hooks:
+                for name, module in model.named_modules():
+                    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                        continue
+                    enter = own_calls(partial(self._enter, name))
+                    leave = own_calls(self._leave)
+                    hook = module.register_forward_pre_hook(enter, prepend=True)
+                    hooks.callback(hook.remove)
+                    hook = module.register_forward_hook(leave, always_call=True, with_kwargs=True)
+                    hooks.callback(hook.remove)
+                with FunctionCalls(self._receive):
+                    self.risk.run(batch, model)
+
+        self.risk.at(self._free, run)
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        answers: set[str] = set()
+        for use in self.uses:
+            if use.name == name and use.function is None and not use.without_rule:
+                places = use.places(module)
+                if all(m._parameters.get(n) is self._free[key] for m, n, key in places):
+                    answers |= {*use.keys.values()}
+        self._stack.append(_Frame(name, answers))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+        frame = self._stack.pop()
+        frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
+
+    def _has_rows(self, tree: Any) -> bool:
+        """Whether some tensor may carry the examples on its first axis or the second."""
+        tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+        sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
+        return any(n and n % self._examples == 0 for n in sizes)
+
+    def _receive(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        examples: int | None,
+    ) -> Any:
+        """One function call."""
+        inputs = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
+        keys = {key for t in inputs if (key := self._views.key(t)) is not None}
+        if not keys:
+            return out
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        # Others give shapes, detached copies, and views of parameters.
+        if all(self._views.key(t) is not None for t in outputs):
+            return out
+        product_of: dict[str | None, _ReadProduct] = {}
+        for product in affine_calls(function, args, kwargs):
+            call = self._product(product, examples)
+            if call is not None:
+                product_of |= {call.weight: call, call.bias: call}
+        for key in keys:
+            call = product_of.get(key)
+            answering = [key in frame.answers for frame in self._stack]
+            frames = self._stack[: answering.index(True)] if any(answering) else [*self._stack]
+            answered = any(answering)
+            if call is not None and call.function in (LINEAR, BIAS) and key in self._of_attention:
+                answered = True
+            self.reads.setdefault(key, []).append(_Read(frames, answered, call))
+        return out
+
+    def _product(self, product: AffineCall, examples: int | None) -> _ReadProduct | None:
+        """What a call multiplies with or adds, if there is a rule for it and it has rows of
+        examples.
+        """
+        weight = self._views.find(product.weight)
+        bias = self._views.find(product.bias)
+        function: Function | None = product.function
+        if weight is not None and weight.transposed:
+            function = product.function.transpose()
+        if function is None or (examples is None and not self._has_examples(product)):
+            return None
+        if weight is None:
+            if bias is None or function.name not in ("linear", "bias"):
+                return None
+            return _ReadProduct(BIAS, None, bias.key)
+        w = self.risk.params[weight.key]
+        b = None if bias is None else self.risk.params[bias.key]
+        # Rows of a transposed weight are inputs, not outputs.
+        rows = weight.rows
+        if function.transposed:
+            rows = slice(0, 0 if b is None else len(b))
+        if bias is not None and bias.rows != rows:
+            return None
+        try:
+            function.module(w, b)[1].at(weight.rows, len(w))
+        except (ValueError, NotImplementedError):
+            return None
+        return _ReadProduct(function, weight.key, None if bias is None else bias.key)
+
+    def _has_examples(self, product: AffineCall) -> bool:
+        """Whether the input of a product has rows of examples; what attention multiplies with is an
+        input, too.
+        """
+        if self._views.key(product.input) is not None:
+            return False
+        rows = product.input.shape[0]
+        return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
 
 
 # ------------------------------------------------------------------------------------- seeing calls
@@ -77,7 +423,8 @@ class FunctionCalls(TorchFunctionMode):
         self.examples: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, outer = kwargs or {}, self.examples
+        kwargs = kwargs or {}
+        outer = self.examples
         # Activation checkpointing runs the model again inside of `grad`, and must see the same
         # graph.
         if func not in (F.multi_head_attention_forward, torch.autograd.grad):
@@ -123,376 +470,46 @@ class ParameterViews:
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params, self._keys = params, {id(p): key for key, p in params.items()}
+        self._params = params
+        self._keys = {id(p): key for key, p in params.items()}
 
     def key(self, t: Tensor) -> str | None:
         """Key of the parameter that a tensor shows numbers of."""
-        found = self._keys.get(id(t))
-        return found if found is not None or t._base is None else self._keys.get(id(t._base))
+        if id(t) in self._keys or t._base is None:
+            return self._keys.get(id(t))
+        return self._keys.get(id(t._base))
 
     def find(self, t: Tensor | None) -> View | None:
         """The parameter whose rows a tensor is; None if it is none, or any other view."""
-        if t is None or (key := self.key(t)) is None:
+        key = None if t is None else self.key(t)
+        if t is None or key is None:
             return None
         p = self._params[key]
         if t is p:
             return View(key, slice(0, len(p)), False) if p.ndim else None
         if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
-            # made under `no_grad`: nothing comes back to the parameter, though it requires a
-            # gradient
+            # Made under `no_grad`: nothing comes back to the parameter, though it requires a
+            # gradient.
             return None
-        for transposed in (False, True) if t.ndim == 2 else (False,):
-            v = t.T if transposed else t
-            same = all(a == b for a, b, size in zip(v.stride(), p.stride(), v.shape) if size > 1)
-            if same and v.dtype == p.dtype and v.ndim == p.ndim > 0 and v.shape[1:] == p.shape[1:]:
-                start, rest = divmod(
-                    int(v.storage_offset() - p.storage_offset()), max(1, p.stride(0))
-                )
-                if rest == 0 and 0 <= start <= len(p) - len(v):
-                    return View(key, slice(start, start + len(v)), transposed)
+        rows = _rows_of(t, p)
+        if rows is not None:
+            return View(key, rows, False)
+        rows = _rows_of(t.T, p) if t.ndim == 2 else None
+        return None if rows is None else View(key, rows, True)
+
+
+def _rows_of(view: Tensor, p: Tensor) -> slice | None:
+    """The rows of a parameter that a view of it shows, None if it shows something else."""
+    if view.dtype != p.dtype or not view.ndim == p.ndim > 0 or view.shape[1:] != p.shape[1:]:
         return None
-
-
-# ---------------------------------------------------------------------------------- finding readers
-def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
-    """The layers of a risk; functions that read parameters of modules without a rule are looked for
-    first.
-
-    Data that can be read only once, and empty ones, are not read: such modules keep the generic
-    rule.
-
-    Args:
-        separate_weight_and_bias: Give every parameter its own block.
-
-    Cost: once per risk, and only with such modules, a forward pass on a few examples.
-    """
-    with risk.placed():
-        uses = find_uses(risk.model, risk.params)
-        readable = not isinstance(risk.data, Iterator) and known_length(risk.data) != 0
-        if risk.reads is None and GENERIC in [use.rule for use in uses] and readable:
-            try:
-                look_for_functions(risk)
-            except (
-                Exception
-            ):  # of the model or the data; recording runs them again, and names layers
-                risk.reads = FoundReads()
-        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads, uses)
-
-
-def look_for_functions(
-    risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None
-) -> None:
-    """Look how functions read parameters, and note it in `risk.reads`.
-
-    Args:
-        batch: A batch; default: the first of the data.
-        error: What recording said of a parameter that is read outside of its layer. It is raised
-            again if what is found does not explain it.
-    """
-    before, failed = risk.reads, {*getattr(error, "keys", ())}
-    known = FoundReads() if before is None else before
-    # First how functions read parameters; then the module around a layer of which recorded calls
-    # don't tell enough, each time one module further, up to the model.
-    attempts = ([set[str]()] if before is None else []) + ([failed] if failed else [])
-    if attempts:
-        state = preserve_state(risk.model, risk.data)
-        with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
-            batch = next(risk.batches("functions"), None) if batch is None else batch
-            if batch is None:  # other processes have examples, and tell what they find
-                return
-            for keys in attempts:
-                risk.reads = find_functions(risk, batch, keys, known)
-                if risk.reads.enclosing != known.enclosing or (
-                    before is None and risk.reads.products
-                ):
-                    return
-    if error is not None:
-        raise UnsupportedError(f"{error}{_tried(risk, known, failed)}") from error
-
-
-def _tried(risk: EmpiricalRisk, known: FoundReads, failed: Collection[str]) -> str:
-    """What to say of modules that were run again for single examples, in vain; the last one is the
-    widest.
-    """
-    names = list[str]()
-    for key in risk.params:
-        if key in failed and key in known.enclosing:
-            names += [*known.failed.get(key, ()), known.enclosing[key]]
-    if not names:
-        return ""
-    modules = [f"{name!r}" if name else "the model itself" for name in dict.fromkeys(names)]
-    return (
-        f" Running {', then '.join(modules)} again for each example did not help, and there is no "
-        "module further out in which examples are told apart."
-    )
-
-
-def find_functions(
-    risk: EmpiricalRisk, batch: Batch, failed: Collection[str] = (), known: FoundReads | None = None
-) -> FoundReads:
-    """How functions read parameters outside of modules with rules, from one batch.
-
-    Args:
-        failed: Keys of parameters whose gradients are wrong by what is known: the next module
-            around gives them.
-        known: What was found before. A parameter that a module encloses gets no smaller one.
-    """
-    known = FoundReads() if known is None else known
-    enclosed = {*failed, *known.enclosing}
-    uses = find_uses(risk.model, risk.params)
-    reads = DryPass(risk, uses, batch).reads
-    outside = {key: [read for read in found if not read.answered] for key, found in reads.items()}
-    taken = enclosed | {key for key in reads if not all(read.product for read in outside[key])}
-    calls = [
-        read.product for found in outside.values() for read in found if read.product is not None
-    ]
-    # Without its weight, the bias of a convolution is on another axis than a vector that is added.
-    taken |= {
-        b
-        for function, w, b in calls
-        if b is not None and w in taken and function.name not in ("linear", "bias")
-    }
-    products: dict[Any, dict[str, str]] = {}
-    for function, w, b in calls:
-        keys = {
-            name: key
-            for name, key in (("weight", w), ("bias", b))
-            if key is not None and key not in taken
-        }
-        if keys:
-            function = function if "weight" in keys else BIAS
-            products.setdefault((function, *keys.items()), keys)
-    enclosing, modules = dict[str, str](), dict(risk.model.named_modules())
-    by_product = {key for _, keys in known.products for key in keys.values()}
-    for key in [
-        key for key in risk.params if key in taken
-    ]:  # sets have another order in other processes
-        common = takewhile(
-            lambda frames: len({frame.name for frame in frames}) == 1,
-            zip(*[read.frames for read in reads.get(key, ())]),
-        )
-        names = [frames[0].name for frames in common if all(frame.rows for frame in frames)]
-        holders = {use.name for use in uses if use.without_rule and key in use.keys.values()}
-        if key not in enclosed and not holders.isdisjoint(names):
-            continue  # its own module sees all of it
-        around = [
-            name for name in names if any(p is risk.params[key] for p in modules[name].parameters())
-        ]
-        before = known.enclosing.get(key)
-        if before in around:
-            around = around[: around.index(before) + (key not in failed)]
-        elif (
-            before is None and key in failed and key not in by_product
-        ):  # what holds it has been run again
-            around = [name for name in around if name not in holders or name == ""]
-        if around:
-            enclosing[key] = around[-1]
-        elif key in failed and key not in reads:  # read where nothing is seen, as under `vmap`
-            enclosing[key] = ""
-        elif before is not None:
-            enclosing[key] = before
-    tried = dict(known.failed)
-    for key, before in known.enclosing.items():
-        tried[key] = (*tried.get(key, ()), *([before] if enclosing.get(key) != before else []))
-    return FoundReads(
-        tuple((function, keys) for (function, *_), keys in products.items()), enclosing, tried
-    )
-
-
-def _few(model: nn.Module, batch: Batch) -> Batch | None:
-    """Some examples of a batch, whose number says of most axes whether they carry examples; None
-    for all.
-
-    The number divides no size of parameters and buffers, and none behind the examples in the input;
-    if the batch is too small for that, it divides as few of them as possible.
-    """
-    tensors = [t for t in tree_leaves(batch.X) if isinstance(t, Tensor)]
-    sizes = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
-    sizes |= {n for t in tensors for n in t.shape if n != batch.num_examples}
-    numbers = [number for number in _FEW if number <= batch.num_examples]
-    if not numbers:
+    strides = zip(view.stride(), p.stride(), view.shape)
+    if any(stride != of_parameter for stride, of_parameter, size in strides if size > 1):
         return None
-    return take_examples(
-        batch, range(min(numbers, key=lambda number: sum(n % number == 0 for n in sizes)))
-    )
-
-
-@dataclass(eq=False)
-class _Frame:
-    """A call of a module.
-
-    Attributes:
-        answers: Keys of the parameters that its rule is for.
-        rows: Whether it takes and returns rows of examples; the model itself does.
-    """
-
-    name: str
-    answers: set[str]
-    rows: bool = True
-
-
-@dataclass(eq=False)
-class _Read:
-    """A function that reads a parameter.
-
-    Attributes:
-        frames: The modules that run, outermost first, without the one that answers for the
-            parameter.
-        answered: Whether there is one that answers.
-        product: Function, key of the weight and of the bias, if there is a rule for what it does.
-    """
-
-    frames: list[_Frame]
-    answered: bool
-    product: tuple[Function, str | None, str | None] | None
-
-
-class DryPass:
-    """A forward pass on a few examples, and what reads parameters in it.
-
-    If the input can't be cut, or the model fails on the part, all examples are taken. What has as
-    many rows as there are examples, or a multiple of them, is taken for rows of examples; so their
-    number is chosen by `_few`.
-
-    Args:
-        uses: The modules that hold parameters.
-
-    Attributes:
-        reads: Key to the functions that read the parameter.
-    """
-
-    def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
-        self.risk, self.uses = risk, uses
-        self._of_attention = {
-            key for use in uses if use.function is not None for key in use.keys.values()
-        }
-        few = _few(risk.model, batch)
-        try:
-            self._run(few or batch)
-        except Exception:
-            if few is None:
-                raise
-            self._run(batch)
-
-    def _run(self, batch: Batch) -> None:
-        self._examples, self._stack = batch.num_examples, list[_Frame]()
-        self.reads: dict[str, list[_Read]] = {}
-        # Frozen ones, too, leave a trace in what is computed from these.
-        self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
-        self._views = ParameterViews(self._free)
-
-        def run(model: nn.Module) -> None:
-            with ExitStack() as hooks:
-                for name, module in model.named_modules():
-                    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                        continue
-                    enter, leave = own_calls(partial(self._enter, name)), own_calls(self._leave)
-                    hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                    hook = module.register_forward_hook(leave, always_call=True, with_kwargs=True)
-                    hooks.callback(hook.remove)
-                with FunctionCalls(self._receive):
-                    self.risk.run(batch, model)
-
-        self.risk.at(self._free, run)
-
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        mine = [
-            use
-            for use in self.uses
-            if use.name == name and use.function is None and not use.without_rule
-        ]
-        held = [
-            use
-            for use in mine
-            if all(m._parameters.get(n) is self._free[k] for m, n, k in use.places(module))
-        ]
-        answers = {key for use in held for key in use.keys.values()}
-        self._stack.append(_Frame(name, answers))
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        frame = self._stack.pop()
-        frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
-
-    def _has_rows(self, tree: Any) -> bool:
-        """Whether some tensor may carry the examples on its first axis or the second."""
-        tensors = [
-            t for t in tree_leaves(tree) if isinstance(t, Tensor) and self._views.key(t) is None
-        ]
-        return any(n and n % self._examples == 0 for t in tensors for n in t.shape[:2])
-
-    def _receive(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        examples: int | None,
-    ) -> Any:
-        """One function call."""
-        given = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
-        read = {self._views.key(t) for t in given} - {None}
-        made = (
-            [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-            if read
-            else []
-        )
-        if all(
-            self._views.key(t) is not None for t in made
-        ):  # shapes, detached copies, and views of parameters
-            return out
-        known: dict[str | None, Any] = {}
-        for product in products(function, args, kwargs):
-            if (triple := self._product(product, examples)) is not None:
-                known |= dict.fromkeys(triple[1:], triple)
-        for key in read:
-            assert key is not None
-            frames = [*takewhile(lambda f, key=key: key not in f.answers, self._stack)]
-            product = known.get(key)
-            answered = any(key in frame.answers for frame in self._stack)
-            answered |= (
-                product is not None and product[0] in (LINEAR, BIAS) and key in self._of_attention
-            )
-            self.reads.setdefault(key, []).append(_Read(frames, answered, product))
-        return out
-
-    def _product(
-        self, product: Product, examples: int | None
-    ) -> tuple[Function, str | None, str | None] | None:
-        """What a call multiplies with or adds, if there is a rule for it and it has rows of
-        examples.
-        """
-        weight, bias = self._views.find(product.weight), self._views.find(product.bias)
-        function = (
-            product.function.transpose()
-            if weight is not None and weight.transposed
-            else product.function
-        )
-        of_parameter = (
-            self._views.key(product.input) is not None
-        )  # but what attention multiplies with is an input
-        rows = product.input.shape[0]
-        by_example = rows % self._examples == 0 or (
-            rows == 1 and product.function.name == "embedding"
-        )
-        if function is None or (examples is None and (of_parameter or not by_example)):
-            return None
-        w, b = (None if view is None else self.risk.params[view.key] for view in (weight, bias))
-        if weight is None:
-            return (
-                (BIAS, None, bias.key)
-                if bias is not None and function.name in ("linear", "bias")
-                else None
-            )
-        read = (
-            slice(0, 0 if b is None else len(b)) if function.transposed else weight.rows
-        )  # else rows are inputs
-        if bias is not None and bias.rows != read:
-            return None
-        try:
-            function.module(w, b)[1].at(weight.rows, len(self.risk.params[weight.key]))
-        except (ValueError, NotImplementedError):
-            return None
-        return function, weight.key, None if bias is None else bias.key
+    offset = int(view.storage_offset() - p.storage_offset())
+    start, remainder = divmod(offset, max(1, p.stride(0)))
+    if remainder or not 0 <= start <= len(p) - len(view):
+        return None
+    return slice(start, start + len(view))
 
 
 # --------------------------------------------------------------------------------------- in a state
@@ -500,13 +517,10 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
     """What was found, in plain Python."""
     if reads is None:
         return None
-    products = [
-        {
-            "keys": dict(keys),
-            "function": {**asdict(function), "options": _plain(function.options, list)},
-        }
-        for function, keys in reads.products
-    ]
+    products = []
+    for function, keys in reads.products:
+        options = _lists(function.options)
+        products.append({"keys": dict(keys), "function": asdict(function) | {"options": options}})
     return {"products": products, "enclosing": dict(reads.enclosing)}
 
 
@@ -526,13 +540,11 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     """
     if data is None:
         return None
-    products = [
-        (
-            Function(**{**p["function"], "options": _plain(p["function"]["options"], tuple)}),
-            dict(p["keys"]),
-        )
-        for p in data["products"]
-    ]
+    products = []
+    for described in data["products"]:
+        options = _tuples(described["function"]["options"])
+        function = Function(**described["function"] | {"options": options})
+        products.append((function, dict(described["keys"])))
     named = {key for _, keys in products for key in keys.values()} | data["enclosing"].keys()
     if missing := named - risk.params.keys():
         raise ValueError(
@@ -541,8 +553,9 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     return FoundReads(tuple(products), dict(data["enclosing"]))
 
 
-def _plain(value: Any, kind: type[list[Any]] | type[tuple[Any, ...]]) -> Any:
-    """The same with lists for tuples, or the other way round."""
-    return (
-        kind([_plain(part, kind) for part in value]) if isinstance(value, (list, tuple)) else value
-    )
+def _lists(value: Any) -> Any:
+    return [*map(_lists, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -37,23 +37,10 @@ def are_labels_shifted(
 
     Cost: two forward passes of four examples.
     """
-    while isinstance(
-        inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module
-    ):
-        model = inner  # inside of what `torch.compile` and data parallelism make of it
-    arguments = signature(model.forward).parameters
-    takes_labels = "labels" in arguments or any(
-        a.kind == Parameter.VAR_KEYWORD for a in arguments.values()
-    )
-    if losses.form != "single" or not takes_labels:
+    model = _unwrapped(model)
+    if losses.form != "single" or not _takes_labels(model):
         return False
-    y, order = batch.y, list(range(batch.num_examples))
-    if (
-        isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(order)
-    ):  # prompts of which no label counts say nothing
-        counting = (y != getattr(losses[0].loss, "ignore_index", -100)).flatten(1).sum(1).tolist()
-        order.sort(key=lambda n: -counting[n])
-    few = take_examples(batch, order[:4]) or batch
+    few = _with_labels(losses[0], batch)
 
     def run(**labels: Any) -> Any:
         with preserve_state(model, ()):  # the same random numbers each time
@@ -62,14 +49,10 @@ def are_labels_shifted(
     # With gradients: hooks of a sweep may be on the layers, which need them.
     with torch.inference_mode(False):
         try:
-            out = run(labels=few.y)
+            model_loss = _loss_in(run(labels=few.y))
         except Exception:  # labels of another form than it takes
             return False
-        own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-        own = (
-            out[0] if isinstance(out, tuple) and len(out) > 1 and own is None else own
-        )  # return_dict=False
-        if not isinstance(own, Tensor) or own.numel() != 1:
+        if model_loss is None:
             return False
         try:
             (f,), (axis,) = losses.select(run(), output)
@@ -77,24 +60,26 @@ def are_labels_shifted(
             raise UnsupportedError(
                 f"{type(model).__name__} fails without `labels`: {error} {_DECODERS}"
             ) from error
-    f, own, y, N = f.detach(), float(own.detach()), few.y, few.num_examples
-    if not (isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape):
+    y = few.y
+    if not isinstance(y, Tensor) or f.ndim != 3 or f.shape[:2] != y.shape:
         return False
-    if not math.isfinite(own):
-        return None  # none counts, or the output is not finite, which is reported elsewhere
-    plain, shifted = (
-        _mean(losses, f, y, axis),
-        _mean(losses, *shifted_labels(losses[0], f, y, axis)),
-    )
-    near, far = sorted([abs(plain - own), abs(shifted - own)])
-    if not near <= min(TOLERANCE[f.element_size()] * max(abs(own), 1.0), far / 4):
+    if not math.isfinite(model_loss):
+        # No label counts, or the output is not finite, which is reported elsewhere.
+        return None
+    f = f.detach()
+    plain = _mean(losses, f, y, axis)
+    shifted = _mean(losses, *shifted_labels(losses[0], f, y, axis))
+    near, far = sorted([abs(plain - model_loss), abs(shifted - model_loss)])
+    rounding = TOLERANCE[f.element_size()] * max(abs(model_loss), 1.0)
+    if not near <= min(rounding, far / 4):
         raise UnsupportedError(
-            f"{type(model).__name__} computes a loss of its own from `labels`, {own:.6g} for {N} "
-            f"examples; {losses[0].title} gives {plain:.6g}, and {shifted:.6g} with the output at "
-            "position t compared with the label at t + 1. Say EmpiricalRisk(..., "
-            f"shift_labels=True) for the latter, or shift_labels=False. {_DECODERS}"
+            f"{type(model).__name__} computes a loss of its own from `labels`, {model_loss:.6g} "
+            f"for {few.num_examples} examples; {losses[0].title} gives {plain:.6g}, and "
+            f"{shifted:.6g} with the output at position t compared with the label at t + 1. Say "
+            "EmpiricalRisk(..., shift_labels=True) for the latter, or shift_labels=False. "
+            f"{_DECODERS}"
         )
-    return abs(shifted - own) == near
+    return abs(shifted - model_loss) == near
 
 
 _DECODERS = (
@@ -102,6 +87,39 @@ _DECODERS = (
     "it makes of them in the batch: "
     "decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels)."
 )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """A model inside of what `torch.compile` and data parallelism make of it."""
+    inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    arguments = signature(model.forward).parameters
+    kinds = [argument.kind for argument in arguments.values()]
+    return "labels" in arguments or Parameter.VAR_KEYWORD in kinds
+
+
+def _with_labels(loss: OutputLoss, batch: Batch) -> Batch:
+    """The four examples with most labels that count: prompts without any say nothing."""
+    y = batch.y
+    order = list(range(batch.num_examples))
+    if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(order):
+        ignored = getattr(loss.loss, "ignore_index", -100)
+        counting = (y != ignored).flatten(1).sum(1).tolist()
+        order.sort(key=lambda n: -counting[n])
+    return take_examples(batch, order[:4]) or batch
+
+
+def _loss_in(out: Any) -> float | None:
+    """The loss in what a model returned for labels, None if it computes none."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is None and isinstance(out, tuple) and len(out) > 1:  # return_dict=False
+        loss = out[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    return float(loss.detach())
 
 
 def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None) -> float:
@@ -116,7 +134,7 @@ def _mean(losses: Losses, f: Tensor, y: Tensor, axis: int | None) -> float:
 
 
 def shifted_labels(
-    one: OutputLoss, f: Tensor, y: Tensor, class_axis: int | None
+    loss: OutputLoss, f: Tensor, y: Tensor, class_axis: int | None
 ) -> tuple[Tensor, Tensor, int | None]:
     """Outputs, the labels at the next positions, and the class axis of an output whose axis 1 holds
     positions.
@@ -124,12 +142,14 @@ def shifted_labels(
     Raises:
         ValueError: If axis 1 isn't that of the positions of both.
     """
-    given = class_axis if class_axis is not None else one.likelihood.class_axis if one.known else -1
-    if f.shape[1:2] != y.shape[1:2] or (given == 1 and f.ndim < 3):
+    axis = class_axis
+    if axis is None:
+        axis = -1 if loss.likelihood is None else loss.likelihood.class_axis
+    if f.shape[1:2] != y.shape[1:2] or (axis == 1 and f.ndim < 3):
         raise ValueError(
-            f"{one.title}: labels are shifted (shift_labels) along axis 1 of an output of shape "
+            f"{loss.title}: labels are shifted (shift_labels) along axis 1 of an output of shape "
             f"{list(f.shape)} and labels of shape {list(y.shape)}, which has to be the positions "
             "of both; expected [N, T, classes]. Of an output [N, classes, T] say output=lambda f: "
             "f.mT."
         )
-    return f[:, :-1], y[:, 1:], -1 if given == 1 else class_axis
+    return f[:, :-1], y[:, 1:], -1 if axis == 1 else class_axis

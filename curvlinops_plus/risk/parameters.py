@@ -7,10 +7,11 @@ has to be the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.preserve import Replaced, parameter_places, replaced_parameters
+from curvlinops_plus.risk.preserve import ReplacedTensors, parameter_places, replaced_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,6 +34,7 @@ class ModelParameters:
     """A model and the parameters that it is a function of.
 
     Args:
+        modules: Name to module of the model, itself under "", as `modules_of` returns them.
         processes: The processes that share the data.
 
     Attributes:
@@ -45,62 +47,54 @@ class ModelParameters:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         params: Sequence[Tensor] | Mapping[str, Tensor] | None,
         processes: Alone,
     ) -> None:
-        self.model, owned, modules = model, dict(model.named_parameters()), [*model.modules()]
-        self.own_params = named_params(model, params, owned)
+        self.model = modules[""]
+        owned = dict(self.model.named_parameters())
+        self.own_params = named_params(self.model, params, owned)
         parts = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
         #: Parameters of which `fully_shard` gives each process a part, as plain tensors of whole
         #: shapes. Passes over the data evaluate the model at these, without communication:
         #: processes may have other numbers of batches.
-        self._spread = _spread_parameters(model, parts, processes) if parts else {}
-        values = dict(self.own_params)
-        for key, t in params.items() if isinstance(params, Mapping) else ():
-            p = values[key]
-            if t is not p and (t.data_ptr() != p.data_ptr() or t.shape != p.shape or not p.numel()):
-                values[key] = (
-                    t if isinstance(t, nn.Parameter) else nn.Parameter(t.detach(), t.requires_grad)
-                )
-        self.params = self.whole(values)
+        self._spread = _spread_parameters(self.model, parts, processes) if parts else {}
+        self._sharded_modules = [m for m in modules.values() if _is_sharded(type(m))]
+        self.params = self.whole(_values(params, self.own_params))
         self._elsewhere = any(self.params[key] is not p for key, p in self.own_params.items())
         # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(modules, self.own_params)
-        self._spread_places = parameter_places(modules, parts) if parts else ()
+        self._places = parameter_places(modules.values(), self.own_params)
+        self._spread_places = parameter_places(modules.values(), parts) if parts else ()
         holders = {module for module, _ in self._places}
-        if compiled := [m for m in holders if isinstance(m, torch.jit.ScriptModule)]:
+        compiled = [m for m in holders if isinstance(m, torch.jit.ScriptModule)]
+        if compiled:
             raise UnsupportedError(
                 f"A {type(compiled[0]).__name__} (torch.jit) holds parameters: they can't be "
                 "replaced, and hooks inside do not run. Pass the Python module that it was made "
                 "from, or leave them out of `params`."
             )
-        children = [
-            (m, name, child)
-            for m in modules
-            for name, child in m._modules.items()
-            if child is not None
-        ]
-        self._paths = [path for path in children if not holders.isdisjoint(path[2].modules())]
-        self.space, self.dtype = Space.of(self.params), common_dtype(self.params)
-        self.device, *others = {p.device for p in self.params.values()}
-        if others:
+        self._paths = _paths(self.model, holders)
+        self.space = Space.of(self.params)
+        self.dtype = common_dtype(self.params)
+        devices = [*{p.device for p in self.params.values()}]
+        if len(devices) > 1:
             raise ValueError(
-                f"The parameters live on several devices, {self.device}, {others}; they need to be "
-                "on one."
+                f"The parameters live on several devices, {devices}; they need to be on one."
             )
+        self.device = devices[0]
 
     def restricted(self, keys: Iterable[str]) -> Self:
         """The same as a function of some of its parameters, in their order here."""
-        chosen, other = set(keys), copy(self)
-        other.params = {key: p for key, p in self.params.items() if key in chosen}
-        other.space = Space.of(other.params)
-        other.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
-        other._places = [
-            (module, [(n, key) for n, key in names if key in chosen])
+        chosen = set(keys)
+        part = copy(self)
+        part.params = {key: p for key, p in self.params.items() if key in chosen}
+        part.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
+        part.space = Space.of(part.params)
+        part._places = [
+            (module, [(name, key) for name, key in names if key in chosen])
             for module, names in self._places
         ]
-        return other
+        return part
 
     def vector(self) -> Tensor:
         """The parameters as they are now, one vector `[space.dim]` in their order; a copy without a
@@ -111,7 +105,8 @@ class ModelParameters:
 
         Example:
             >>> from curvlinops_plus import EmpiricalRisk
-            >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), [(torch.ones(1, 1), torch.ones(1, 1))])
+            >>> data = [(torch.ones(1, 1), torch.ones(1, 1))]
+            >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), data)
             >>> before = risk.vector()
             >>> risk.assign(torch.tensor([3.0, 4.0]))
             >>> risk.vector(), risk.model.bias.item()
@@ -173,35 +168,34 @@ class ModelParameters:
         if values is None and not self._elsewhere:
             return nullcontext()
         values = self.params if values is None else values
-        return (
-            self._placed_whole(values)
-            if self._spread
-            else replaced_parameters(self._places, values)
-        )
+        if self._spread:
+            return self._placed_whole(values)
+        return replaced_parameters(self._places, values)
 
     @contextmanager
     def _placed_whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Context in which the modules have whole parameters, and don't gather or give up any."""
-        tables: list[Any] = [
-            t for m in self.model.modules() for t in (m._forward_pre_hooks, m._forward_hooks)
-        ]
-        before = [dict(table) for table in tables]
-        for table, hooks in zip(tables, before):
-            for number, hook in hooks.items():
-                if (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp"):
-                    del table[number]
-        whole = {name: whole for name, (_, whole) in self._spread.items()}
+        hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for m in self.model.modules():
+            for table in (m._forward_pre_hooks, m._forward_hooks):
+                before = dict(table)
+                hooks.append((table, before))
+                for number, hook in before.items():
+                    if (getattr(hook, "__module__", None) or "").startswith(_FSDP):
+                        del table[number]
+        whole_values = {name: whole for name, (_, whole) in self._spread.items()}
         try:
             with (
-                replaced_parameters(self._spread_places, whole),
+                replaced_parameters(self._spread_places, whole_values),
                 replaced_parameters(self._places, values),
             ):
                 yield
         finally:
-            for table, hooks in zip(tables, before):
-                since = {number: hook for number, hook in table.items() if number not in hooks}
+            for table, before in hooks:
+                # Hooks that came since stay, behind those that were there.
+                since = {number: hook for number, hook in table.items() if number not in before}
                 table.clear()
-                table.update(hooks | since)
+                table.update(before | since)
 
     @property
     def sharded(self) -> bool:
@@ -226,39 +220,35 @@ class ModelParameters:
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
-        for module in self.model.modules() if self._spread else ():
-            if _is_sharded(
-                module
-            ):  # so that modules have their own parameters, and not what was gathered for a pass
-                module.reshard()  # type: ignore[operator]
-        other = [
-            name for parent, name, child in self._paths if parent._modules.get(name) is not child
-        ]
+        for module in self._sharded_modules:
+            # So that modules have their own parameters, and not what was gathered for a pass.
+            module.reshard()  # type: ignore[operator]
+        changed = [name for parent, name, m in self._paths if parent._modules.get(name) is not m]
         for module, names in self._places:
-            if not isinstance(module._parameters, Replaced):
-                other += [
-                    key
-                    for name, key in names
-                    if module._parameters.get(name) is not self.own_params[key]
+            held = module._parameters
+            if not isinstance(held, ReplacedTensors):
+                changed += [
+                    key for name, key in names if held.get(name) is not self.own_params[key]
                 ]
-        if other:
+        if changed:
             raise ValueError(
-                f"The model has other tensors in place of its parameters or modules {other[:5]} "
-                "than when this risk was made (load_state_dict(..., assign=True), a new "
-                "nn.Parameter, or another module). Make a new EmpiricalRisk, or a new optimizer."
+                "The model has other tensors in place of its parameters or modules "
+                f"{changed[:5]} than when this risk was made (load_state_dict(..., assign=True), a "
+                "new nn.Parameter, or another module). Make a new EmpiricalRisk, or a new "
+                "optimizer."
             )
 
-    def require_own_values(self, what: str) -> None:
+    def require_own_values(self, subject: str) -> None:
         """Refuse other values than the model's own, for what watches or changes the model
         itself.
         """
-        if other := [
-            key for key, p in self.whole(self.own_params).items() if self.params[key] is not p
-        ]:
+        own_params = self.whole(self.own_params)
+        replaced = [key for key, p in own_params.items() if self.params[key] is not p]
+        if replaced:
             raise ValueError(
-                f"{what} is about the model's own parameters, and `params` holds other values of "
-                f"{other[:3]}. Make a risk without these; `update` of an estimator runs the model "
-                "at these."
+                f"{subject} is about the model's own parameters, and `params` holds other values "
+                f"of {replaced[:3]}. Make a risk without these; `update` of an estimator runs the "
+                "model at these."
             )
 
 
@@ -286,7 +276,8 @@ def named_params(
         ValueError: If there are no parameters, one is given twice, or one does not belong to the
             model.
     """
-    owned = dict(model.named_parameters()) if owned is None else owned
+    if owned is None:
+        owned = dict(model.named_parameters())
     if params is None:
         params = {name: p for name, p in owned.items() if p.requires_grad}
     if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
@@ -294,48 +285,91 @@ def named_params(
             f"`params` is a {type(params).__name__}; expected a list or a dict of the model's "
             "parameters, as list(model.parameters())."
         )
-    given = params.items() if isinstance(params, Mapping) else [(None, p) for p in params]
-    by_identity = {id(p): name for name, p in owned.items()}
-    by_memory = {
-        (p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0
-    }
-    own: dict[str, Tensor] = {}
+    is_dict = isinstance(params, Mapping)
+    name_of = {id(p): name for name, p in owned.items()}
+    own_params: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(given):
-        label, name = f"params[{position if key is None else key!r}]", by_identity.get(id(p))
+    for position, entry in enumerate(params.items() if is_dict else params):
+        key, p = entry if is_dict else (None, entry)
+        label = f"params[{position if key is None else key!r}]"
+        name = name_of.get(id(p))
         if name is None and isinstance(p, Tensor):
-            other = (
-                key
-                if isinstance(key, str) and key in owned and owned[key].shape == p.shape
-                else None
-            )
-            name = by_memory.get((p.data_ptr(), p.shape, p.stride()), other)
-        if name is None or not isinstance(key, (str, type(None))):
-            came = (
-                f" with shape {list(p.shape)}"
-                if isinstance(p, Tensor)
-                else f", a {type(p).__name__},"
-            )
-            raise ValueError(
-                f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the "
-                "model's own tensors, for instance `[p for p in model.parameters() if "
-                "p.requires_grad]` or `dict(model.named_parameters())`, or a dict of other values "
-                "under the same names."
-            )
+            name = _name_of_values(key, p, owned)
+        if name is None or not (key is None or isinstance(key, str)):
+            raise _no_parameter(label, p, model)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each "
                 "parameter once."
             )
         labels[name] = label
-        own[name if key is None else key] = owned[name]
-    if not own:
+        own_params[name if key is None else key] = owned[name]
+    if not own_params:
         raise ValueError(
             f"`params` is empty, so there is no matrix. The model, a {type(model).__name__}, has "
             f"{len(owned)} parameters; by default those that require a gradient are taken. The "
             "arguments are model, loss and data, in this order."
         )
-    return own
+    return own_params
+
+
+def _no_parameter(label: str, p: Any, model: nn.Module) -> ValueError:
+    came = f" with shape {list(p.shape)}" if isinstance(p, Tensor) else f", a {type(p).__name__},"
+    return ValueError(
+        f"{label}{came} is not a parameter of the model {type(model).__name__}. Pass the model's "
+        "own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+        "`dict(model.named_parameters())`, or a dict of other values under the same names."
+    )
+
+
+def _name_of_values(key: Any, t: Tensor, owned: Mapping[str, Tensor]) -> str | None:
+    """The model's parameter that a tensor shares its memory with, or is another value of."""
+    for name, p in owned.items():
+        if _is_same(t, p):
+            return name
+    is_value = isinstance(key, str) and key in owned and owned[key].shape == t.shape
+    return key if is_value else None
+
+
+def _is_same(t: Tensor, p: Tensor) -> bool:
+    """Whether a tensor is a parameter, or shows the same memory, as `p.detach()` and `p.data`."""
+    if t is p or t.shape != p.shape or not p.numel():
+        return t is p
+    return t.data_ptr() == p.data_ptr() and t.stride() == p.stride()
+
+
+def _values(
+    params: Sequence[Tensor] | Mapping[str, Tensor] | None, own_params: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The parameters at which everything is computed: the model's own, or what a dict holds for
+    them.
+    """
+    values = dict(own_params)
+    for key, t in params.items() if isinstance(params, Mapping) else ():
+        if not _is_same(t, own_params[key]):
+            is_parameter = isinstance(t, nn.Parameter)
+            values[key] = t if is_parameter else nn.Parameter(t.detach(), t.requires_grad)
+    return values
+
+
+def _paths(
+    model: nn.Module, holders: Collection[nn.Module]
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Parent, name and child of each module that has tracked parameters somewhere inside."""
+    inside: dict[nn.Module, bool] = {}
+    paths: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def walk(module: nn.Module) -> bool:
+        if module not in inside:
+            inside[module] = module in holders
+            for name, child in module._modules.items():
+                if child is not None and walk(child):
+                    paths.append((module, name, child))
+                    inside[module] = True
+        return inside[module]
+
+    walk(model)
+    return paths
 
 
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
@@ -344,52 +378,48 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     Raises:
         ValueError: If some are complex or whole numbers; names them.
     """
-    if others := {key: p.dtype for key, p in params.items() if not p.is_floating_point()}:
+    dtypes = {p.dtype for p in params.values()}
+    refused = [dtype for dtype in dtypes if not dtype.is_floating_point]
+    if refused:
+        keys = [key for key, p in params.items() if p.dtype in refused]
         raise ValueError(
-            f"The parameters {[*others][:5]} are "
-            f"{', '.join(sorted(map(str, {*others.values()})))}; only real floating-point "
-            "parameters have a curvature here. Take the others, params=[p for p in "
+            f"The parameters {keys[:5]} are {', '.join(sorted(map(str, refused)))}; only real "
+            "floating-point parameters have a curvature here. Take the others, params=[p for p in "
             "model.parameters() if p.is_floating_point()], or keep real and imaginary parts as two "
             "real parameters."
         )
-    wide = torch.float32
-    for p in params.values():
-        wide = torch.promote_types(wide, p.dtype)
-    return wide
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def require_module(model: Any) -> nn.Module:
-    """A model without its wrapper; refuses what is no model, or not yet one.
+def modules_of(model: Any) -> dict[str, nn.Module]:
+    """Name to module of a model, itself first, under "", without `DistributedDataParallel` around
+    it.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
         UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
     if not isinstance(model, nn.Module):
-        what = (
-            f"the class {model.__name__}: call it"
-            if isinstance(model, type)
-            else f"a {type(model).__name__}"
-        )
-        raise ValueError(f"`model` is {what}. Layers can only be recorded in a torch.nn.Module.")
-    model = inner_model(model)
-    for name, module in model.named_modules():
-        if _is_sharded(module):
-            module.reshard()  # type: ignore[operator]
+        came = f"a {type(model).__name__}"
+        if isinstance(model, type):
+            came = f"the class {model.__name__}: call it"
+        raise ValueError(f"`model` is {came}. Layers can only be recorded in a torch.nn.Module.")
+    modules = dict(inner_model(model).named_modules())
+    for name, module in modules.items():
         where = f"The module {name!r}" if name else "The model"
+        if _is_sharded(type(module)):
+            module.reshard()  # type: ignore[operator]
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
                 f"{where} is a FullyShardedDataParallel, of flat pieces. Use fully_shard, or DDP."
             )
-        held = [
-            t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
-        ]
-        if any(type(t) is not nn.Parameter and is_lazy(t) for t in held):
-            raise ValueError(
-                f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model "
-                "once on a batch, model(X), which gives it its shapes."
-            )
-    return model
+        for t in (*module._parameters.values(), *module._buffers.values()):
+            if t is not None and type(t) is not nn.Parameter and is_lazy(t):
+                raise ValueError(
+                    f"{where} has no shapes yet: it is lazy, such as nn.LazyLinear. Call the model "
+                    "once on a batch, model(X), which gives it its shapes."
+                )
+    return modules
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -397,7 +427,9 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
+def example_axes(
+    modules: Mapping[str, nn.Module], given: Mapping[str, int] | None
+) -> dict[str, int]:
     """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user
     says.
 
@@ -409,18 +441,19 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
         ValueError: If a glob matches no module.
     """
     axes: dict[str, int] = {}
-    modules = dict(model.named_modules())
     for name, module in modules.items():
-        layer = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
-        if getattr(module.self_attn if layer else module, "batch_first", None) is False:
+        attention = module
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            attention = module.self_attn
+        if vars(attention).get("batch_first") is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
-    if given is not None and not (
-        isinstance(given, Mapping) and all(type(axis) is int for axis in given.values())
-    ):
+    if given is None:
+        return axes
+    if not isinstance(given, Mapping) or not all(type(axis) is int for axis in given.values()):
         raise TypeError(
             f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}."
         )
-    for glob, axis in (given or {}).items():
+    for glob, axis in given.items():
         matching = [name for name in modules if fnmatchcase(name, glob)]
         if not matching:
             raise ValueError(
@@ -432,9 +465,14 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
 
 
 # -------------------------------------------------------------------------------- several processes
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether its class is one of those that `fully_shard` makes."""
-    return "FSDPModule" in [base.__name__ for base in type(module).__mro__]
+# Where the hooks are from that gather whole parameters for a pass.
+_FSDP = "torch.distributed.fsdp"
+
+
+@lru_cache(1024)
+def _is_sharded(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules is one of those that `fully_shard` makes."""
+    return "FSDPModule" in [base.__name__ for base in kind.__mro__]
 
 
 def _spread_parameters(
@@ -448,7 +486,7 @@ def _spread_parameters(
 
     Cost: memory for all parameters that are spread; the blocks of their layers take more.
     """
-    roots = [name for name, module in model.named_modules() if _is_sharded(module)]
+    roots = [name for name, m in model.named_modules() if _is_sharded(type(m))]
     for name, p in parts.items():
         inside = any(root == "" or name.startswith(f"{root}.") for root in roots)
         if not inside or sum(not place.is_replicate() for place in p.placements) > 1:
@@ -475,21 +513,15 @@ def wrapped_processes(model: nn.Module) -> Processes | None:
     Raises:
         UnsupportedError: If its parameters are sharded.
     """
-    if any(map(_is_sharded, model.modules())):
+    if any(_is_sharded(type(module)) for module in model.modules()):
         raise UnsupportedError(
             "The parameters of the model are sharded by fully_shard, and this optimizer takes "
             "steps with whole ones. Use DistributedDataParallel, or a CurvatureEstimator that "
             "listens, and whole gradients, full_tensor()."
         )
-    return (
-        Processes(model.process_group)
-        if isinstance(model, nn.parallel.DistributedDataParallel)
-        else None
-    )
-
-
-#: Whether this process was told that it computes by itself.
-_told: set[str] = set()
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return None
+    return Processes(model.process_group)
 
 
 def common_processes(model: nn.Module, processes: Any) -> Alone:
@@ -506,16 +538,21 @@ def common_processes(model: nn.Module, processes: Any) -> Alone:
             f"processes is a {type(processes).__name__}; expected Processes(), or None for this "
             "one alone."
         )
-    if processes is None and isinstance(model, nn.parallel.DistributedDataParallel) and not _told:
-        _told.add("alone")
-        warn(
-            "The model is wrapped by DistributedDataParallel, and the risk has processes=None: "
-            "each process computes with its own part of the data, and by itself. Say "
-            "EmpiricalRisk(..., processes=Processes()) for that of all data.",
-            CurvatureWarning,
-            stacklevel=level_of_user(),
-        )
+    if processes is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        _warn_alone()
     return processes or Alone()
+
+
+@lru_cache(1)
+def _warn_alone() -> None:
+    """Say once that a wrapped model is evaluated by one process."""
+    warn(
+        "The model is wrapped by DistributedDataParallel, and the risk has processes=None: each "
+        "process computes with its own part of the data, and by itself. Say EmpiricalRisk(..., "
+        "processes=Processes()) for that of all data.",
+        CurvatureWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 Fingerprint = Mapping[str, list[float]]
@@ -530,24 +567,27 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
         >>> sums_of({"x": torch.tensor([3.0, -4.0])})
         {'x': [-1.0, 5.0]}
     """
-    found = list[Tensor]()
+    if not tensors:
+        return {}
     with torch.no_grad():
-        for t in tensors.values():
-            t = (
-                torch.view_as_real(t)
-                if t.is_complex()
-                else t
-                if t.layout is torch.strided
-                else t.to_dense()
-            )
-            x = t if t.is_floating_point() else t.double()
-            found += x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)
-    if len({one.device for one in found}) > 1:  # every answer of a GPU is waited for
-        found = [one.to(found[0].device) for one in found]
-    numbers = torch.stack(found).nan_to_num().tolist() if found else []  # NaN equals NaN
-    return {
-        name: list(pair) for name, *pair in zip(tensors, numbers[::2], numbers[1::2], strict=True)
-    }
+        reals = [_as_real(t) for t in tensors.values()]
+        sums = [x.sum(dtype=torch.float64) for x in reals]
+        norms = torch._foreach_norm(reals, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    numbers = [*sums, *norms]
+    if len({x.device for x in numbers}) > 1:
+        numbers = [x.to(numbers[0].device) for x in numbers]
+    # One transfer: every answer of a GPU is waited for. NaN equals NaN.
+    pairs = torch.stack(numbers).nan_to_num().view(2, -1).T.tolist()
+    return dict(zip(tensors, pairs, strict=True))
+
+
+def _as_real(t: Tensor) -> Tensor:
+    """A tensor with all entries in place, of real floating-point numbers."""
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    elif t.layout is not torch.strided:
+        t = t.to_dense()
+    return t if t.is_floating_point() else t.double()
 
 
 def fingerprint(risk: Any) -> dict[str, list[float]]:
@@ -558,22 +598,21 @@ def fingerprint(risk: Any) -> dict[str, list[float]]:
     """
     risk.renew()
     tracked = {*map(id, risk.params.values())}
-    every = risk.whole(dict(risk.model.named_parameters()))
-    return sums_of(
-        risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked}
-    )
+    parameters = risk.whole(dict(risk.model.named_parameters()))
+    untracked = {f"model.{name}": p for name, p in parameters.items() if id(p) not in tracked}
+    return sums_of(risk.params | untracked)
 
 
 def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) -> list[str]:
     """Keys of the parameters whose sums changed by more than `tolerance`, relative to their
     size.
     """
-    return [
-        key
-        for key, (total, norm) in before.items()
-        if key not in now
-        or max(abs(now[key][0] - total), abs(now[key][1] - norm)) > 2 * tolerance * norm
-    ]
+    changed = []
+    for key, (total, norm) in before.items():
+        room = 2 * tolerance * norm
+        if key not in now or abs(now[key][0] - total) > room or abs(now[key][1] - norm) > room:
+            changed.append(key)
+    return changed
 
 
 def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str, Any]]) -> None:
@@ -583,14 +622,13 @@ def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str,
         over_data: Whether the data are read now: then buffers are compared, too. Batches of
             training write to them.
     """
-    buffers = sums_of(dict(risk.model.named_buffers())) if over_data else {}
-    options = {
-        f"{name}=": x
-        for name, x in vars(risk.options).items()
-        if name not in ("check", "progressbar")
-    }
-    losses = {
-        one.title: (one.likelihood.options() if one.known else one.loss, one.weight, one.reduction)
-        for one in risk.losses
-    }
-    risk.processes.same(fingerprint(risk) | buffers | losses | options | dict(more()))
+    facts: dict[str, Any] = fingerprint(risk)
+    if over_data:
+        facts |= sums_of(dict(risk.model.named_buffers()))
+    for loss in risk.losses:
+        function = loss.loss if loss.likelihood is None else loss.likelihood.options()
+        facts[loss.title] = function, loss.weight, loss.reduction
+    for name, option in vars(risk.options).items():
+        if name not in ("check", "progressbar"):
+            facts[f"{name}="] = option
+    risk.processes.same(facts | dict(more()))

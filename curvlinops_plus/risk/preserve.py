@@ -33,8 +33,69 @@ from curvlinops_plus.layer.kept import (
 from curvlinops_plus.layer.replay import as_parameters
 from curvlinops_plus.random_state import RandomState
 
-P = ParamSpec("P")
+Inputs = ParamSpec("Inputs")
 T = TypeVar("T")
+
+# Options of embeddings that say nothing about the function they compute.
+_AS_FUNCTION = {"sparse": False, "scale_grad_by_freq": False}
+
+
+@contextmanager
+def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+    """Keep the global random state, the model's buffers and attributes and the data's generators,
+    also on error.
+
+    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training
+    mode moves running statistics. Cost: a copy of the buffers.
+
+    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
+    (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
+    And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
+    Autocast inside the model's forward is part of the model.
+
+    Tensors that modules keep from one pass, as caches do, are dropped before the next one.
+
+    One thread at a time is in here; others wait.
+
+    Raises:
+        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
+            graph is gone.
+    """
+    modules = [*model.modules()]
+    kinds = [
+        p.device.type for module in modules for p in module._parameters.values() if p is not None
+    ]
+    with eager, own_passes, ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(RandomState.now().restore)
+        sampler = getattr(data, "sampler", None)
+        inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
+        for holder in (data, sampler, inner_sampler):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+        stack.enter_context(kept_modules(modules))
+        parts = parts_kept(modules)
+        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+            begin = own_calls(lambda module, args: drop_new_tensors(parts))
+            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        for module in modules:
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                refuse_renormalization(module)
+                vars(module).update(_AS_FUNCTION)
+        try:
+            yield
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
+            raise UnsupportedError(
+                "The model reads a tensor with the graph of an earlier call, which is gone. "
+                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
+                "computed: often model.train() and then model.eval() does."
+            ) from error
+
 
 # -------------------------------------------------------------------------------------- the process
 #: Context that one thread at a time is in, as often as it likes.
@@ -54,10 +115,9 @@ class Depth:
 
 
 class _OwnPasses(Depth, threading.local):
-    pass
+    """Context in which this thread's calls of models are this package's own, not the user's."""
 
 
-#: Context in which this thread's calls of models are this package's own, not the user's.
 own_passes = _OwnPasses()
 
 
@@ -66,34 +126,28 @@ class _Eager:
     no hooks fire.
 
     Counted, since these contexts need not be left in the opposite order: an inner one that restored
-    what it had found would leave everything eager for good.
+    what it had found would leave everything eager for good. So the switches are put back by
+    whichever is left last.
     """
 
-    depth, _fused, _stance = 0, True, None
+    def __init__(self) -> None:
+        self.depth = 0
+        self._endings: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        exclusive.acquire()
-        if self.depth == 0:
-            self._fused, self._stance = mha.get_fastpath_enabled(), None
-            mha.set_fastpath_enabled(False)
-            if "torch._dynamo" in sys.modules:
-                try:
-                    self._stance = torch.compiler.set_stance("force_eager")
-                    self._stance.__enter__()
-                except BaseException:
-                    exclusive.release()
-                    raise
+        with ExitStack() as ending:
+            ending.enter_context(exclusive)
+            if self.depth == 0:
+                ending.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+                mha.set_fastpath_enabled(False)
+                if "torch._dynamo" in sys.modules:
+                    ending.enter_context(torch.compiler.set_stance("force_eager"))
+            self._endings.append(ending.pop_all())
         self.depth += 1
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.depth -= 1
-        try:
-            if self.depth == 0:
-                mha.set_fastpath_enabled(self._fused)
-                if self._stance is not None:
-                    self._stance.__exit__(None, None, None)
-        finally:
-            exclusive.release()
+        self._endings.pop().close()
 
 
 eager = _Eager()
@@ -109,7 +163,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
+def untraced(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     """A function that `torch.compile` does not look into: around it, the graph of its caller is
     divided.
 
@@ -119,8 +173,9 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     disabled = _disable_dynamo(function)
 
     @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+    def called(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
+        call = disabled if "torch._dynamo" in sys.modules else function
+        return call(*args, **kwargs)
 
     return called
 
@@ -157,14 +212,19 @@ def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
     return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if runs_for(thread) else None)
 
 
-class Replaced(dict[str, Any]):
+class ReplacedTensors(dict[str, Any]):
     """The parameters or buffers of one module: those given to this thread, its own ones to all
     others.
+
+    Args:
+        replaced: What this thread sees.
+        held: What the module has, which may have been replaced itself.
     """
 
-    def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def __init__(self, replaced: Mapping[str, Any], held: Mapping[str, Any]) -> None:
         super().__init__(replaced)
-        self.own, self.thread = own, threading.get_ident()
+        self.own: Mapping[str, Any] = getattr(held, "own", held)
+        self.thread = threading.get_ident()
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name) if runs_for(self.thread) else self.own[name]
@@ -186,11 +246,13 @@ Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
 def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
     """Where parameters are: a module may have two names, a parameter two modules."""
     key_of = {id(p): key for key, p in params.items()}
-    held = [
-        (m, [(name, key_of[id(p)]) for name, p in m._parameters.items() if id(p) in key_of])
-        for m in modules
-    ]
-    return [(module, names) for module, names in held if names]
+    places = []
+    for module in modules:
+        held = module._parameters.items()
+        names = [(name, key_of[id(p)]) for name, p in held if id(p) in key_of]
+        if names:
+            places.append((module, names))
+    return places
 
 
 @contextmanager
@@ -199,17 +261,13 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
     ones.
     """
     as_parameters(values.values())
-    given = [(module, names, module._parameters) for module, names in places]
-    try:
-        for module, names, before in given:
-            own = getattr(before, "own", before)
-            vars(module)["_parameters"] = Replaced(
-                {**before, **{name: values[key] for name, key in names}}, own
-            )
+    with ExitStack() as ending:
+        for module, names in places:
+            held = module._parameters
+            replaced = {**held, **{name: values[key] for name, key in names}}
+            ending.callback(vars(module).__setitem__, "_parameters", held)
+            vars(module)["_parameters"] = ReplacedTensors(replaced, held)
         yield
-    finally:
-        for module, _, before in given:
-            vars(module)["_parameters"] = before
 
 
 @contextmanager
@@ -217,81 +275,18 @@ def kept_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which modules have copies of their buffers; at the end they are, with attributes,
     as before.
     """
-    copies = dict[int, Tensor]()  # a buffer may have two places
+    copies = dict[int | None, Tensor | None]()  # a buffer may have two places
     with kept_attributes(modules):
         for module in modules:
-            if (held := module._buffers) and type(held) in (
-                dict,
-                Replaced,
-            ):  # scripted modules hold others
-                made = {
-                    n: None if b is None else copies.setdefault(id(b), b.detach().clone())
-                    for n, b in held.items()
-                }
-                vars(module)["_buffers"] = Replaced(made, getattr(held, "own", held))
+            held = module._buffers
+            # Scripted modules hold theirs in something else.
+            if held and type(held) in (dict, ReplacedTensors):
+                for b in held.values():
+                    if b is not None and id(b) not in copies:
+                        copies[id(b)] = b.detach().clone()
+                replaced = {name: copies.get(id(b)) for name, b in held.items()}
+                vars(module)["_buffers"] = ReplacedTensors(replaced, held)
         yield
-
-
-# Options of embeddings that say nothing about the function they compute.
-_PLAIN = {"sparse": False, "scale_grad_by_freq": False}
-
-
-@contextmanager
-def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
-    """Keep the global random state, the model's buffers and attributes and the data's generators,
-    also on error.
-
-    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training
-    mode moves running statistics. Cost: a copy of the buffers.
-
-    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
-    (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
-    And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
-    Autocast inside the model's forward is part of the model.
-
-    Tensors that modules keep from one pass, as caches do, are dropped before the next one.
-
-    One thread at a time is in here; others wait.
-
-    Raises:
-        UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
-            graph is gone.
-    """
-    modules = [*model.modules()]
-    kinds = [
-        p.device.type for module in modules for p in module._parameters.values() if p is not None
-    ]
-    with eager, own_passes, ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(RandomState.now().restore)
-        sampler, batch_sampler = (
-            getattr(data, "sampler", None),
-            getattr(data, "batch_sampler", None),
-        )
-        for holder in (data, sampler, getattr(batch_sampler, "sampler", None)):
-            if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
-                stack.callback(generator.set_state, generator.get_state())
-        stack.enter_context(kept_modules(modules))
-        parts = parts_kept(modules)
-        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
-            begin = own_calls(lambda module, args: drop_new_tensors(parts))
-            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-        for module in modules:
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                refuse_renormalization(module)
-                vars(module).update(_PLAIN)
-        try:
-            yield
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
-            raise UnsupportedError(
-                "The model reads a tensor with the graph of an earlier call, which is gone. "
-                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
-                "computed: often model.train() and then model.eval() does."
-            ) from error
 
 
 # ------------------------------------------------------------------------------- equal but rounding
@@ -316,17 +311,13 @@ def with_short_products(tolerance: float, itemsize: int, device: torch.device) -
 def relative_difference(a: Tensor, b: Tensor) -> float:
     """Relative difference; 0 where it can't be told because a number is not finite."""
     # Without copies where it goes: large numbers have squares beyond float32.
-    for dtype in (
-        torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32),
-        torch.float64,
-    ):
-        one, other = a.to(dtype), b.to(dtype)
-        size, away = (
-            float(torch.linalg.vector_norm(other)),
-            float(torch.linalg.vector_norm(one - other)),
-        )
-        if math.isfinite(size) and math.isfinite(away):
-            return away / (size or 1.0)
+    widest = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    for dtype in (widest, torch.float64):
+        reference = b.to(dtype)
+        size = float(torch.linalg.vector_norm(reference))
+        difference = float(torch.linalg.vector_norm(a.to(dtype) - reference))
+        if math.isfinite(size) and math.isfinite(difference):
+            return difference / (size or 1.0)
     return 0.0
 
 
@@ -337,21 +328,18 @@ def training_modules(model: nn.Module) -> str:
     Recurrent networks and attention drop out by themselves, without a module inside.
 
     Example:
-        >>> training_modules(
-        ...     nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.1))
-        ... )
+        >>> lstm = nn.LSTM(2, 2, num_layers=2, dropout=0.1)
+        >>> training_modules(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), lstm))
         "'1' (Dropout), '2' (LSTM)"
     """
 
     def differs(m: Any) -> bool:
         if isinstance(m, nn.modules.dropout._DropoutNd):
             return m.p > 0
-        drops = isinstance(m, nn.MultiheadAttention) or (
-            isinstance(m, nn.RNNBase) and m.num_layers > 1
-        )
-        return (
-            m.dropout > 0 if drops else isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
-        )
+        drops_between_layers = isinstance(m, nn.RNNBase) and m.num_layers > 1
+        if drops_between_layers or isinstance(m, nn.MultiheadAttention):
+            return m.dropout > 0
+        return isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.RReLU))
 
     modules = [(name, m) for name, m in model.named_modules() if m.training and differs(m)]
     return ", ".join(f"{name!r} ({type(m).__name__})" for name, m in modules)

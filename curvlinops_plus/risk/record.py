@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.layer.functions import BIAS, LINEAR, Product, products
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import gradients_of, postorder
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
@@ -226,7 +226,7 @@ class Recorder:
         """
         if self.disabled.depth or self.doubt is not None:
             return out
-        for product in products(function, args, kwargs):
+        for product in affine_calls(function, args, kwargs):
             if found := self._uses_of(product):
                 # Inside attention examples are on axis 1, or on an axis with positions.
                 fold = None if examples is None or product.input.ndim == 3 else examples
@@ -252,7 +252,7 @@ class Recorder:
                 f"{_of(use)} can't be recorded: {error}", use.keys.values()
             ) from error
 
-    def _uses_of(self, product: Product) -> list[Found]:
+    def _uses_of(self, product: AffineCall) -> list[Found]:
         """The uses that a product is; one inside a module that answers for the parameter belongs to
         the module.
         """

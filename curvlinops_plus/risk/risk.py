@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,63 +28,19 @@ from curvlinops_plus.risk.batches import (
 )
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.losses import Losses, Number, Totals, gradient_pass, loss_pass
+from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
+from curvlinops_plus.risk.losses import Losses, Totals
 from curvlinops_plus.risk.parameters import (
     ModelParameters,
     common_processes,
     example_axes,
-    require_module,
+    modules_of,
     require_replicas,
 )
-from curvlinops_plus.risk.preserve import preserve_state, untraced
+from curvlinops_plus.risk.preserve import Inputs, preserve_state, untraced
 from curvlinops_plus.risk.vectors import Vectors
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RiskOptions:
-    """Options of an `EmpiricalRisk`, under the names of its arguments."""
-
-    output: Callable[[Any], Any] | None = None
-    mask: Callable[[Any, Any], Tensor] | None = None
-    example_axis: Mapping[str, int] | None = None
-    batch_size_fn: Callable[[Any], int] | None = None
-    num_data: int | None = None
-    num_per_example_loss_terms: int | None = None
-    shift_labels: bool | None = None
-    progressbar: bool = False
-    reduction: str | None = None
-    check: bool | str = True
-    weight: Callable[..., Any] | None = None
-
-
-@dataclass
-class Checked:
-    """What was found out about a risk once, in the first batches.
-
-    Attributes:
-        in_modules: Whether the model was seen to read its parameters in its modules.
-        seen: What was called in batches that were compared with plain autograd, where no gradient
-            was zero.
-        batches: How many batches there were.
-        shift: Whether labels are shifted; None as long as no model with a loss of its own told.
-        reads: How functions read parameters, outside of modules with rules; None before they were
-            looked for.
-        batch_norm: Whether batch norm may be in the graphs of outputs.
-        modes: Modes of all modules, training or not, in which two evaluations agreed.
-        errors: Layer name to the relative difference that was last seen.
-    """
-
-    in_modules: bool = False
-    seen: set[Any] = field(default_factory=set)
-    batches: int = 0
-    said: set[str] = field(default_factory=set)
-    reads: FoundReads | None = None
-    shift: bool | None = None
-    batch_norm: bool = True
-    modes: set[tuple[bool, ...]] = field(default_factory=set)
-    errors: dict[str, float] = field(default_factory=dict)
 
 
 class EmpiricalRisk(ModelParameters):
@@ -170,6 +127,7 @@ class EmpiricalRisk(ModelParameters):
     Raises:
         TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a
             `Dataset` is none); if `params` or an option is of another type than said here.
+        UnsupportedError: If the loss is no scalar (`reduction="none"`).
         ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms`
             or the weight of a loss is no positive finite number.
 
@@ -177,7 +135,8 @@ class EmpiricalRisk(ModelParameters):
         >>> import torch
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)
-        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])
+        >>> data = [(torch.ones(4, 3), torch.zeros(4, 2))]
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), data)
         >>> risk.space.dim
         8
         >>> sorted(risk.gradient())
@@ -204,17 +163,17 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        inner = require_module(model)
+        modules = modules_of(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
         self.losses = Losses(loss, reduction, bool(check))
-        super().__init__(inner, params, self.processes)
+        super().__init__(modules, params, self.processes)
         self.options = RiskOptions(
             output,
             mask,
-            example_axes(inner, example_axis),
+            example_axes(modules, example_axis),
             batch_size_fn,
             num_data,
             num_per_example_loss_terms,
@@ -235,9 +194,10 @@ class EmpiricalRisk(ModelParameters):
             TypeError: If `data` is no iterable of batches.
         """
         check_data(data)
-        other = copy(self)
-        other.data, other.checked = data, Checked(reads=self.reads)
-        return other
+        risk = copy(self)
+        risk.data = data
+        risk.checked = Checked(reads=self.reads)
+        return risk
 
     @property
     def reads(self) -> FoundReads | None:
@@ -254,11 +214,11 @@ class EmpiricalRisk(ModelParameters):
         """The risk with all that vectors need of its losses: of any loss there are gradients of
         each example.
         """
-        if not vectors.of_loss or self.losses.known:
+        if not vectors.of_loss or self.losses.have_likelihoods:
             return self
-        other = copy(self)
-        other.losses = self.losses.of_examples()
-        return other
+        risk = copy(self)
+        risk.losses = self.losses.of_examples()
+        return risk
 
     # ------------------------------------------------------------------------------------ one batch
     def batches(self, desc: str) -> Iterator[Batch]:
@@ -268,23 +228,22 @@ class EmpiricalRisk(ModelParameters):
             ValueError: If there is no batch at all, and there are no other processes that may have
                 some.
         """
-        seen, options = 0, self.options
-        bar = (
-            tqdm(self.data, desc=f"{desc} (on {self.device})")
-            if options.progressbar
-            else nullcontext(self.data)
-        )
-        with bar as items:
-            for index, item in enumerate(items):
-                batch = self.read(item, index, seen)
-                if batch.num_examples:
-                    yield batch if batch.first == seen else replace(batch, first=seen)
-                    seen += batch.num_examples
-        if not seen and self.processes.world == 1:
-            again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
-            raise ValueError(
-                f"`data` has no examples.{again if isinstance(self.data, Iterator) else ''}"
-            )
+        before = 0
+        items: Any = self.data
+        if self.options.progressbar:
+            items = tqdm(self.data, desc=f"{desc} (on {self.device})")
+        for index, item in enumerate(items):
+            batch = self.read(item, index, before)
+            if batch.num_examples:
+                yield batch if batch.first == before else replace(batch, first=before)
+                before += batch.num_examples
+        if not before and self.processes.world == 1:
+            advice = ""
+            if isinstance(self.data, Iterator):
+                advice = (
+                    " It is an iterator, which can be read only once: pass a list or a DataLoader."
+                )
+            raise ValueError(f"`data` has no examples.{advice}")
 
     def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
         """One item of the data as a batch, with `first` examples before it; one tells whether
@@ -298,53 +257,25 @@ class EmpiricalRisk(ModelParameters):
         """
         if isinstance(item, Batch):  # was read before
             return item
-        options, weight = self.options, self.options.weight
-        if unpack := isinstance(item, Mapping) and "labels" in item:
-            entries: Sequence[Any] = (
-                {key: value for key, value in item.items() if key != "labels"},
-                item["labels"],
-            )
-        elif isinstance(item, (tuple, list)) and (
-            len(item) == 2 or (weight is not None and len(item) > 2)
-        ):
-            entries = item
+        options = self.options
+        unpack = isinstance(item, Mapping) and "labels" in item
+        longest = 2 if options.weight is None else math.inf
+        if unpack:
+            X: Any = {key: value for key, value in item.items() if key != "labels"}
+            y = item["labels"]
+            extras: Sequence[Any] = ()
+        elif isinstance(item, (tuple, list)) and 2 <= len(item) <= longest:
+            X, y, *extras = item
         else:
-            size = f" of length {len(item)}" if isinstance(item, (tuple, list)) else ""
-            what = (
-                f"mapping with keys {list(item)}"
-                if isinstance(item, Mapping)
-                else f"{type(item).__name__}{size}"
-            )
-            raise ValueError(
-                f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'. "
-                "For one batch, write data=[(X, y)]. Targets of several losses stand together, (X, "
-                "(y1, y2)); weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
-            )
-        X, y = (
-            mapped(on_device, entries[0], self.device),
-            mapped(on_device, entries[1], self.device),
-        )
-        found = (
-            None if weight is None else weight(X, y, *entries[2:])
-        )  # which may take it out of a mapping
+            raise _no_batch(item, index)
+        X = mapped(on_device, X, self.device)
+        y = mapped(on_device, y, self.device)
+        # Before examples are counted: it may take its numbers out of a mapping.
+        weight = None if options.weight is None else options.weight(X, y, *extras)
         N = count_examples(X, y, index, options.batch_size_fn, unpack)
-        if weight is not None:
-            if (
-                not isinstance(found, Tensor)
-                or found.shape != (N,)
-                or not (found.isfinite() & (found >= 0)).all()
-            ):
-                what = (
-                    f"{found.dtype} {list(found.shape)}"
-                    if isinstance(found, Tensor)
-                    else type(found).__name__
-                )
-                raise ValueError(
-                    f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a "
-                    "finite number of at least 0 for each example."
-                )
-            found = on_device(found.detach().double(), self.device)
-        batch = Batch(X, y, N, unpack, first, found)
+        if options.weight is not None:
+            weight = _checked_weight(weight, N, index, self.device)
+        batch = Batch(X, y, N, unpack, first, weight)
         if unpack and options.check and options.shift_labels is None and self.checked.shift is None:
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
         return batch
@@ -360,9 +291,8 @@ class EmpiricalRisk(ModelParameters):
             raise UnsupportedError(
                 "weight= comes with the targets. Give whole batches, to `update` or `listen`."
             )
-        return Batch(
-            X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack
-        )
+        N = count_examples(X, None, 0, self.options.batch_size_fn, unpack)
+        return Batch(X, None, N, unpack)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the
@@ -371,42 +301,42 @@ class EmpiricalRisk(ModelParameters):
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with self.placed() if model is None and self._elsewhere else nullcontext():
+
+        def forward() -> Any:
             X = mapped(copy_of, batch.X)  # a model may write to its input
+            return call(**X) if batch.unpack else call(X)
+
+        with self.placed() if model is None and self._elsewhere else nullcontext():
             try:
-                out = call(**X) if batch.unpack else call(X)
+                out = forward()
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
-                X = mapped(copy_of, batch.X)
                 with torch.enable_grad():  # it differentiates by itself, as forces from an energy
-                    out = call(**X) if batch.unpack else call(X)
-        found = self.read_output(out, batch)
+                    out = forward()
+        outputs, targets, class_axes = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
-            refuse_outside_reads("model", found[0], self.own_params)
+            refuse_outside_reads("model", outputs, self.own_params)
             self.checked.in_modules = True
-        return found
+        return outputs, targets, class_axes
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a
         batch.
         """
         outputs, class_axes = self.losses.select(out, self.options.output)
-        graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
-        if graph and not prepare_graph(outputs, batch.num_examples):
-            self.checked.batch_norm = False
-        one = self.losses.form == "single"
-        targets = (batch.y,) if one else self.losses.matched(batch.y, "target", "The batch has")
-        shifts = self.options.shift_labels
-        if (
-            self.checked.shift if shifts is None else shifts
-        ):  # labels are those of the next position
-            outputs, targets, class_axes = zip(
-                *map(shifted_labels, self.losses, outputs, targets, class_axes)
-            )
+        if self.checked.batch_norm and any(f.requires_grad for f in outputs):
+            self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
+        targets = self.losses.matched(batch.y, "target", "The batch has")
+        is_shifted = self.options.shift_labels
+        if is_shifted is None:
+            is_shifted = self.checked.shift
+        if is_shifted:
+            parts = map(shifted_labels, self.losses, outputs, targets, class_axes)
+            outputs, targets, class_axes = zip(*parts)
         return outputs, targets, class_axes
 
-    def scale(self, totals: Totals, loss: int | None = None) -> Number:
+    def scale(self, totals: Totals, loss: int | None = None) -> float:
         """`c`: what multiplies the sum of all terms of the reference loss (the first one with the
         reduction "mean").
 
@@ -417,20 +347,24 @@ class EmpiricalRisk(ModelParameters):
         Raises:
             ValueError: If no loss term counts at all.
         """
-        options, one = self.options, self.losses.reference if loss is None else self.losses[loss]
-        if one.reduction == "sum":
+        options = self.options
+        reduced = self.losses[self.losses.reference if loss is None else loss]
+        if reduced.reduction == "sum":
             return 1.0
         count = float(totals.loss_count if loss is None else totals.counts[loss])
         if not count > 0:
             raise ValueError(
-                f"No term of {one.title} counts: every target is ignored or has weight 0, so the "
-                "mean over them does not exist. Leave such a loss out; skip such batches until one "
-                "counts."
+                f"No term of {reduced.title} counts: every target is ignored or has weight 0, so "
+                "the mean over them does not exist. Leave such a loss out; skip such batches until "
+                "one counts."
             )
-        given = 1.0 if options.num_data is None else totals.examples / float(options.num_data)
+        # How many terms were counted for each that the user says there are.
+        ratio = 1.0
+        if options.num_data is not None:
+            ratio = totals.examples / float(options.num_data)
         if options.num_per_example_loss_terms is not None:
-            given *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
-        return given / count
+            ratio *= totals.terms / totals.examples / float(options.num_per_example_loss_terms)
+        return ratio / count
 
     # --------------------------------------------------------------------------------- all the data
     def together(
@@ -451,7 +385,7 @@ class EmpiricalRisk(ModelParameters):
             ProcessError: In all processes, if it fails in one, or something differs.
         """
         if self.processes.world == 1:
-            (self.renew if self._spread else self.require_in_place)()
+            self.renew()
             return work()
 
         def agreed() -> T:
@@ -487,34 +421,113 @@ class EmpiricalRisk(ModelParameters):
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""
-        value = sum(
-            [
-                one.weight * self.scale(totals, k) * totals.losses[k]
-                for k, one in enumerate(self.losses)
-            ]
-        )
+        terms = [
+            loss.weight * self.scale(totals, k) * totals.losses[k]
+            for k, loss in enumerate(self.losses)
+        ]
+        value = sum(terms)
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class RiskOptions:
+    """Options of an `EmpiricalRisk`, under the names of its arguments."""
+
+    output: Callable[[Any], Any] | None = None
+    mask: Callable[[Any, Any], Tensor] | None = None
+    example_axis: Mapping[str, int] | None = None
+    batch_size_fn: Callable[[Any], int] | None = None
+    num_data: int | None = None
+    num_per_example_loss_terms: int | None = None
+    shift_labels: bool | None = None
+    progressbar: bool = False
+    reduction: str | None = None
+    check: bool | str = True
+    weight: Callable[..., Any] | None = None
+
+
+@dataclass
+class Checked:
+    """What was found out about a risk once, in the first batches.
+
+    Attributes:
+        in_modules: Whether the model was seen to read its parameters in its modules.
+        seen: What was called in batches that were compared with plain autograd, where no gradient
+            was zero.
+        batches: How many batches there were.
+        shift: Whether labels are shifted; None as long as no model with a loss of its own told.
+        reads: How functions read parameters, outside of modules with rules; None before they were
+            looked for.
+        batch_norm: Whether batch norm may be in the graphs of outputs.
+        modes: Modes of all modules, training or not, in which two evaluations agreed.
+        errors: Layer name to the relative difference that was last seen.
+    """
+
+    in_modules: bool = False
+    seen: set[Any] = field(default_factory=set)
+    batches: int = 0
+    said: set[str] = field(default_factory=set)
+    reads: FoundReads | None = None
+    shift: bool | None = None
+    batch_norm: bool = True
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def _no_batch(item: Any, index: int) -> ValueError:
+    """The error about an item of the data that is no batch."""
+    came = type(item).__name__
+    if isinstance(item, (tuple, list)):
+        came = f"{came} of length {len(item)}"
+    elif isinstance(item, Mapping):
+        came = f"mapping with keys {list(item)}"
+    return ValueError(
+        f"Batch {index} is a {came}; expected a pair (X, y) or a mapping with 'labels'. For one "
+        "batch, write data=[(X, y)]. Targets of several losses stand together, (X, (y1, y2)); "
+        "weights of examples take EmpiricalRisk(..., weight=lambda X, y, w: w)."
+    )
+
+
+def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Tensor:
+    """The weights of the examples in double precision, as `EmpiricalRisk(weight=...)` gave them.
+
+    Raises:
+        ValueError: If they are no N finite numbers of at least 0.
+    """
+    is_vector = isinstance(weight, Tensor) and weight.shape == (N,)
+    if not is_vector or not (weight.isfinite() & (weight >= 0)).all():
+        came = type(weight).__name__
+        if isinstance(weight, Tensor):
+            came = f"{weight.dtype} {list(weight.shape)}"
+        raise ValueError(
+            f"`weight` returned {came} for batch {index}; expected a tensor [{N}], a finite number "
+            "of at least 0 for each example."
+        )
+    return on_device(weight.detach().double(), device)
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
     if not isinstance(options.check, bool) and options.check != "every":
         raise ValueError(
-            f'check={options.check!r}; expected True (the first batches, and some later), "every" (all batches), or '
-            "False."
+            f"check={options.check!r}; expected True (the first batches, and some later), "
+            '"every" (all batches), or False.'
         )
     counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
-    for name, what in counts.items():
+    for name, counted in counts.items():
         number = getattr(options, name)
-        if number is not None and not 0 < float(number) < float("inf"):
+        if number is not None and not 0 < float(number) < math.inf:
             raise ValueError(
-                f"{name}={number} must be positive: it is the number of {what}. None counts them."
+                f"{name}={number} must be positive: it is the number of {counted}. None counts "
+                "them."
             )
         if number is not None and options.weight is not None:
             raise UnsupportedError(
-                f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
-                'weights. Use reduction="sum", with what shall be divided by in the weights.'
+                f"{name} replaces a count of examples or terms, and with weight= the mean is over "
+                'the sum of their weights. Use reduction="sum", with what shall be divided by in '
+                "the weights."
             )
-    if unknown := [one for one in losses if options.weight is not None and not one.known]:
+    unknown = [loss for loss in losses if loss.likelihood is None]
+    if options.weight is not None and unknown:
         raise UnsupportedError(
             f"weight=: {unknown[0].title} has no likelihood, so that only its value for a whole "
             "batch is known, not that of each example. Register one, see register_likelihood."
@@ -522,15 +535,13 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     for name in ("shift_labels", "num_per_example_loss_terms"):
         if losses.form != "single" and getattr(options, name):
             raise UnsupportedError(
-                f"{name} is about one loss, and there are losses for the outputs {losses.keys}. "
-                "Leave it out; shift outputs and targets yourself, in `output=` and in the data."
+                f"{name} is about one loss, and there are losses for the outputs "
+                f"{losses.output_keys}. Leave it out; shift outputs and targets yourself, in "
+                "`output=` and in the data."
             )
 
 
-P = ParamSpec("P")
-
-
-def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
+def takes_risk(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     """A function, or a constructor, whose first argument is a risk: refuses anything else with what
     to write.
 
@@ -540,7 +551,7 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
     constructor = function.__name__ == "__init__"
 
     @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
         risk = args[constructor] if len(args) > constructor else kwargs.get("risk")
         if risk is not None and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__

@@ -15,7 +15,8 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.losses import LossWeights, Terms, Totals, loss_weights
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
+from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.record import Consumer, OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Vectors
@@ -177,17 +178,18 @@ def vector_groups(
 
     def restored(k: int) -> Iterator[tuple[Tensor]]:
         """The vectors of one loss times their factor, of the output's shape."""
-        one, f, F, factor = losses[k], outputs[k], terms.outputs[k], factors[k]
-        for v in vectors.send(one.likelihood, F, terms.targets[k], streams[k]):
+        f, F, factor = outputs[k], terms.outputs[k], factors[k]
+        likelihood = losses[k].require_likelihood()
+        for v in vectors.send(likelihood, F, terms.targets[k], streams[k]):
             v = v if factor == 1 else v * factor
             if terms.weight is not None:  # of the examples: squares of vectors are weighted
                 v = v * terms.weight.sqrt().to(v)[:, None, None]
-            v = one.likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
+            v = likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
             yield (v.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
 
     groups, numbers = list[Any](), set[int]()
     for k, (one, f, F) in enumerate(zip(losses, outputs, terms.outputs, strict=True)):
-        numbers.add(number := vectors.count(one.likelihood, F))
+        numbers.add(number := vectors.count(one.require_likelihood(), F))
         if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
             groups.append(([k], number, restored(k)))
     if len(groups) > 1 and vectors.together and len(numbers) == 1:

@@ -6,14 +6,15 @@ network's output. Layer-wise approximations send the vectors back one after the 
 operators multiply with `M = Σ_k v_k v_kᵀ`, or with its root, whose columns are the vectors. The
 mode decides which matrix it is:
 
-| object | vectors per batch | matrix | | --- | --- | --- | | `Exact()` | R·K, the columns of the
-loss Hessian's root, one loss term at a time | GGN | | `Exact(signs=True)` | K, all terms at once
-with an independent sign each | unbiased for the GGN | | `CurvaturePropagation(samples)` |
-`samples`, all columns of all terms at once, random signs | unbiased for the GGN | |
-`MonteCarlo(samples)` | `samples`, gradients at labels sampled from the model | unbiased for the
-Fisher | | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher,
-one gradient per example | | `Empirical(per_term=True)` | R, the same for each loss term by itself |
-empirical Fisher over terms | | `ForwardOnly()` | none | `G = I`: input statistics alone |
+| object | vectors per batch | matrix |
+| --- | --- | --- |
+| `Exact()` | R·K, columns of the loss Hessian's root, one loss term at a time | GGN |
+| `Exact(signs=True)` | K, all terms at once, an independent sign each | unbiased for the GGN |
+| `CurvaturePropagation(samples)` | `samples`, all columns of all terms, random signs | the same |
+| `MonteCarlo(samples)` | `samples`, gradients at labels from the model | unbiased for the Fisher |
+| `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher |
+| `Empirical(per_term=True)` | R, the same for each loss term | empirical Fisher over terms |
+| `ForwardOnly()` | none | `G = I`: input statistics alone |
 
 N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C,
 of cross-entropy C - 1.
@@ -68,11 +69,13 @@ class Vectors(ABC):
 
     def __post_init__(self) -> None:
         """Check the options of those that have some, as dataclasses do."""
-        kind, options = type(self).__name__, vars(self)
+        kind = type(self).__name__
+        options = vars(self)
         for name in {"samples", "seed"} & options.keys():
-            if (found := whole(options[name])) is None:
+            number = whole(options[name])
+            if number is None:
                 raise TypeError(f"{kind} needs an integer, got {name}={options[name]!r}.")
-            object.__setattr__(self, name, found)  # as a frozen dataclass sets its fields
+            object.__setattr__(self, name, number)  # as a frozen dataclass sets its fields
         if options.get("samples", 1) < 1:
             raise ValueError(f"{kind} needs at least one sample, got samples={options['samples']}.")
         if self.matrix not in (None, "fisher", "ggn"):
@@ -91,8 +94,9 @@ class Vectors(ABC):
         """
         if self.matrix == "ggn" and likelihood.no_ggn is not None:
             raise UnsupportedError(
-                f'{type(self).__name__}(matrix="ggn"): {likelihood.name} {likelihood.no_ggn}. Its Fisher matrix is '
-                'there: take matrix="fisher", or a mode that begins with "fisher_".'
+                f'{type(self).__name__}(matrix="ggn"): {likelihood.name} {likelihood.no_ggn}. Its '
+                'Fisher matrix is there: take matrix="fisher", or a mode that begins with '
+                '"fisher_".'
             )
 
     @abstractmethod
@@ -166,22 +170,23 @@ class Exact(Vectors):
         return columns if self.signs else columns * F.shape[1]
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        terms, columns = F.shape[1], likelihood.num_columns(F)
-        alone = terms == 1
-        if self.signs and not alone:
-            signs = draws.signs(F.shape[0], terms, columns).to(F)
-        for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
-            if alone:
-                yield column
-            elif self.signs:
+        N, R, _ = F.shape
+        columns = likelihood.hessian_root_columns(F, Y)
+        if R == 1:
+            yield from columns
+        elif self.signs:
+            signs = draws.signs(N, R, likelihood.num_columns(F)).to(F)
+            for k, column in enumerate(columns):
                 yield column * signs[:, :, k, None]
-            else:  # two terms sent together would leave cross terms wherever they share a weight
+        else:
+            # Two terms sent together would leave cross terms wherever they share a weight.
+            for column in columns:
                 yield from _each_term(column)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
-        return (
-            super().root(likelihood, F, Y, draws) if self.signs else HessianRoot(likelihood, F, Y)
-        )
+        if self.signs:
+            return super().root(likelihood, F, Y, draws)
+        return HessianRoot(likelihood, F, Y)
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class CurvaturePropagation(Vectors):
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         signs = draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)).to(F)
         sent = likelihood.hessian_root_product(F, Y, signs.permute(2, 0, 1, 3))
-        yield from sent / math.sqrt(self.samples) if self.samples > 1 else sent
+        yield from sent / math.sqrt(self.samples)
 
 
 @dataclass(frozen=True)
@@ -261,11 +266,9 @@ class MonteCarlo(Vectors):
         # mean.
         return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
 
-    def _draw(
-        self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws
-    ) -> Tensor:  # [samples, N, R, C]
-        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
-        return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
+    def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:
+        """Gradients at sampled labels `[samples, N, R, C]`, over the root of their number."""
+        return likelihood.draw(F, Y, self.samples, draws.uniform) / math.sqrt(self.samples)
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,10 @@ class Empirical(Vectors):
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         gradient = likelihood.grad(F, Y)
-        yield from _each_term(gradient) if self.per_term and F.shape[1] > 1 else (gradient,)
+        if self.per_term:
+            yield from _each_term(gradient)
+        else:
+            yield gradient
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         return ColumnsRoot(likelihood.grad(F, Y)[None], self.per_term)
@@ -388,9 +394,11 @@ class Draws:
     """
 
     def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
-        self._seeds, self.before = (seed, step), before
+        self.before = before
+        self._seeds: tuple[int, ...] = (seed, step)
         self._examples: Sequence[int] | Tensor | None = None
-        self._position, self._device = 0, torch.device("cpu")
+        self._position = 0
+        self._device = torch.device("cpu")
 
     def of_examples(
         self, numbers: Sequence[int] | Tensor, device: torch.device | None = None
@@ -398,26 +406,28 @@ class Draws:
         """Go on with the first random numbers of the examples of these numbers, N of them. Returns
         the object.
         """
-        self._examples, self._position, self._device = numbers, 0, device or self._device
+        self._examples = numbers
+        self._position = 0
+        self._device = device or self._device
         return self
 
     def of_loss(self, index: int) -> Draws:
         """Those of one of several losses, which are others for each; the first one's are these."""
         if index == 0:
             return self
-        own = copy(self)
-        own._seeds = (*self._seeds, index)
-        return own
+        draws = copy(self)
+        draws._seeds = (*self._seeds, index)
+        return draws
 
     def uniform(self, *shape: int) -> Tensor:
         """The next numbers in [0, 1), float64; the first axis is the examples'."""
         examples = range(shape[0]) if self._examples is None else self._examples
         count = math.prod(shape[1:])
-        found = uniforms(counter_key(*self._seeds), examples, self._position, count)
+        numbers = uniforms(counter_key(*self._seeds), examples, self._position, count)
         self._position += count
         if self._device.type == "cuda":  # a copy from pinned memory stops nobody
-            found = found.pin_memory().to(self._device, non_blocking=True)
-        return found.view(shape)
+            numbers = numbers.pin_memory().to(self._device, non_blocking=True)
+        return numbers.view(shape)
 
     def signs(self, *shape: int) -> Tensor:
         """1 or -1 with equal chance, from as many of the numbers, float64."""
@@ -460,14 +470,16 @@ class ColumnsRoot(Root):
         per_term: Whether each loss term has columns of its own, which are the parts of these.
 
     Example:
-        >>> root = ColumnsRoot(torch.tensor([[[[1.0], [2.0]]]]), per_term=False)  # N = 1, R = 2, C = 1
+        >>> column = torch.tensor([[[1.0], [2.0]]])  # N = 1, R = 2, C = 1
+        >>> root = ColumnsRoot(column[None], per_term=False)
         >>> root.outer_product(torch.tensor([[[1.0], [1.0]]]))  # [1, 2] ([1, 2] · [1, 1])
         tensor([[[3.],
                  [6.]]])
     """
 
     def __init__(self, columns: Tensor, per_term: bool) -> None:
-        self.columns, self.per_term = columns, per_term
+        self.columns = columns
+        self.per_term = per_term
         self._axes = (-1,) if per_term else (-2, -1)
 
     @property
@@ -476,9 +488,7 @@ class ColumnsRoot(Root):
         return torch.Size((N, R if self.per_term else 1, K))
 
     def product(self, U: Tensor) -> Tensor:
-        total = torch.zeros(
-            *U.shape[:-3], *self.columns.shape[1:], dtype=self.columns.dtype, device=U.device
-        )
+        total = self.columns.new_zeros(*U.shape[:-3], *self.columns.shape[1:])
         for k, column in enumerate(self.columns):
             total += U[..., k : k + 1] * column
         return total
@@ -497,7 +507,9 @@ class HessianRoot(Root):
     per_term = True
 
     def __init__(self, likelihood: Likelihood, F: Tensor, Y: Any) -> None:
-        self.likelihood, self.F, self.Y = likelihood, F, Y
+        self.likelihood = likelihood
+        self.F = F
+        self.Y = Y
 
     @property
     def shape(self) -> torch.Size:
@@ -521,7 +533,9 @@ class WeightedRoot(Root):
     """
 
     def __init__(self, root: Root, weight: Tensor) -> None:
-        self.root, self.factors, self.per_term = root, weight.sqrt()[:, None, None], root.per_term
+        self.root = root
+        self.factors = weight.sqrt()[:, None, None]
+        self.per_term = root.per_term
 
     @property
     def shape(self) -> torch.Size:

@@ -160,6 +160,6 @@ def test_refused(processes: Processes) -> None:
     }
     require({pattern: (said(work), pattern) for work, pattern in words.items()})
     EmpiricalRisk(wrapped, p.loss, p.data, processes=processes)
-    parameters._told.clear()  # processes serve several tests
+    parameters._warn_alone.cache_clear()  # processes serve several tests
     with pytest.warns(match=r"The model is wrapped by DistributedDataParallel, .*processes=None"):
         EmpiricalRisk(wrapped, p.loss, p.data)

@@ -276,7 +276,7 @@ def test_negative_multiples_of_owned_blocks_are_indefinite() -> None:
     K, _ = block_diagonal(F64)
     assert isinstance(K, BlockDiagonal)
     owned = OwnedBlockDiagonal(K.blocks, K.layouts, K.space, Alone(), F64, torch.device("cpu"))
-    for matrix in (-owned, owned.shift(-1.0), owned.shift({name: -1.0 for name in K.blocks})):
+    for matrix in (-owned, owned.shift(-1.0), owned.shift(dict.fromkeys(K.blocks, -1.0))):
         assert matrix.structure == Structure.SYMMETRIC
     assert (2 * owned).shift(1.0).structure == Structure.PSD
 

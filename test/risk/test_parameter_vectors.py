@@ -114,3 +114,19 @@ def test_other_values_and_other_tensors_are_refused() -> None:
     for use in (risk.vector, lambda: risk.assign(before)):
         with pytest.raises(ValueError, match="other tensors in place of its parameters"):
             use()
+
+
+def test_a_transposed_view_is_another_value() -> None:
+    """It begins at the parameter's memory, and has the shape of a square one."""
+    model = nn.Linear(2, 2)
+    data = [(torch.rand(3, 2), torch.rand(3, 2))]
+    turned = EmpiricalRisk(model, nn.MSELoss(), data, {"weight": model.weight.T})
+    assert torch.equal(turned.params["weight"], model.weight.T)
+
+
+def test_another_module_around_one_with_parameters_is_noticed() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.rand(3, 2), torch.rand(3, 2))])
+    model[0] = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parameters or modules \['0'\]"):
+        risk.vector()
