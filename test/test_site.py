@@ -112,7 +112,7 @@ def test_names_of_how_it_works_exist() -> None:
     named = set(re.findall(rf"`((?:{subpackages})\.[\w.]+)`", text("how_it_works")))
     assert len(named) > 30
     assert sorted(name for name in named if resolve(name) is None) == []
-    assert resolve("risk.sweep.swoop") is None
+    assert resolve("risk.record.swoop") is None
 
 
 def templates() -> list[str]:

@@ -16,12 +16,12 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.function_reads import layers_of, look_for_functions
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import preserve_state, untraced
-from curvlinops_plus.risk.record import OutsideReads
+from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.sweep import RecordedPasses
 
 #: A function of a layer's batch; its results are tensors [V, N, ...] under keys of its own.
 Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
@@ -162,15 +162,15 @@ def send_back(
     """
     while True:
         parts = defaultdict[Any, list[Tensor]](list)
-        passes = RecordedPasses(risk, layers, vectors, weights)
+        recorder = Recorder(risk, layers, vectors, weights)
 
         def consume(layer_batch: LayerBatch, parts: defaultdict[Any, list[Tensor]] = parts) -> None:
             for key, part in take(layer_batch).items():
                 parts[key].append(part)
 
         try:
-            with passes.hooked():
-                totals = passes.observe(batch, Draws(0), consume)
+            with recorder.hooked():
+                totals = recorder.observe(batch, Draws(0), consume)
             return {key: torch.cat(part) for key, part in parts.items()}, totals
         except OutsideReads as error:
             look_for_functions(risk, batch, error)

@@ -49,6 +49,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, require_rereadable
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.function_reads import (
     describe_reads,
     extent,
@@ -58,7 +59,6 @@ from curvlinops_plus.risk.function_reads import (
 )
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
-from curvlinops_plus.risk.record import OutsideReads
 from curvlinops_plus.risk.risk import takes_risk
 
 if TYPE_CHECKING:

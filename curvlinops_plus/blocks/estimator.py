@@ -23,12 +23,12 @@ from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.parameters import fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.record import Consumer, OutsideReads
+from curvlinops_plus.risk.record import Consumer, Recorder
 from curvlinops_plus.risk.risk import takes_risk
-from curvlinops_plus.risk.sweep import RecordedPasses
 
 T = TypeVar("T")
 
@@ -217,11 +217,11 @@ class CurvatureEstimator:
             self._add_by_own_pass,
         )
 
-    def _passes(self, own_pass: bool = True) -> RecordedPasses:
+    def _passes(self, own_pass: bool = True) -> Recorder:
         """Passes in which layers are recorded."""
         layers = [entry.layer for entry in self._blank.plan]
         ignored = self._sums.withdrawn
-        return RecordedPasses(
+        return Recorder(
             self.risk,
             layers,
             self.vectors,

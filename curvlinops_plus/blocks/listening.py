@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes
-from curvlinops_plus.risk.record import Consumer, OutsideReads
-from curvlinops_plus.risk.sweep import RecordedPasses
+from curvlinops_plus.risk.record import Consumer, Recorder
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
 # as it is called.
@@ -63,7 +63,7 @@ class Hearing:
 
     Args:
         batch: The batch; targets may come later.
-        passes: What records; None if the user's pass can't be recorded.
+        recorder: What records; None if the user's pass can't be recorded.
         sums: Adds what it is shown, with this decay.
         own_pass: Adds a batch by a pass of our own; an error says what was wrong with the layers.
     """
@@ -71,38 +71,38 @@ class Hearing:
     def __init__(
         self,
         batch: Batch,
-        passes: RecordedPasses | None,
+        recorder: Recorder | None,
         sums: Callable[[Show, float | None], None],
         own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
     ) -> None:
-        self.batch, self._passes, self._sums, self._own_pass, self._output = (
+        self.batch, self._recorder, self._sums, self._own_pass, self._output = (
             batch,
-            passes,
+            recorder,
             sums,
             own_pass,
             None,
         )
         self._contexts, self._phase = ExitStack(), ExitStack()
-        if passes is not None:
-            self._contexts.enter_context(passes.hooked())
+        if recorder is not None:
+            self._contexts.enter_context(recorder.hooked())
             self._contexts.enter_context(
                 self._phase
             )  # the call, then the time until vectors are sent
 
     def begin(self) -> None:
         """The model is about to be called."""
-        if self._passes is not None:
+        if self._recorder is not None:
             self._phase.enter_context(
                 _eagerly()
             )  # hooks of a compiled model that ran before never fire
-            self._phase.enter_context(self._passes.recorder.recording(self.batch.num_examples))
+            self._phase.enter_context(self._recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
         """The model has returned."""
         self._output = output
         self._phase.close()
-        if self._passes is not None:
-            self._phase.enter_context(self._passes.recorder.disabled)  # until vectors are sent
+        if self._recorder is not None:
+            self._phase.enter_context(self._recorder.disabled)  # until vectors are sent
 
     def close(self) -> None:
         """Leave it; nothing is added."""
@@ -118,7 +118,7 @@ class Hearing:
         batch, error = replace(self.batch, y=y), None
         try:
             self._phase.close()
-            if self._passes is not None and self._send_back(self._passes, batch, decay):
+            if self._recorder is not None and self._send_back(self._recorder, batch, decay):
                 return
         except OutsideReads as found:
             error = found
@@ -126,11 +126,11 @@ class Hearing:
             self.close()
         self._own_pass(batch, decay, error)
 
-    def _send_back(self, passes: RecordedPasses, batch: Batch, decay: float | None) -> bool:
+    def _send_back(self, recorder: Recorder, batch: Batch, decay: float | None) -> bool:
         """Whether the batch was added; it is not where the recording is in doubt."""
-        risk, recorder = passes.risk, passes.recorder
+        risk = recorder.risk
         outputs = risk.read_output(self._output, batch)
-        trained = passes.vectors.backward and any(p.requires_grad for p in risk.params.values())
+        trained = recorder.vectors.backward and any(p.requires_grad for p in risk.params.values())
         if trained and not any(f.requires_grad for f in outputs[0]):
             raise recorder.doubt or ValueError(
                 "The output of the model has no graph, so nothing can be backpropagated from it. "
@@ -144,7 +144,7 @@ class Hearing:
         ]  # by the user, for gradients that are the user's
         try:
             with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
-                self._sums(partial(passes.send_back, batch, outputs, keep_graph=True), decay)
+                self._sums(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise

@@ -22,7 +22,7 @@ from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same
 from curvlinops_plus.risk.preserve import preserve_state, untraced
-from curvlinops_plus.risk.sweep import sweep
+from curvlinops_plus.risk.record import sweep
 
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs
 # time, on large ones eigendecompositions and memory count.

@@ -31,6 +31,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import rounding_of
 from curvlinops_plus.risk.loss_passes import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
@@ -42,8 +43,7 @@ from curvlinops_plus.risk.preserve import (
     relative_difference,
     untraced,
 )
-from curvlinops_plus.risk.record import OutsideReads, Recorder
-from curvlinops_plus.risk.sweep import RecordedPasses
+from curvlinops_plus.risk.record import Recorder
 
 BLOCK_CHECK, LOSS_CHECK, STORED_CHECK = "(b) blocks", "(c) loss Hessian", "(d) stored blocks"
 # Layer, check and relative error.
@@ -135,11 +135,11 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
         single.options = replace(risk.options, mask=None, weight=None, check="every")
         single.checked.shift = risk.checked.shift
         layers = [entry.layer for entry in K.plan]
-        passes = RecordedPasses(single, layers, MonteCarlo(1, 0), LossWeights(risk, plain=True))
+        recorder = Recorder(single, layers, MonteCarlo(1, 0), LossWeights(risk, plain=True))
         for batch in (few, whole):
             try:
-                with passes.hooked():
-                    passes.observe(batch, Draws(0), lambda layer_batch: None)
+                with recorder.hooked():
+                    recorder.observe(batch, Draws(0), lambda layer_batch: None)
                 break
             except OutsideReads as error:  # a table is as long as a few examples do not explain
                 if batch is whole or few is whole:
@@ -223,7 +223,7 @@ def _record(
     """
     free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
     layers, N = [entry.layer for entry in K.plan], few.num_examples
-    recorder = Recorder(layers, risk.options.example_axis or {}, K.vectors.backward, params=free)
+    recorder = Recorder(risk, layers, K.vectors, params=free)
     kept, gradients = Kept(sys.maxsize, {*layers}), dict[str, Tensor]()
     roundings: dict[Layer, tuple[float, float]] = {}
 
@@ -245,7 +245,7 @@ def _record(
         ]
         for v in tree_leaves(vectors):
             v.view(N, -1)[number:] = 0
-        recorder.send(outputs, iter(vectors), _VECTORS, 2, False)  # two at once, and one by itself
+        recorder.send(outputs, vectors, _VECTORS, at_once=2)  # two at once, and one by itself
         with recorder.disabled:
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
             for key, rows in _gradients(outputs, vectors, N, free, recorder).items():

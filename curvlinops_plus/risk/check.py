@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 from warnings import warn
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
+from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.preserve import (
@@ -33,8 +35,10 @@ from curvlinops_plus.risk.preserve import (
     training_modules,
     with_short_products,
 )
-from curvlinops_plus.risk.record import OutsideReads, Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
+
+if TYPE_CHECKING:
+    from curvlinops_plus.risk.record import Recorder
 
 # How many examples are run by themselves. If three disagree, two are tried: an axis of another
 # meaning may have size 3.
@@ -54,11 +58,7 @@ _CAUSES = (
 
 
 def check_batch(
-    risk: EmpiricalRisk,
-    recorder: Recorder,
-    batch: Batch,
-    outputs: Sequence[Tensor],
-    repeatable: bool,
+    risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor]
 ) -> None:
     """Compare a recorded batch with a few of its examples: the first batch, those of a new kind,
     and the 4ᵏth ones.
@@ -69,7 +69,6 @@ def check_batch(
 
     Args:
         outputs: Of the recorded pass, with their graph.
-        repeatable: Whether two evaluations of the model have to agree; not so in training loops.
 
     Raises:
         OutsideReads: If a layer's rule disagrees with autograd, or takes for rows of examples what
@@ -96,7 +95,7 @@ def check_batch(
         for name, m in risk.model.named_modules()
         if m.training and isinstance(m, _BatchNorm)
     }
-    if norms and repeatable:
+    if norms and recorder.repeatable:
         raise UnsupportedError(
             f"{[*norms]} are batch norm in training mode: the examples of a batch depend on each "
             "other. Call model.eval() first, or say EmpiricalRisk(..., check=False)."
@@ -109,7 +108,7 @@ def check_batch(
             "autograd's.",
         )
         return
-    if _Check(risk, recorder, batch, outputs, repeatable, list(norms.values())).passes():
+    if _Check(risk, recorder, batch, outputs, list(norms.values())).passes():
         checked.seen.add(kind)
 
 
@@ -140,7 +139,6 @@ class _Check:
     recorder: Recorder
     batch: Batch
     outputs: Sequence[Tensor]
-    repeatable: bool
     norms: Sequence[nn.Module] = ()
     factors: Tensor = field(init=False, repr=False)
 
@@ -176,7 +174,7 @@ class _Check:
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                if self.repeatable:
+                if self.recorder.repeatable:
                     raise
                 _warn_once(
                     self.risk,
@@ -212,10 +210,8 @@ class _Check:
     ) -> bool:
         """The same, at these tensors in place of the parameters."""
         main = self.recorder
-        small = Recorder(
-            main.layers, main.example_axis, main.backward, params=params, ignored=main.ignored
-        )
-        before = RandomState.now(self.risk.device) if self.repeatable else None
+        small = main.beside(params)
+        before = RandomState.now(self.risk.device) if self.recorder.repeatable else None
         with small:
             try:
                 with small.recording(len(chosen)):
@@ -375,7 +371,7 @@ class _Check:
                 ) from error
 
         small.begin(add)
-        small.send_one(live, vectors)
+        small.send(live, [vectors], keep_graph=True)
         like = {key: p for layer in small.layers for key, p in layer.params.items()}
         return {
             key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p)
@@ -443,7 +439,7 @@ class _Check:
         )
         turned_off = (
             "EmpiricalRisk(..., check=False)"
-            if self.repeatable
+            if self.recorder.repeatable
             else "KFACOptimizer(..., check=False)"
         )
         also = f" So do those of {[other.name for other, *_ in others]}." if others else ""

@@ -27,7 +27,8 @@ from curvlinops_plus.layer.replay import NoExampleGradients, RerunError
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.risk.layers import Call, Group, Layer, OutsideReads, Role, title
+from curvlinops_plus.risk.calls import Call, OutsideReads, title
+from curvlinops_plus.risk.layers import Group, Layer, Role
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this
 # size.

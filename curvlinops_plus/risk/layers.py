@@ -10,36 +10,20 @@ with the transpose of the matrix that the head multiplies with.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
+from curvlinops_plus.risk.calls import title
 from curvlinops_plus.risk.parameters import common_dtype
-
-
-class OutsideReads(UnsupportedError):
-    """What a layer's calls show is not all that the model does with a parameter;
-    `look_for_functions` finds the rest.
-
-    Args:
-        message: What to say if that does not help.
-        keys: Keys of parameters whose gradients only a module around their layer can tell apart by
-            examples.
-    """
-
-    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.keys = tuple(keys)
 
 
 @dataclass(eq=False)
@@ -363,78 +347,6 @@ class ModuleUse:
     def without_rule(self) -> bool:
         """Whether nothing is known of the module but that it holds the parameters."""
         return self.rule is GENERIC and not is_parametrized(self.module)
-
-
-@dataclass(eq=False)
-class Output:
-    """A tensor that a call returned, which is not kept: what it was like, and where its gradient
-    arrives.
-
-    Attributes:
-        axis: The axis that carries the examples.
-        fold: Number of examples if that axis carries positions and, inside them, examples.
-        edge: Where autograd delivers the gradient.
-        grad: The gradient that has arrived, for one vector or, with one more axis, for several.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    axis: int
-    fold: int | None
-    edge: Any = None
-    grad: Tensor | None = None
-
-    def gradient(self, V: int) -> Tensor:
-        """The gradient [V, *out], examples first; zeros if none has arrived."""
-        g = self.grad
-        if g is None:
-            g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
-        elif g.ndim == len(self.shape):
-            g = g.unsqueeze(0)
-        g = g if self.fold is None else g.unflatten(1, (-1, self.fold))
-        return g.movedim(self.axis + 1, 1) if self.axis else g
-
-
-@dataclass(eq=False)
-class Call:
-    """A recorded call of a module, or of a function with parameters.
-
-    Attributes:
-        use: The module or function.
-        rule: Its rule; of a function that reads some rows of a weight, that of these.
-        args: Positional inputs, detached; per-example tensors carry the examples (times positions)
-            on axis 0.
-        kwargs: Keyword inputs, likewise.
-        in_axes: Where the module itself has the examples, for each tensor among its inputs; None
-            for one that all examples share. None for affine layers.
-        out_axes: The same for its outputs.
-        layer: Index of its layer.
-        expanded: Whether it returned one row for all examples, which was expanded.
-        outputs: The floating-point tensors that it returned.
-        versions: Its inputs and their versions, to notice changes in place.
-        single: Whether it returned just one tensor.
-        grads: Output gradients [V, N * positions, *out], None before they are known; a list of them
-            for a module that returns several tensors.
-    """
-
-    use: ModuleUse
-    rule: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    in_axes: Sequence[int | None] | None
-    out_axes: Sequence[int]
-    layer: int
-    expanded: bool
-    outputs: list[Output]
-    versions: list[tuple[Tensor, int]]
-    single: bool = True
-    grads: Any = None
-
-
-def title(name: str) -> str:
-    """How messages call a module of that name in the model."""
-    return f"layer {name!r}" if name else "layer '' (the model itself)"
 
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:

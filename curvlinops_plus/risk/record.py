@@ -1,61 +1,114 @@
-"""Recording layers: their inputs in the forward pass, the gradients of their outputs in backward
-passes.
+"""A recorded pass: what layers read in a forward pass, and the gradients at what they returned.
 
-A forward hook stores a layer's detached input, and registers a hook for the gradient of its output.
-Gradients of parameters are not computed: autograd is asked for those of a few layer outputs only.
+Forward hooks keep a layer's detached input and the gradient edge of its output. Then vectors go
+back: autograd is asked for the gradients at all these edges at once, and not for those of
+parameters. Each layer's calls, with their gradients, are shown to a consumer as a `LayerBatch`.
 
 Two details without which results would be silently wrong:
 
 * `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's
-  history and the gradient noted before is lost. Such outputs, and those of frozen layers that
-  depend on nothing differentiable, are replaced by an alias that autograd does not treat as a view.
+  history, and the edge noted before is lost. Such outputs, and those of frozen layers that depend
+  on nothing differentiable, are replaced by an alias that autograd does not treat as a view.
   Nothing is copied, values are bit-identical.
-* Hooks stay until the backward pass is over, disabled: activation checkpointing runs layers once
-  more then, and must see the same graph.
+* Hooks stay until the backward pass is over: activation checkpointing runs layers once more then,
+  and must see the same graph.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk.batches import gradients_of, postorder
+from curvlinops_plus.risk.batches import Batch, gradients_of
+from curvlinops_plus.risk.calls import Call, Output, OutsideReads, title
+from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Call, Layer, ModuleUse, Output, OutsideReads, title
+from curvlinops_plus.risk.layers import Layer, ModuleUse
+from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
+from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Depth, Uncopied, quiet, runs_for
+from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
-#: The use that a call is, with the index of its layer and its rule.
-Found = tuple[int, ModuleUse, Any]
+
+
+def sweep(
+    risk: EmpiricalRisk,
+    layers: Sequence[Layer],
+    vectors: Vectors,
+    consume: Consumer,
+    desc: str = "sweep",
+    weights: LossWeights | None = None,
+    repeatable: bool = True,
+) -> Totals:
+    """Read the data once and pass the batches of every layer to `consume`.
+
+    Args:
+        consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+        weights: Relative weights of the losses; default: `loss_weights(risk)`.
+        repeatable: Whether two evaluations of the model have to agree.
+
+    Returns:
+        The totals over all batches.
+
+    Cost: one forward pass, and one backward pass per vector to the layers' outputs only. Several
+    losses, of which at least one has the reduction "mean": see `loss_weights`.
+    """
+    if weights is None:
+        weights = loss_weights(risk) if vectors.backward else LossWeights(risk)
+    recorder = Recorder(risk, layers, vectors, weights, repeatable=repeatable)
+    draws = Draws(vectors.seed or 0)
+    totals = Totals()
+    outside_reads: OutsideReads | None = None
+    with recorder.hooked():
+        try:
+            for batch in risk.batches(desc):
+                totals.add(recorder.observe(batch, draws, consume))
+        except OutsideReads as error:
+            outside_reads = error
+    totals = totals.over(risk.processes, outside_reads)
+    weights.require(totals)
+    return totals
+
+
+class Read(NamedTuple):
+    """What a call is to one layer: the index of the layer, the use, and its rule."""
+
+    layer: int
+    use: ModuleUse
+    rule: Any
 
 
 class Recorder:
-    """Context manager that owns all hooks on the modules of `layers`.
+    """Forward passes of a risk's model under hooks on its layers, and vectors that go back.
+
+    In `hooked()`, or in the context of the recorder itself, which leaves the modes of PyTorch
+    alone, the model runs under `recording`; after `begin`, `send` sends vectors back. `observe`
+    does all of it for one batch. Nothing is left on the modules when the context ends, also after
+    an exception.
 
     Args:
-        example_axis: Module name to the axis of its inputs and outputs that carries the examples,
-            where it is not 0.
-        backward: Whether gradients are wanted, too.
+        weights: Relative weights of the losses; not needed by who sends vectors of their own.
         own_pass: Whether the passes are made for recording. In those of others nothing is changed
             that shows: where recording would raise, or expand one row for all examples to one for
-            each, the rest is left alone.
+            each, the rest is left alone. Modes are set by whoever makes them.
+        repeatable: Whether two evaluations of the model have to agree; not so in training loops.
         params: What the modules have in place of the layers' parameters while they run, by key;
             default: these.
         ignored: Layers whose calls are not recorded.
@@ -72,84 +125,156 @@ class Recorder:
         disabled: Context in which modules that run are not recorded, and their outputs not
             replaced.
         doubt: Why a pass of others was not recorded to its end.
-
-    Use: inside the context, the model runs under `recording`; after `begin`, `send` backpropagates
-    vectors. Nothing is left on the modules when the context ends, also after an exception.
     """
 
     def __init__(
         self,
+        risk: EmpiricalRisk,
         layers: Sequence[Layer],
-        example_axis: Mapping[str, int],
-        backward: bool,
+        vectors: Vectors,
+        weights: LossWeights | None = None,
         own_pass: bool = True,
+        repeatable: bool = True,
         params: Mapping[str, Tensor] | None = None,
         ignored: Collection[Layer] = (),
     ) -> None:
-        self.layers, self.backward, self.own_pass, self.example_axis = (
-            layers,
-            backward,
-            own_pass,
-            example_axis,
-        )
+        self.risk = risk
+        self.layers = layers
+        self.vectors = vectors
+        self.weights = weights
+        self.own_pass = own_pass
+        self.repeatable = repeatable
         self.ignored = ignored
-        self._uses = [
-            (i, use) for i, layer in enumerate(layers) if layer not in ignored for use in layer.uses
-        ]
+        self.backward = vectors.backward
+        self.example_axis = risk.options.example_axis or {}
+        self.disabled = Depth()
         self.calls: list[Call] = []
-        self.by_layer: dict[int, list[Call]] = {}
-        self.num_examples, self.disabled, self.doubt = 0, Depth(), None
-        self._recording, self._thread, self._handles = False, threading.get_ident(), list[Any]()
-        self._waiting: dict[int, int] | None = (
-            None  # while a vector is sent: gradients that each layer waits for
-        )
+        self._handles: list[Any] = []
+        self._recording = False
+        self._thread = threading.get_ident()
+        self._reset(0)
+
+        self._uses: list[tuple[int, ModuleUse]] = []
+        for index, layer in enumerate(layers):
+            if layer not in ignored:
+                self._uses += [(index, use) for use in layer.uses]
+        self.reads = frozenset((use.name, *use.keys.items()) for _, use in self._uses)
         if params is None:
             params = {key: p for layer in layers for key, p in layer.params.items()}
-        functions = [(i, use) for i, use in self._uses if use.function is not None]
-        self._functions = {
-            (u.function, u.keys.get("weight"), u.keys.get("bias")): (i, u) for i, u in functions
-        }
-        read = {key: params[key] for _, use in functions for key in use.keys.values()}
-        self._params, self._views = params, ParameterViews(read)
-        self.reads = frozenset((use.name, *use.keys.items()) for _, use in self._uses)
-        self._mode = FunctionCalls(self._function_call) if functions else nullcontext()
-        self._inside: list[
-            set[str]
-        ] = []  # what the modules that run answer for: functions in them don't count
+        self._params = params
+        # Functions that read parameters, by what they are and the keys of weight and bias.
+        self._functions: dict[Any, tuple[int, ModuleUse]] = {}
+        for index, use in self._uses:
+            if use.function is not None:
+                read = (use.function, use.keys.get("weight"), use.keys.get("bias"))
+                self._functions[read] = (index, use)
+        self._function_keys: set[str] = set()
+        for _, use in self._functions.values():
+            self._function_keys |= {*use.keys.values()}
+        self._views = ParameterViews({key: params[key] for key in self._function_keys})
+        self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
+        # What the modules that run answer for: functions inside of them don't count.
+        self._inside: list[set[str]] = []
+
+    def beside(self, params: Mapping[str, Tensor]) -> Recorder:
+        """A recorder of the same layers for another pass meanwhile, with tensors in place of the
+        parameters.
+        """
+        return Recorder(self.risk, self.layers, self.vectors, params=params, ignored=self.ignored)
+
+    # ------------------------------------------------------------------------------------ one batch
+    def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
+        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to
+        `consume`.
+        """
+        with self.recording(batch.num_examples):
+            outputs = self.risk.run(batch)
+        return self.send_back(batch, outputs, draws, consume)
+
+    def send_back(
+        self,
+        batch: Batch,
+        outputs: tuple[Any, Any, Any],
+        draws: Draws,
+        consume: Consumer,
+        keep_graph: bool = False,
+    ) -> Totals:
+        """Send vectors back from what the model returned in the recorded forward pass.
+
+        Args:
+            outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
+            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+            keep_graph: Keep the graph: somebody else goes back through it afterwards.
+
+        Returns:
+            The totals of the batch.
+        """
+        assert self.weights is not None
+        risk = self.risk
+        heads, targets, class_axes = outputs
+        with plain_mode(risk.device.type):
+            detached = [f.detach() for f in heads]
+            # Streams don't add the values up.
+            terms = risk.losses.terms((detached, targets, class_axes), batch, values=self.own_pass)
+        totals = terms.totals
+        check_batch(risk, self, batch, heads)
+        mask = None if risk.options.mask is None else _read_mask(risk, batch)
+        self.begin(consume, mask, batch.weight)
+        totals.called = {*self.by_layer}
+        if self.backward:
+            numbers = risk.processes.numbers(draws.before + batch.first, batch.num_examples)
+            draws.of_examples(numbers, risk.device)
+            factors = self.weights.factors(totals, self.vectors.of_loss)
+            groups = vectors_to_send(risk, self.vectors, heads, terms, class_axes, draws, factors)
+            for group in groups:
+                keep = keep_graph or group is not groups[-1]
+                read = [heads[k] for k in group.outputs]
+                at_once = vectors_at_once(self, group.number)
+                self.send(read, group.vectors, group.number, at_once, keep)
+        else:
+            self.show_inputs()
+        totals.reached = self.reached
+        return totals
+
+    # ------------------------------------------------------------------------------------- contexts
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Context in which the hooks are on the modules, and PyTorch is in the modes for it."""
+        with ExitStack() as modes:
+            if self.own_pass:
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.set_grad_enabled(self.backward))
+            with self.risk.placed(), self:
+                yield
 
     def __enter__(self) -> Recorder:
-        read = {key for _, use in self._functions.values() for key in use.keys.values()}
         for index, use in self._uses:
-            if use.function is None:
-                own = [
-                    (module, name, self._params[key])
-                    for module, name, key in use.places(use.module)
-                ]
-                if shared := read & {*use.keys.values()}:
-                    enter = Uncopied(self._enter, own, shared)
-                    self._handles.append(use.module.register_forward_pre_hook(enter))
-                hook = Uncopied(self._module_call, index, use, own, bool(shared))
-                self._handles.append(
-                    use.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-                )
+            if use.function is not None:
+                continue
+            read = Read(index, use, use.rule)
+            places = use.places(use.module)
+            holders = [(module, name, self._params[key]) for module, name, key in places]
+            answers_for = self._function_keys & {*use.keys.values()}
+            if answers_for:
+                enter = Uncopied(self._enter, holders, answers_for)
+                self._handles.append(use.module.register_forward_pre_hook(enter))
+            hook = Uncopied(self._module_call, read, holders, bool(answers_for))
+            handle = use.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+            self._handles.append(handle)
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._release()
+        self._reset(0)
 
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
-        self._release()
-        self.num_examples, self._recording, self.doubt, self._thread = (
-            num_examples,
-            True,
-            None,
-            threading.get_ident(),
-        )
+        self._reset(num_examples)
+        self._recording = True
+        self._thread = threading.get_ident()
         try:
             with self._mode:
                 yield
@@ -163,227 +288,229 @@ class Recorder:
             self._recording = False
             self._inside.clear()
 
-    def _release(self) -> None:
-        # Nodes, their hooks, this object and edges are a cycle that no garbage collector sees.
-        for call in self.calls:
+    def _reset(self, num_examples: int) -> None:
+        for call in self.calls:  # which may be kept for another sweep, but not their graph
             for output in call.outputs:
                 output.edge = None
-        self.calls, self.by_layer, self._waiting = [], {}, None
-        self.kinds, self.dtypes, self.numbers = set[Any](), set[torch.dtype](), 0
+        self.num_examples = num_examples
+        self.doubt: Exception | None = None
+        self.calls = []
+        self.by_layer: dict[int, list[Call]] = {}
+        self.kinds: set[Any] = set()
+        self.dtypes: set[torch.dtype] = set()
+        self.numbers = 0
 
     # ---------------------------------------------------------------------------------------- hooks
-    def _enter(self, own: Sequence[Any], shared: set[str], module: nn.Module, args: Any) -> None:
+    def _enter(
+        self, holders: Sequence[Any], answers_for: set[str], module: nn.Module, args: Any
+    ) -> None:
         """A module begins to run that reads parameters which functions read outside of it."""
         if not self.disabled.depth and runs_for(self._thread):
-            self._inside.append(
-                shared if all(m._parameters.get(name) is p for m, name, p in own) else set()
-            )
+            self._inside.append(answers_for if _holds(holders) else set())
 
     def _module_call(
         self,
-        index: int,
-        use: ModuleUse,
-        own: Sequence[Any],
-        shared: bool,
+        read: Read,
+        holders: Sequence[Any],
+        answers: bool,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        out: Any = None,
+        output: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it
         without kwargs.
         """
         if self.disabled.depth or not self._handles or not runs_for(self._thread):
             return None
-        if shared and self._inside:
+        if answers and self._inside:
             self._inside.pop()
-        if self.doubt is not None:
+        # With other tensors in place, by functional_call, it is no call of the layer.
+        if self.doubt is not None or not _holds(holders):
             return None
-        for (
-            holder,
-            name,
-            p,
-        ) in own:  # with other tensors in place, by functional_call, it is no call of the layer
-            if holder._parameters.get(name) is not p:
-                return None
         try:
-            return self._note(
-                [(index, use, use.rule)], (args, kwargs), out, self.example_axis.get(use.name, 0)
-            )
+            return self._record([read], (args, kwargs), output, self._axis_of(read.use))
         except Exception as error:
-            self._failed(use, error)
+            self._failed(read.use, error)
 
     def _function_call(
         self,
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        out: Any,
-        examples: int | None,
+        output: Any,
+        num_examples: int | None,
     ) -> Any:
-        """A torch function: note products with weights for the layers whose parameters they
+        """A torch function: record products with weights for the layers whose parameters they
         read.
         """
         if self.disabled.depth or self.doubt is not None:
-            return out
+            return output
         for product in affine_calls(function, args, kwargs):
-            if found := self._uses_of(product):
-                # Inside attention examples are on axis 1, or on an axis with positions.
-                fold = None if examples is None or product.input.ndim == 3 else examples
-                axis = self.example_axis.get(found[0][1].name, 0) if examples is None else 1
-                try:
-                    made = self._note(found, ((product.input,), {}), out, axis, fold)
-                    return out if made is None else made
-                except Exception as error:
-                    self._failed(found[0][1], error)
-                break
-        return out
+            reads = self._reads_of(product)
+            if not reads:
+                continue
+            fold = None
+            axis = self._axis_of(reads[0].use)
+            # Inside attention examples are on axis 1, or on an axis with positions.
+            if num_examples is not None:
+                axis = 1
+                fold = None if product.input.ndim == 3 else num_examples
+            try:
+                replaced = self._record(reads, ((product.input,), {}), output, axis, fold)
+            except Exception as error:
+                self._failed(reads[0].use, error)
+                return output
+            return output if replaced is None else replaced
+        return output
+
+    def _axis_of(self, use: ModuleUse) -> int:
+        return self.example_axis.get(use.name, 0)
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
         if not self.own_pass:
-            # The rest of a pass of others is left alone; frames hold what the user's pass has
-            # computed.
+            # The rest of a pass of others is left alone; frames hold what it has computed.
             self.doubt = error.with_traceback(None)
-        elif isinstance(error, (UnsupportedError, ValueError)):
+            return
+        if isinstance(error, (UnsupportedError, ValueError)):
             raise error
-        # inside of `vmap`, or with sparse tensors: what is around it may be run for each example
-        else:
-            raise OutsideReads(
-                f"{_of(use)} can't be recorded: {error}", use.keys.values()
-            ) from error
+        # Inside of `vmap`, or with sparse tensors: what is around it may be run for each example.
+        message = f"{_of(use)} can't be recorded: {error}"
+        raise OutsideReads(message, use.keys.values()) from error
 
-    def _uses_of(self, product: AffineCall) -> list[Found]:
-        """The uses that a product is; one inside a module that answers for the parameter belongs to
-        the module.
+    def _reads_of(self, product: AffineCall) -> list[Read]:
+        """The reads that a product is; one inside a module that answers for the parameter belongs
+        to the module.
         """
-        weight, bias = map(self._views.find, (product.weight, product.bias))
-        weight, bias = (
-            v and (None if any(v.key in keys for keys in self._inside) else v)
-            for v in (weight, bias)
-        )
-        function, w, b = product.function, weight and weight.key, bias and bias.key
+        weight = self._view_of(product.weight)
+        bias = self._view_of(product.bias)
+        function = product.function
         if weight is not None and weight.transposed:
             function = function.transpose()
-        known = self._functions.get
-        whole, found = known((function, w, b)), list[Found]()
-        pairs = [(whole, weight or bias)]
-        if whole is None:  # the two belong to layers of their own, or only one is tracked
-            pairs = [
-                (known((function, w, None)), weight),
-                (known((LINEAR, None, b)) or known((BIAS, None, b)), bias),
-            ]
+        weight_key = None if weight is None else weight.key
+        bias_key = None if bias is None else bias.key
+        joint = self._functions.get((function, weight_key, bias_key))
+        if joint is not None:
+            pairs = [(joint, weight or bias)]
+        else:  # the two belong to layers of their own, or only one is tracked
+            by_weight = self._functions.get((function, weight_key, None))
+            by_bias = self._functions.get((LINEAR, None, bias_key))
+            by_bias = by_bias or self._functions.get((BIAS, None, bias_key))
+            pairs = [(by_weight, weight), (by_bias, bias)]
+        reads = []
         for entry, view in pairs:
             if entry is not None and view is not None:
-                rule: Any = entry[1].rule
-                found.append((*entry, rule.at(view.rows, len(self._params[view.key]))))
-        return found
+                index, use = entry
+                rule: Any = use.rule
+                rows = len(self._params[view.key])
+                reads.append(Read(index, use, rule.at(view.rows, rows)))
+        return reads
 
-    def _note(
-        self, found: Sequence[Found], given: Any, out: Any, axis: int, fold: int | None = None
+    def _view_of(self, t: Tensor | None) -> Any:
+        """The parameter that a tensor is a view of, unless a module that runs answers for it."""
+        view = self._views.find(t)
+        if view is None or any(view.key in keys for keys in self._inside):
+            return None
+        return view
+
+    # -------------------------------------------------------------------------------- what is noted
+    def _record(
+        self, reads: Sequence[Read], inputs: Any, output: Any, axis: int, fold: int | None = None
     ) -> Any:
-        """Note a call for one layer, or several that read different parameters in it.
+        """Record a call for one layer, or for several that read different parameters in it.
+
+        Args:
+            inputs: Its arguments and keywords.
+            axis: The axis of inputs and outputs that carries the examples.
+            fold: Number of examples if the axis carries positions and, inside them, examples.
 
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
-        (_, use, rule), N, expanded, changed, rows = (
-            found[0],
-            self.num_examples,
-            False,
-            self.backward,
-            0,
-        )
+        _, use, rule = reads[0]
         if self.backward and not torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
                 f"leave its parameters {list(use.keys.values())} out of `params`."
             )
-        leaves, spec = ([out], None) if isinstance(out, Tensor) else tree_flatten(out)
-        at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        affine = isinstance(rule, AffineRule)
-        packed = spec is not None and any(
-            isinstance(t, PackedSequence) for t in (*given[0], *given[1].values())
-        )
-        if not at or packed or (affine and len(at) > 1):
-            raise self._not_by_example(
-                use, f"returned a {getattr(out, 'dtype', None) or type(out).__name__}"
-            )
-        axes = (
-            [axis]
-            if fold is not None
-            else rule.axes(use.module, axis, [leaves[k] for k in at], False)
-        )
-        outputs = list[Output]()
-        for k, on in zip(at, axes, strict=True):
-            t = leaves[k]
+        leaves, structure = [output], None
+        if not isinstance(output, Tensor):
+            leaves, structure = tree_flatten(output)
+        places = []
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                places.append(k)
+        self._require_tensors(use, rule, inputs, output, len(places))
+        axes = [axis]
+        if fold is None:
+            axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
+        expanded = False
+        for k, on in zip(places, axes, strict=True):
             if self.backward:
-                alias = not t.requires_grad or len(at) > 1 or t._is_view()
-                # Neither a leaf nor a view: in-place operations keep its edge. Of several tensors
-                # one may be computed from another inside the module: what arrives at it must have
-                # come from outside. A module of unknown code may have saved its output for
-                # backward, and an alias has a version counter of its own.
-                t = t if t.requires_grad else t.detach().requires_grad_()
-                t = (
-                    t
-                    if not alias
-                    else torch.ops.aten._unsafe_view(t, t.shape)
-                    if affine
-                    else t.clone()
-                )
-            size = fold or (t.shape[on] if t.ndim > on else 0)
-            # One row for all examples (position embeddings): each example gets a gradient of its
-            # own.
-            if size == 1 < N and fold is None:
-                if not self.own_pass:
-                    raise _refusal_of_one_row(use, N, "this is not done in passes of others")
-                t, size, expanded, changed = (
-                    t.expand(*t.shape[:on], N, *t.shape[on + 1 :]),
-                    N,
-                    True,
-                    True,
-                )
-            leaves[k] = t
-            if self._recording:
-                by_example = (
-                    size
-                    and not size % N
-                    and rows in (0, size)
-                    and (on == 0 or size == N or use.function)
-                )
-                if not by_example:
-                    raise self._not_by_example(use, f"returned {list(t.shape)}")
-                rows = size
-                outputs.append(
-                    Output(
-                        t.shape,
-                        t.dtype,
-                        t.device,
-                        on,
-                        fold,
-                        get_gradient_edge(t) if self.backward else None,
-                    )
-                )
+                leaves[k] = _with_edge(leaves[k], isinstance(rule, AffineRule), len(places) > 1)
+            if fold is None and self._is_one_row(leaves[k], on):
+                leaves[k] = self._row_per_example(use, leaves[k], on)
+                expanded = True
+        if self._recording:
+            outputs = []
+            for k, on in zip(places, axes, strict=True):
+                t = leaves[k]
+                edge = get_gradient_edge(t) if self.backward else None
+                outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
                 self.dtypes.add(t.dtype)
                 self.numbers += t.numel()
-        for one in found if self._recording else ():
-            own = outputs if len(found) == 1 else [replace(output) for output in outputs]
-            call = self._call(one, given, own, axis, fold, rows, expanded)
-            call.single = spec is None
-            for place, k in enumerate(at if self.backward else ()):
-                leaves[k].register_hook(partial(self._arrive, len(self.calls), place))
-            self.calls.append(call)
-        return None if not changed else leaves[0] if spec is None else tree_unflatten(leaves, spec)
+            self._require_rows(use, outputs)
+            for read in reads:
+                call = self._call(read, inputs, outputs, axis, expanded, structure is None)
+                self.calls.append(call)
+        if not (self.backward or expanded):
+            return None
+        return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _require_tensors(
+        self, use: ModuleUse, rule: Any, inputs: Any, output: Any, number: int
+    ) -> None:
+        """Refuse outputs without floating-point numbers, packed sequences, and several outputs of
+        an affine layer.
+        """
+        packed = False
+        if not isinstance(output, Tensor):
+            args, kwargs = inputs
+            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        if not number or packed or (number > 1 and isinstance(rule, AffineRule)):
+            kind = getattr(output, "dtype", None) or type(output).__name__
+            raise self._not_by_example(use, f"returned a {kind}")
+
+    def _is_one_row(self, t: Tensor, axis: int) -> bool:
+        """Whether it is one row for all examples, as of position embeddings."""
+        return self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1
+
+    def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
+        """The row expanded to one for each example, so that each has a gradient of its own."""
+        N = self.num_examples
+        if not self.own_pass:
+            raise _refusal_of_one_row(use, N, "this is not done in passes of others")
+        return t.expand(*t.shape[:axis], N, *t.shape[axis + 1 :])
+
+    def _require_rows(self, use: ModuleUse, outputs: Sequence[Output]) -> None:
+        """Refuse outputs whose rows can't belong to examples."""
+        rows = outputs[0].num_rows
+        for output in outputs:
+            by_example = rows and not rows % self.num_examples and output.num_rows == rows
+            # On another axis than the first there may be no positions beside the examples.
+            alone = output.axis == 0 or rows == self.num_examples or use.function
+            if not (by_example and alone):
+                raise self._not_by_example(use, f"returned {list(output.shape)}")
 
     def _call(
         self,
-        found: Found,
-        given: Any,
-        outputs: list[Output],
+        read: Read,
+        inputs: Any,
+        outputs: Sequence[Output],
         axis: int,
-        fold: int | None,
-        rows: int,
         expanded: bool,
+        single: bool,
     ) -> Call:
         """A call with its inputs, the examples first.
 
@@ -391,43 +518,53 @@ class Recorder:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around
                 may tell them apart.
         """
-        (index, use, rule), N = found, self.num_examples
+        index, use, rule = read
+        N = self.num_examples
+        rows, fold = outputs[0].num_rows, outputs[0].fold
 
-        def first(t: Tensor, on: int) -> tuple[Tensor, int]:
-            t = t if fold is None else t.unflatten(0, (-1, fold))
-            moved = on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
-            t = t.movedim(on, 0) if moved else t
-            return (
-                t.expand(N, *t.shape[1:]) if expanded and t.ndim and len(t) == 1 else t
-            ), on if moved else 0
+        def moves(t: Tensor, on: int) -> bool:
+            return on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
 
-        in_axes, kwargs = None, {}
+        def examples_first(t: Tensor, on: int) -> Tensor:
+            if fold is not None:
+                t = t.unflatten(0, (-1, fold))
+            if moves(t, on):
+                t = t.movedim(on, 0)
+            if expanded and t.ndim and len(t) == 1:
+                t = t.expand(N, *t.shape[1:])
+            return t
+
+        in_axes: list[int | None] | None = None
+        kwargs: dict[str, Any] = {}
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
-            x = rule.input_of(use.module, *given).detach()
-            inputs = [x]
-            x = first(x, axis)[0] if axis or expanded or fold is not None else x
+            x = rule.input_of(use.module, *inputs).detach()
+            tensors = [x]
+            if axis or expanded or fold is not None:
+                x = examples_first(x, axis)
             if len(x) != rows:
-                raise self._not_by_example(
-                    use, f"got {list(inputs[0].shape)} and returned {list(outputs[0].shape)}"
-                )
+                shapes = f"got {list(tensors[0].shape)} and returned {list(outputs[0].shape)}"
+                raise self._not_by_example(use, shapes)
             args: tuple[Any, ...] = (x,)
         else:
-            leaves, spec = tree_flatten((tuple(given[0]), dict(given[1])))
-            at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
-            inputs, in_axes = [leaves[k].detach() for k in at], list[int | None]()
-            for k, t, on in zip(at, inputs, rule.axes(use.module, axis, inputs, True), strict=True):
-                t, moved = leaves[k], _ = first(t, on)
-                in_axes.append(moved if moved or (t.ndim > 0 and len(t) == rows) else None)
-            args, kwargs = tree_unflatten(leaves, spec)
+            in_axes = []
+            leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
+            places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            tensors = [leaves[k].detach() for k in places]
+            axes = rule.axes(use.module, axis, tensors, True)
+            for k, t, on in zip(places, tensors, axes, strict=True):
+                leaves[k] = examples_first(t, on)
+                example_axis = on if moves(t, on) else 0
+                by_example = example_axis or (t.ndim > 0 and len(leaves[k]) == rows)
+                in_axes.append(example_axis if by_example else None)
+            args, kwargs = tree_unflatten(leaves, structure)
         self.kinds.add((use.name, expanded, tuple(in_axes or ())))
-        versions = [(t, t._version) for t in inputs if not t.is_inference()]
-        axes = [output.axis for output in outputs]
-        return Call(use, rule, args, kwargs, in_axes, axes, index, expanded, outputs, versions)
+        versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        return Call(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions, single)
 
-    def _not_by_example(self, use: ModuleUse, what: str) -> OutsideReads:
+    def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
         """The error about rows of a layer that don't belong to examples."""
         return OutsideReads(
-            f"{_of(use)} {what} in a batch of {self.num_examples} examples: expected "
+            f"{_of(use)} {fact} in a batch of {self.num_examples} examples: expected "
             "floating-point numbers, whose first axis carries the examples, or a multiple of "
             f"them. If another does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). "
             "A table for all examples, as of positions, needs an axis of size 1 for them, as "
@@ -457,8 +594,12 @@ class Recorder:
         Raises:
             UnsupportedError: If the input of a layer was written to since it was read.
         """
-        self._consume, self._mask, self._weight = consume, mask, weight
-        self._first, self._power, self.reached, self.by_layer = True, 1.0, set[int](), {}
+        self._consume = consume
+        self._mask = mask
+        self._weight = weight
+        self._is_first = True
+        self.reached: set[int] = set()
+        self.by_layer = {}
         for call in self.calls:
             self.by_layer.setdefault(call.layer, []).append(call)
             for t, version in call.versions:
@@ -470,79 +611,50 @@ class Recorder:
                     )
 
     def show_inputs(self) -> None:
-        """Pass on batches with the layers' inputs alone; there are no gradients."""
-        for index in self.by_layer:
-            self._show(index, 0)
-            self.reached.add(index)
+        """Show batches with the layers' inputs alone; there are no gradients."""
+        self.reached |= self.by_layer.keys()
+        self._show()
 
     def send(
         self,
         outputs: Sequence[Tensor],
-        vectors: Iterator[Sequence[Tensor]],
-        number: int,
-        at_once: int,
-        keep: bool,
+        vectors: Iterable[Sequence[Tensor]],
+        number: int = 1,
+        at_once: int = 1,
+        keep_graph: bool = False,
     ) -> None:
-        """Send vectors back.
+        """Send vectors back, and show each layer what arrives.
 
         Args:
             outputs: Of the recorded pass, with its graph.
             vectors: Each has a part for every output.
             number: Of vectors.
-            at_once: How many to send in one vectorised pass; 1 streams them.
-            keep: Keep the graph: somebody goes back through it afterwards.
+            at_once: How many to send in one vectorised pass: fast for small batches and on GPUs,
+                memory times this number. Where an operation can't be vectorised, and with 1, they
+                go one after the other.
+            keep_graph: Keep the graph: somebody goes back through it afterwards.
         """
-        while at_once > 1 and (chunk := list(islice(vectors, at_once))):
-            if len(chunk) == 1 or not self._send_at_once(
-                outputs, [torch.stack(part) for part in zip(*chunk)]
-            ):
-                self.send(outputs, iter(chunk), len(chunk), 1, True)
-        if at_once > 1:
-            return
-        with self._mode:
-            sources = self._sources(outputs)
-            for left, vector in enumerate(
-                vectors, 1 - number
-            ):  # a layer is consumed as soon as it is complete
-                self._waiting = waiting = dict.fromkeys(self.by_layer, 0)
-                for call in self.calls:
-                    waiting[call.layer] += len(call.outputs)
-                try:
-                    if sources:
-                        gradients_of(
-                            outputs, sources, self._sent(vector, outputs), keep or left < 0
-                        )
-                finally:
-                    self._waiting = None
-                for index, missing in waiting.items():
-                    if (
-                        missing
-                    ):  # some call, or all of them, does not reach the output: its gradient is zero
-                        self._show(index)
-                self._first = False
-
-    def _sources(self, outputs: Sequence[Tensor]) -> list[Any]:
-        """Edges with no other recorded edge between them and the input: asking for these visits
-        all.
-
-        An edge outside the graph of the outputs is no source: its layer does not reach them.
-        """
-        edges, marked = list[Any](), set[Any]()
-        for call in self.calls:
-            for output in call.outputs:
-                edges.append(output.edge)
-                marked.add(output.edge.node)
-        above: dict[Any, bool] = {}  # whether a recorded edge is below the node
-        for node, below in postorder([t.grad_fn for t in outputs]).items():
-            found = False
-            for child in below:
-                found = found or child in marked or above[child]
-            above[node] = found
-        return [edge for edge in edges if above.get(edge.node) is False]
-
-    def _sent(self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        sent, self._power = self.in_range(vectors, outputs)
-        return sent
+        edges = [output.edge for call in self.calls for output in call.outputs]
+        sent = 0
+        remaining = iter(vectors)
+        while chunk := list(islice(remaining, at_once)):
+            if len(chunk) > 1:
+                stacks = [torch.stack(parts) for parts in zip(*chunk, strict=True)]
+                stacks, power = self.in_range(stacks, outputs)
+                gradients = _vectorised_gradients(outputs, edges, stacks, self._mode)
+                if gradients is not None:
+                    sent += len(chunk)
+                    self._show(gradients, len(chunk), power)
+                    continue
+            for vector in chunk:
+                sent += 1
+                keep = keep_graph or sent < number
+                parts, power = self.in_range(vector, outputs)
+                gradients = []
+                if edges:
+                    with self._mode:
+                        gradients = [*gradients_of(outputs, edges, parts, keep)]
+                self._show(gradients, 1, power)
 
     def in_range(
         self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -557,80 +669,89 @@ class Recorder:
         power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
         return [(v * power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)], power
 
-    def _arrive(self, number: int, place: int, g: Tensor) -> None:
-        """The hook of one output tensor of a call."""
-        if (waiting := self._waiting) is not None:
-            call = self.calls[number]
-            call.outputs[place].grad = g.detach()
-            self.reached.add(call.layer)
-            waiting[call.layer] -= 1
-            if waiting[call.layer] == 0:
-                self._show(call.layer)
+    def _show(
+        self, gradients: Sequence[Tensor | None] = (), num_vectors: int = 0, power: float = 1.0
+    ) -> None:
+        """Pass the batch of each layer to the consumer, which may run modules again: those calls
+        are not recorded.
 
-    def _send_at_once(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> bool:
-        """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and
-        on GPUs, memory times V. Returns False where an operation can't be vectorised.
+        Args:
+            gradients: At the outputs of all calls, in their order, times `power`; None for zero.
         """
-        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": True}
-        edges, sent = self._edges(), self._sent(vectors, outputs)
-        try:
-            with self._mode, quiet():
-                arrived = torch.autograd.grad(outputs, edges, sent, **options) if edges else ()
-        except (
-            RuntimeError
-        ):  # custom functions without a vmap rule, and more; what else is wrong is raised again
-            return False
-        self._show_all(arrived, len(vectors[0]))
-        return True
+        if num_vectors:
+            self._assign(gradients, num_vectors, power)
+        for index, calls in self.by_layer.items():
+            layer = self.layers[index]
+            group = layer.groups[0] if len(layer.groups) == 1 else None
+            batch = LayerBatch(
+                layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
+            )
+            with self.disabled, plain_mode(layer.device.type):
+                self._consume(batch)
+            for call in calls:
+                call.grads = None
+        self._is_first = False
 
-    def send_one(self, outputs: Sequence[Tensor], vector: Sequence[Tensor]) -> None:
-        """Send one vector back and keep the graph. Gradients of all calls are there at once: for
-        small batches.
-        """
-        edges, sent = self._edges(), self._sent(vector, outputs)
-        with self._mode:
-            arrived = gradients_of(outputs, edges, sent, True) if edges else ()
-        self._show_all(arrived, 1)
-
-    def _edges(self) -> list[Any]:
-        return [output.edge for call in self.calls for output in call.outputs]
-
-    def _show_all(self, arrived: Sequence[Tensor | None], V: int) -> None:
-        """Pass on the batches of all layers, with gradients at `_edges`."""
-        places = ((call, output) for call in self.calls for output in call.outputs)
-        for (call, output), g in zip(places, arrived, strict=True):
-            output.grad = g
-            if g is not None:
-                self.reached.add(call.layer)
-        for index in self.by_layer:
-            self._show(index, V)
-        self._first = False
-
-    def _show(self, index: int, V: int = 1) -> None:
-        """Pass one layer's batch to the consumer, which may run modules again: those calls are not
-        recorded.
-        """
-        layer, calls, power = self.layers[index], self.by_layer[index], self._power
-        for call in calls if V else ():
+    def _assign(self, gradients: Sequence[Tensor | None], num_vectors: int, power: float) -> None:
+        """Give the calls the gradients at their outputs; arguments as for `_show`."""
+        arriving = iter(gradients)
+        for call in self.calls:
             grads = []
             for output in call.outputs:
-                grads.append(output.gradient(V))
-                output.grad = None
-            call.grads = grads[0] if call.single else grads
+                g = next(arriving)
+                if g is not None:
+                    self.reached.add(call.layer)
+                grads.append(output.gradient(g, num_vectors))
             if power != 1:
-                call.grads = tree_map_only(Tensor, lambda g: g.float() / power, call.grads)
-        group = layer.groups[0] if len(layer.groups) == 1 else None
-        batch = LayerBatch(
-            layer, calls, self.num_examples, self._first, self._mask, self._weight, group
-        )
-        self.disabled.depth += 1
-        try:
-            with plain_mode(layer.device.type):
-                self._consume(batch)
-        finally:
-            self.disabled.depth -= 1
-        for call in calls:
-            call.grads = None
+                grads = [g.float() / power for g in grads]
+            call.grads = grads[0] if call.single else grads
+
+
+def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
+    """Whether modules hold these tensors under these names."""
+    return all(module._parameters.get(name) is p for module, name, p in holders)
+
+
+def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:
+    """An output with a gradient edge of its own, which in-place operations behind it keep.
+
+    Args:
+        affine: Whether a layer with an affine rule returned it: it does not save it for backward.
+        several: Whether it is one of several outputs. One may be computed from another inside the
+            module, and what arrives at it must have come from outside.
+    """
+    is_kept = t.requires_grad and not several and not t._is_view()
+    if is_kept:
+        return t
+    if not t.requires_grad:
+        t = t.detach().requires_grad_()
+    # A module of unknown code may have saved its output, and an alias has a version counter of its
+    # own.
+    return torch.ops.aten._unsafe_view(t, t.shape) if affine else t.clone()
+
+
+def _vectorised_gradients(
+    outputs: Sequence[Tensor], edges: Sequence[Any], stacks: Sequence[Tensor], mode: Any
+) -> list[Tensor | None] | None:
+    """Gradients at edges for several vectors [V, *output] in one pass; None where an operation
+    can't be vectorised. The graph stays.
+    """
+    if not edges:
+        return []
+    try:
+        with mode, quiet():
+            gradients = torch.autograd.grad(
+                outputs,
+                edges,
+                stacks,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+    # Custom functions without a vmap rule, and more; what else is wrong is raised again.
+    except RuntimeError:
+        return None
+    return [*gradients]
 
 
 def _of(use: ModuleUse) -> str:
@@ -641,7 +762,101 @@ def _refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideR
     return OutsideReads(
         f"{_of(use)} returned one row for all {num_examples} examples, which was expanded to one "
         f"row for each, so that each has a gradient of its own; {why}. If the layer makes weights "
-        f"or a table for all examples, leave its parameters {list(use.keys.values())} out of "
-        "`params`; if a row, expand it to the batch in the model.",
+        "or a table for all examples, leave its "
+        f"parameters {list(use.keys.values())} out of `params`; if a row, expand it to the batch "
+        "in the model.",
         use.keys.values(),
     )
+
+
+# -------------------------------------------------------------------------------- what is sent back
+class VectorsToSend(NamedTuple):
+    """Vectors that go back together.
+
+    Attributes:
+        outputs: Numbers of the outputs that they have parts for.
+        number: Of vectors.
+        vectors: Each a part for every output, of its shape.
+    """
+
+    outputs: Sequence[int]
+    number: int
+    vectors: Iterable[Sequence[Tensor]]
+
+
+def vectors_to_send(
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    outputs: Sequence[Tensor],
+    terms: Terms,
+    class_axes: Sequence[int | None],
+    draws: Draws,
+    factors: Sequence[float],
+) -> list[VectorsToSend]:
+    """What goes back in one batch. Outputs without a graph are left out.
+
+    Args:
+        outputs: What the losses read, attached to the graph.
+        terms: The same in canonical form, and targets.
+        class_axes: Of the outputs.
+        factors: What the vectors of each loss are multiplied by.
+    """
+    # All streams before any of them draws.
+    streams = [draws.of_loss(k) for k in range(len(risk.losses))]
+
+    def of_loss(k: int) -> Iterator[tuple[Tensor]]:
+        """The vectors of one loss times their factor, of the output's shape."""
+        likelihood = risk.losses[k].require_likelihood()
+        f, F = outputs[k], terms.outputs[k]
+        for v in vectors.send(likelihood, F, terms.targets[k], streams[k]):
+            if factors[k] != 1:
+                v = v * factors[k]
+            if terms.weight is not None:  # squares of vectors are weighted
+                v = v * terms.weight.sqrt().to(v)[:, None, None]
+            v = likelihood.restore(v, f.shape, F.shape[0], class_axes[k])
+            yield (v.to(torch.float32 if f.dtype == torch.float16 else f.dtype),)
+
+    groups: list[VectorsToSend] = []
+    numbers: set[int] = set()
+    for k, f in enumerate(outputs):
+        number = vectors.count(risk.losses[k].require_likelihood(), terms.outputs[k])
+        numbers.add(number)
+        if f.requires_grad and number:  # an output that no tracked layer reaches has no graph
+            groups.append(VectorsToSend([k], number, of_loss(k)))
+    if len(groups) > 1 and vectors.together and len(numbers) == 1:
+        parts = zip(*[group.vectors for group in groups], strict=True)
+        joined = (tuple(part for (part,) in of_losses) for of_losses in parts)
+        return [VectorsToSend([group.outputs[0] for group in groups], groups[0].number, joined)]
+    return groups
+
+
+def vectors_at_once(recorder: Recorder, number: int) -> int:
+    """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches
+    on the CPU.
+    """
+    if number == 1:
+        return 1
+    on_gpu = recorder.layers and recorder.layers[0].device.type == "cuda"
+    limit = 2**26 if on_gpu else 2**14
+    return max(1, min(number, limit // max(recorder.numbers, 1)))
+
+
+def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor:
+    """The user's mask of one batch.
+
+    Raises:
+        ValueError: If it is no bool tensor [N, T].
+    """
+    assert risk.options.mask is not None
+    N = batch.num_examples
+    mask = risk.options.mask(batch.X, batch.y)
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 2
+    if not is_mask or mask.shape[0] != N:
+        kind = type(mask).__name__
+        if isinstance(mask, Tensor):
+            kind = f"{mask.dtype} {list(mask.shape)}"
+        raise ValueError(
+            f"`mask` returned {kind}; expected a bool tensor [{N}, T], True where a position "
+            "counts."
+        )
+    return mask.to(risk.device)

@@ -19,7 +19,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.blocks.sweeps import Kept
 from curvlinops_plus.risk import find_layers
-from curvlinops_plus.risk.sweep import sweep
+from curvlinops_plus.risk.record import sweep
 
 KINDS = [
     EKFAC,

@@ -19,7 +19,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("risk.layer_batch", "_PIECE_BYTES", 64),
     ("risk.layer_batch", "_ROW_BYTES", 64),
     ("risk.layer_batch", "_ROWS", 1),
-    ("risk.sweep", "_vectors_at_once", lambda recorder, number: 1),
+    ("risk.record", "vectors_at_once", lambda recorder, number: 1),
     ("exact.passes", "_COLUMNS_AT_ONCE", 2),
     ("exact.passes", "_CPU_NUMBERS", 1),
     ("blocks.sweeps", "Kept", lambda max_bytes, layers: Kept(64, layers)),

@@ -21,7 +21,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import nearest_kronecker
 from curvlinops_plus.risk import LayerBatch, find_layers
-from curvlinops_plus.risk.sweep import sweep
+from curvlinops_plus.risk.record import sweep
 
 
 def set_numbers(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk import sweep as sweep_file
+from curvlinops_plus.risk import record as record_file
 
 
 @pytest.mark.one_in(4)
@@ -27,7 +27,7 @@ def test_streamed_is_batched(
     batched, risk = p.made(approximation).to_dense(), p.risk()
     for at_once in (1, 2):
         monkeypatch.setattr(
-            sweep_file, "_vectors_at_once", lambda recorder, number, k=at_once: min(number, k)
+            record_file, "vectors_at_once", lambda recorder, number, k=at_once: min(number, k)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)

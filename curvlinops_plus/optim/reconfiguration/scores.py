@@ -54,7 +54,7 @@ from curvlinops_plus.risk import (
 )
 from curvlinops_plus.risk.batches import mapped, on_device
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.sweep import sweep
+from curvlinops_plus.risk.record import sweep
 
 Amplitude = Literal["real", "complex", "holomorphic"]
 LogPsi = nn.Module | Callable[[Any, Any], Tensor]

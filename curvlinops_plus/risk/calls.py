@@ -1,0 +1,114 @@
+"""A recorded call of a module or a function: what it read, and where gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from curvlinops_plus.risk.layers import ModuleUse
+
+
+@dataclass(eq=False)
+class Call:
+    """A recorded call of a module, or of a function with parameters.
+
+    Attributes:
+        use: The module or function.
+        rule: Its rule; of a function that reads some rows of a weight, that of these.
+        args: Positional inputs, detached; per-example tensors carry the examples (times positions)
+            on axis 0.
+        kwargs: Keyword inputs, likewise.
+        in_axes: Where the module itself has the examples, for each tensor among its inputs; None
+            for one that all examples share. None for affine layers.
+        layer: Index of its layer.
+        expanded: Whether it returned one row for all examples, which was expanded.
+        outputs: The floating-point tensors that it returned.
+        versions: Its inputs and their versions, to notice changes in place.
+        single: Whether it returned just one tensor.
+        grads: Output gradients [V, N * positions, *out], None before they are known; a list of them
+            for a module that returns several tensors.
+    """
+
+    use: ModuleUse
+    rule: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    in_axes: Sequence[int | None] | None
+    layer: int
+    expanded: bool
+    outputs: Sequence[Output]
+    versions: Sequence[tuple[Tensor, int]]
+    single: bool
+    grads: Any = None
+
+    @property
+    def out_axes(self) -> list[int]:
+        """Where the module itself has the examples, for each of its outputs."""
+        return [output.axis for output in self.outputs]
+
+
+@dataclass(eq=False)
+class Output:
+    """A tensor that a call returned, which is not kept: what it was like, and where its gradient
+    arrives.
+
+    Attributes:
+        axis: The axis that carries the examples.
+        fold: Number of examples if that axis carries positions and, inside them, examples.
+        edge: Where autograd delivers the gradient.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    axis: int
+    fold: int | None
+    edge: Any
+
+    @property
+    def num_rows(self) -> int:
+        """The examples, or a multiple of them."""
+        if self.fold is not None:
+            return self.fold
+        return self.shape[self.axis] if len(self.shape) > self.axis else 0
+
+    def gradient(self, g: Tensor | None, V: int) -> Tensor:
+        """What has arrived, as [V, *out] with the examples first; zeros if nothing has.
+
+        Args:
+            g: The gradient for one vector or, with one more axis, for several.
+        """
+        if g is None:
+            g = torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device)
+        elif g.ndim == len(self.shape):
+            g = g.unsqueeze(0)
+        if self.fold is not None:
+            g = g.unflatten(1, (-1, self.fold))
+        return g.movedim(self.axis + 1, 1) if self.axis else g
+
+
+class OutsideReads(UnsupportedError):
+    """What a layer's calls show is not all that the model does with a parameter;
+    `look_for_functions` finds the rest.
+
+    Args:
+        message: What to say if that does not help.
+        keys: Keys of parameters whose gradients only a module around their layer can tell apart by
+            examples.
+    """
+
+    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+def title(name: str) -> str:
+    """How messages call a module of that name in the model."""
+    return f"layer {name!r}" if name else "layer '' (the model itself)"
