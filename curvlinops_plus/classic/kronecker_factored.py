@@ -308,9 +308,9 @@ class EKFACLinearOperator(KFACLinearOperator):
                 correction = Correction(
                     layer, self.risk.scale, QG.get(layer.name), QA.get(layer.name)
                 )
-                sweeps.groups[0][layer] = {layer.name: correction}
+                sweeps.groups[0].stages[layer] = [{layer.name: correction}]
             else:
-                del sweeps.groups[0][layer]
+                del sweeps.groups[0].stages[layer]
                 sweeps.blocks |= {
                     group.name: blocks[group.name]._scale(1 / self.scale) for group in layer.groups
                 }
