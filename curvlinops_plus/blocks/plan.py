@@ -5,10 +5,10 @@ is computed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale, Needs
@@ -46,7 +46,7 @@ class LayerPlan:
         return {layer.name: kind(layer, None, scale, **options)}
 
 
-class Plan(Sequence[LayerPlan]):
+class Plan:
     """The layers of a risk with the approximations that they get; it does not change.
 
     Args:
@@ -100,17 +100,14 @@ class Plan(Sequence[LayerPlan]):
         self.owners = owners_of(self.entries, world) if owned and world > 1 else None
         self._confirmed = False
 
-    @overload
-    def __getitem__(self, index: int) -> LayerPlan: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[LayerPlan]: ...
-
-    def __getitem__(self, index: int | slice) -> LayerPlan | list[LayerPlan]:
-        return self.entries[index]
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def __getitem__(self, index: int) -> LayerPlan:
+        return self.entries[index]
 
     @property
     def groups(self) -> list[Group]:
@@ -301,7 +298,7 @@ def _why_not_affine(layer: Layer) -> str:
     )
 
 
-def plan_table(plan: Sequence[LayerPlan]) -> str:
+def plan_table(plan: Iterable[LayerPlan]) -> str:
     """One line per layer: modules, rules, parameters, approximation, sizes of the blocks."""
     heads = (
         "layer",
@@ -375,7 +372,7 @@ class Memory:
         return "\n".join(table([*rows, ("all, GiB", gib(self.computing), gib(self.kept))]))
 
 
-def memory_of(plan: Sequence[LayerPlan]) -> Memory:
+def memory_of(plan: Iterable[LayerPlan]) -> Memory:
     """What the layers of a plan need.
 
     Raises:
@@ -397,7 +394,7 @@ def memory_of(plan: Sequence[LayerPlan]) -> Memory:
     return Memory(layers)
 
 
-def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[LayerPlan]], int]:
+def groups_within(plan: Iterable[LayerPlan], max_bytes: int) -> tuple[list[list[LayerPlan]], int]:
     """Layers in their order, in groups that need at most `max_bytes` while they are computed.
 
     Returns:
