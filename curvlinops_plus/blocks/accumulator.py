@@ -3,7 +3,7 @@
 An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish`
 turns the sums into an operator, or into another accumulator that needs one more sweep over the
 data. Everything it keeps is a sum, so running averages, merging two data sets, resuming and saving
-are written in `blocks.layer_sums`, once.
+are written in `blocks.sums`, once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Accumulator(metaclass=_MadeByOperators):
         ...
         ...     def finish(self):
         ...         return Diagonal(self.value("d"))
-        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])
+        >>> data = [(torch.ones(4, 3), torch.zeros(4, 2))]
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), data)
         >>> curvature(risk, MyDiagonal).diagonal().round(decimals=3)
         tensor([1., 1., 1., 1., 1., 1., 1., 1.])
     """
@@ -237,6 +238,11 @@ class Accumulator(metaclass=_MadeByOperators):
     def decompose(self, name: str, M: Tensor) -> Tensor:
         """The decomposition of a matrix of `decompositions`, a tensor like it."""
         raise NotImplementedError
+
+    @property
+    def block_name(self) -> str:
+        """The name of its block, or of its layer if it makes all blocks of it."""
+        return self.layer.name if self.group is None else self.group.name
 
     @property
     def groups(self) -> list[Group]:

@@ -13,21 +13,15 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
-    INSTEAD,
-    LayerPlan,
     Memory,
-    make_plan,
+    Plan,
     memory_of,
-    owners_of,
     plan_table,
-    refuse_missing_gradients,
-    warn_of_replaced,
 )
 from curvlinops_plus.blocks.state import (
     APPROXIMATIONS,
     about,
     checked,
-    difference,
     from_data,
     params_of,
     take_state,
@@ -47,16 +41,10 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.packing import pack
-from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
-from curvlinops_plus.risk.batches import Batch, require_rereadable
+from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.calls import OutsideReads
-from curvlinops_plus.risk.function_reads import (
-    describe_reads,
-    extent,
-    layers_of,
-    look_for_functions,
-    rebuild_reads,
-)
+from curvlinops_plus.risk.function_reads import layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.risk.risk import takes_risk
@@ -127,34 +115,64 @@ class BlockwiseLinearOperator(Deferred):
         offload: str | torch.device | None = None,
         compute: bool = True,
     ) -> None:
-        super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
-        #: What multiples are, times the curvature.
-        self.scale = 1.0
-        self._operator: BlockDiagonal | None = None
-        self.vectors = as_vectors(vectors)
-        self.risk = risk.for_vectors(self.vectors)
-        self.separate_weight_and_bias, self.owned = separate_weight_and_bias, owned
-        self._confirmed: list[LayerPlan] | None = None
-        self._make_plan = partial(make_plan, approximation=approximation, default=default)
-        self.renew_plan()
-        self.check_deterministic = check_deterministic
+        plan = Plan.of(
+            risk,
+            approximation,
+            default,
+            vectors=vectors,
+            separate_weight_and_bias=separate_weight_and_bias,
+            owned=owned,
+        )
         if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
             raise ValueError(
                 f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps "
                 "nothing."
             )
-        self.max_kept_bytes = max_kept_bytes
-        self.max_bytes = max_bytes
-        #: Where finished blocks are kept, if not on the operator's own device.
-        self.kept_on = None if offload is None else torch.device(offload)
-        #: The number of examples that the blocks were computed from, None before.
-        self.examples: int | None = None
-        #: Of the model's parameters that the blocks belong to, or will belong to.
-        self.parameters: Fingerprint = {}
+        self._begin(plan, check_deterministic, max_kept_bytes, max_bytes, offload)
         if compute:
             self.compute()
         else:
             self._compute_later()
+
+    def _begin(
+        self,
+        plan: Plan,
+        check_deterministic: bool | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
+        max_bytes: int | None = None,
+        offload: str | torch.device | None = None,
+    ) -> None:
+        """Have a plan and options, and no blocks."""
+        risk = plan.risk
+        super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
+        #: The layers with their approximations.
+        self.plan = plan
+        #: What multiples are, times the curvature.
+        self.scale = 1.0
+        self.check_deterministic = check_deterministic
+        self.max_kept_bytes = max_kept_bytes
+        self.max_bytes = max_bytes
+        #: Where finished blocks are kept, if not on the operator's own device.
+        self.kept_on = None if offload is None else torch.device(offload)
+        self._operator: BlockDiagonal | None = None
+        #: Sweeps of which some are left.
+        self._begun: Sweeps | None = None
+        #: The number of examples that the blocks were computed from, None before.
+        self.examples: int | None = None
+        #: Of the model's parameters that the blocks belong to, or will belong to.
+        self.parameters: Fingerprint = {}
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Self:
+        """An operator of these layers without blocks."""
+        K = cls.__new__(cls)
+        K._begin(plan)
+        return K
+
+    risk = property(lambda self: self.plan.risk)
+    vectors = property(lambda self: self.plan.vectors)
+    separate_weight_and_bias = property(lambda self: self.plan.separate_weight_and_bias)
+    owned = property(lambda self: self.plan.owned)
 
     # ------------------------------------------------------------------------------------ computing
     def compute(self) -> Self:
@@ -182,7 +200,7 @@ class BlockwiseLinearOperator(Deferred):
                 return begun
             while True:
                 if self.risk.processes.world > 1:
-                    self.agree_on_reads()
+                    self.plan = self.plan.agreed()
                 sweeps = Sweeps(self, 0 if max_sweeps else self.max_kept_bytes)
                 try:
                     sweeps.run(max_sweeps)
@@ -190,94 +208,56 @@ class BlockwiseLinearOperator(Deferred):
                     require_rereadable(
                         self.risk.data, "it is read again for functions that read parameters"
                     )
-                    self.learn_reads(
-                        error=error
-                    )  # raises the error again if it finds no more than was known
+                    # Raises the error again if it finds no more than was known.
+                    self.plan = self.plan.learned(error=error)
                 else:
-                    self.confirm_plan()
+                    self.plan.confirm()
                     return sweeps
 
-        sweeps = self.risk.together(work, same=self.described)
+        sweeps = self.risk.together(work, same=self._described)
         if max_sweeps:
-            self._operator, self._begun, self.parameters = None, sweeps, parameters
-        else:
-            self._set_blocks(sweeps.blocks, sweeps.totals[0].examples, parameters)
-            self.of_data = True
+            self._operator = None
+            self._begun = sweeps
+            self.parameters = parameters
+            return
+        self._adopt(sweeps.blocks, sweeps.totals[0].examples, parameters)
+        if self.scale != 1:
+            self._operator = self.operator._scale(self.scale)
+        self.of_data = True
 
-    def _set_blocks(
+    def _described(self) -> dict[str, Any]:
+        """The options that have to be the same in all processes."""
+        return {**self.plan.described(), "max_bytes=": self.max_bytes}
+
+    def _adopt(
         self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint
     ) -> None:
-        """Take these blocks, times `scale`, in the operator's own precision and on its device."""
-        layouts = {group.name: group.layout for entry in self.plan for group in entry.layer.groups}
-        kept = self.kept_on or self.device
-        mine = {name: blocks[name].to(kept, self.dtype) for name in layouts if name in blocks}
-        space, processes = self.risk.space, self.risk.processes
-        if self.owners is None:
+        """Have these blocks, in the operator's own precision and on its device.
+
+        Args:
+            examples: The number that they were computed from.
+            parameters: The fingerprint of those that they were computed at.
+        """
+        layouts = {group.name: group.layout for group in self.plan.groups}
+        device = self.kept_on or self.device
+        mine = {name: blocks[name].to(device, self.dtype) for name in layouts if name in blocks}
+        space = self.risk.space
+        if self.plan.owners is None:
             operator = BlockDiagonal(mine, layouts, space, self.device)
         else:
+            processes = self.risk.processes
             operator = OwnedBlockDiagonal(mine, layouts, space, processes, self.dtype, self.device)
-            operator._keeps_elsewhere = kept != self.device
-        self._operator, self._begun = (
-            operator if self.scale == 1 else operator._scale(self.scale),
-            None,
-        )
-        self.examples, self.parameters = examples, parameters
+            operator._keeps_elsewhere = device != self.device
+        self._operator = operator
+        self._begun = None
+        self.examples = examples
+        self.parameters = parameters
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""
-        self._operator, self._begun, self.parameters = None, None, fingerprint(self.risk)
-
-    # ------------------------------------------------------------------------------------- the plan
-    def renew_plan(self) -> None:
-        """Assign approximations to the layers of the risk, as far as they are known."""
-        self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
-        if not self.vectors.backward:
-            refuse_missing_gradients(self.plan)
-        self._reads, world = self.risk.reads, self.risk.processes.world
-        #: Accumulator and block name to the rank of the only process that keeps it; None if all do.
-        self.owners = owners_of(self.plan, world) if self.owned and world > 1 else None
-
-    @property
-    def kept_blocks(self) -> list[str]:
-        """Names of the blocks that this process keeps."""
-        names = [group.name for entry in self.plan for group in entry.layer.groups]
-        return [
-            name
-            for name in names
-            if self.owners is None or self.owners[name] == self.risk.processes.rank
-        ]
-
-    def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
-        """Take into the plan how functions read parameters, see `look_for_functions`."""
-        if self._reads is self.risk.reads:  # else another operator of the risk has looked
-            look_for_functions(self.risk, batch, error)
-        self.renew_plan()
-
-    def agree_on_reads(self) -> None:
-        """Take over what processes know of functions that read parameters; some may have no
-        examples. Collective.
-        """
-        own = describe_reads(self.risk.reads)
-        found = [one for one in self.risk.processes.gather(own) if one is not None]
-        most = max(found, key=extent, default=None)
-        if difference(most, own):
-            self.risk.reads = rebuild_reads(self.risk, most)
-            self.renew_plan()
-
-    def confirm_plan(self) -> None:
-        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and
-        will not change.
-        """
-        if self._confirmed is not self.plan:
-            self._confirmed = self.plan
-            if replaced := [entry.layer for entry in self.plan if entry.approximation is INSTEAD]:
-                warn_of_replaced(replaced, len(self.plan))
-
-    def described(self) -> dict[str, Any]:
-        """The options, in plain Python: they have to be the same in all processes."""
-        names = ("vectors", "separate_weight_and_bias", "owned", "max_bytes")
-        options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
-        return {f"{name}=": option for name, option in options.items()}
+        self._operator = None
+        self._begun = None
+        self.parameters = fingerprint(self.risk)
 
     # -------------------------------------------------------------------------------------- algebra
     @property
@@ -360,7 +340,7 @@ class BlockwiseLinearOperator(Deferred):
                 f"{float(self.scale):g} times it. Damp the whole matrix, with a number."
             )
         dampings = partial(self._factor_dampings, damping, min_damping)
-        found = dampings() if self.owners is None else self.risk.processes.together(dampings)
+        found = dampings() if self.plan.owners is None else self.risk.processes.together(dampings)
         return self.operator.inverse(found, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:
@@ -486,8 +466,12 @@ class BlockwiseLinearOperator(Deferred):
         they are computed.
         """
         computed = {} if self._operator is None else self._operator.blocks
-        parts = {f"block {n}": {n: pack(computed[n])} if computed else {} for n in self.kept_blocks}
-        return {"state": about(self) | ({} if self._operator is None else {"blocks": {}})} | parts
+        parts: dict[str, dict[str, Any]] = {"state": about(self)}
+        if self._operator is not None:
+            parts["state"]["blocks"] = {}
+        for name in self.plan.kept_blocks:
+            parts[f"block {name}"] = {name: pack(computed[name])} if computed else {}
+        return parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the blocks of a state. The data are not read, the model is not changed.

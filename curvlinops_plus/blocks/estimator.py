@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.layer_sums import Sums
 from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
-from curvlinops_plus.blocks.plan import plan_table
-from curvlinops_plus.blocks.state import about, checked, difference, plain, plan_of, take_state
-from curvlinops_plus.blocks.sweeps import decompose_factors
+from curvlinops_plus.blocks.plan import Plan, plan_table
+from curvlinops_plus.blocks.state import about, checked, difference, plain, take_state
+from curvlinops_plus.blocks.sums import Sums
+from curvlinops_plus.blocks.together import decompose_factors
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError, level_of_user
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
@@ -25,12 +25,15 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.loss_passes import LossWeights
-from curvlinops_plus.risk.parameters import fingerprint
+from curvlinops_plus.risk.parameters import Fingerprint, fingerprint
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.record import Consumer, Recorder
 from curvlinops_plus.risk.risk import takes_risk
 
 T = TypeVar("T")
+
+# The sum and norm of a parameter of which nothing is known: none differs from them.
+UNKNOWN = [0.0, math.inf]
 
 
 class CurvatureEstimator:
@@ -115,24 +118,27 @@ class CurvatureEstimator:
         leave_out_uncalled: bool = False,
     ) -> None:
         _check_decay(decay)
-        self.decay, self.damping, self.leave_out_uncalled = decay, damping, leave_out_uncalled
-        options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
-        self._blank = BlockwiseLinearOperator(
-            risk, approximation, vectors=vectors, compute=False, **options
+        self.decay = decay
+        self.damping = damping
+        self.leave_out_uncalled = leave_out_uncalled
+        #: The layers with their approximations. How functions read parameters is known after the
+        #: first batch.
+        self.plan = Plan.of(
+            risk,
+            approximation,
+            default,
+            vectors=vectors,
+            separate_weight_and_bias=separate_weight_and_bias,
         )
-        self.risk, self.vectors = self._blank.risk, self._blank.vectors
+        self.risk = self.plan.risk
+        self.vectors = self.plan.vectors
         self.reset()
-
-    #: The layers with their approximations. How functions read parameters is known after the first
-    #: batch.
-    plan = property(lambda self: self._blank.plan)
 
     def reset(self) -> None:
         """Start again, with the first random numbers."""
         self._sums = Sums(self.plan, self._scale)
-        self._begins_anew = (
-            False  # whether all processes do, with other layers, of which some may not know yet
-        )
+        #: Whether all processes do, with other layers, of which some may not know yet.
+        self._begins_anew = False
         #: The number of the step, and of examples of this process in it, which random numbers
         #: depend on.
         self._drawn: tuple[int, int] = 0, 0
@@ -199,7 +205,7 @@ class CurvatureEstimator:
         """Whether it has to be found out in the first batch how functions read parameters."""
         if self.updates or self.risk.reads is not None:
             return False
-        return any(use.without_rule for entry in self._blank.plan for use in entry.layer.uses)
+        return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
 
     def hear(self, batch: Batch, records: bool = True) -> Hearing:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
@@ -207,7 +213,7 @@ class CurvatureEstimator:
         """
         # With fully sharded parameters the layers have other tensors in it, and scaled gradients
         # are no derivatives.
-        modules = (use.module for entry in self._blank.plan for use in entry.layer.uses)
+        modules = (use.module for entry in self.plan for use in entry.layer.uses)
         scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
         records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
         return Hearing(
@@ -219,7 +225,7 @@ class CurvatureEstimator:
 
     def _passes(self, own_pass: bool = True) -> Recorder:
         """Passes in which layers are recorded."""
-        layers = [entry.layer for entry in self._blank.plan]
+        layers = [entry.layer for entry in self.plan]
         ignored = self._sums.withdrawn
         return Recorder(
             self.risk,
@@ -238,39 +244,46 @@ class CurvatureEstimator:
         if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
         self.risk.renew()
+        if error is not None:
+            self._learn(batch, error)
+        elif batch.num_examples and self._looks_first:
+            self._take_plan(self.plan.learned(batch))
         cause = ""
         while True:
-            if error is not None and self.updates:
-                self._withdraw(error)
-            elif error is not None or (
-                batch.num_examples and self._looks_first
-            ):  # which changes the layers
-                if batch.num_examples:
-                    self._blank.learn_reads(
-                        batch, error
-                    )  # raises it again if it finds no more than was known
-                else:  # other processes have them, and tell what they find
-                    self.risk.reads = None
-                    self._blank.renew_plan()
-                self._sums = Sums(self.plan, self._scale)
-
-            def show(draws: Draws, consume: Consumer) -> Totals:
-                if not batch.num_examples:  # a step of other processes
-                    return Totals()
-                passes = self._passes()  # of the layers that processes have agreed on
-                # What is shown twice has the same dropout.
-                with preserve_state(self.risk.model, self.risk.data), passes.hooked():
-                    return passes.observe(batch, draws, consume)
-
             try:
-                return self._add(show, decay)
-            except OutsideReads as found:
-                error, cause = found, f"{found} Nor does a module around it tell. "
+                return self._add(partial(self._run, batch), decay)
+            except OutsideReads as outside:
+                cause = f"{outside} Nor does a module around it tell. "
+                self._learn(batch, outside)
             except NoExampleGradients as refusal:
                 raise UnsupportedError(
                     f"{cause}{refusal.fact} In training loops leave parameters that are read "
                     "around it to another optimizer (`params=`)."
                 ) from refusal
+
+    def _run(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
+        """Show a batch by a pass of our own; once more with the same dropout."""
+        if not batch.num_examples:  # a step of other processes
+            return Totals()
+        passes = self._passes()  # of the layers that processes have agreed on
+        with preserve_state(self.risk.model, self.risk.data), passes.hooked():
+            return passes.observe(batch, draws, consume)
+
+    def _learn(self, batch: Batch, error: OutsideReads) -> None:
+        """Take up what a pass has shown: in the first batch other layers, later which to leave."""
+        if self.updates:
+            self._withdraw(error)
+        elif batch.num_examples:
+            # Raises the error again if it finds no more than was known.
+            self._take_plan(self.plan.learned(batch, error))
+        else:  # other processes have examples, and tell what they find
+            self.risk.reads = None
+            self._take_plan(self.plan.renewed())
+
+    def _take_plan(self, plan: Plan) -> None:
+        """Begin with these layers; nothing was summed yet."""
+        self.plan = plan
+        self._sums = Sums(plan, self._scale)
 
     def _withdraw(self, error: OutsideReads) -> None:
         """Add nothing more to layers of which a batch shows, after others, that their statistics
@@ -308,7 +321,7 @@ class CurvatureEstimator:
         self._drawn = step, before + totals.examples
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
-        self._blank.confirm_plan()
+        self.plan.confirm()
 
     def _first(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:
         """The sums of a batch from which, with those of other processes, bases follow, as of EKFAC.
@@ -328,7 +341,7 @@ class CurvatureEstimator:
             batch.see(show, processes, totals)
             return batch, totals
 
-        found = self.risk.together(first, over_data=False, same=self._blank.described)
+        found = self.risk.together(first, over_data=False, same=self.plan.described)
         self._begins_anew = isinstance(found, OutsideReads)
         if isinstance(found, OutsideReads):  # no failure: all look for functions, and begin anew
             raise found
@@ -362,8 +375,8 @@ class CurvatureEstimator:
                 self.enter(set[int]().union(*processes.gather(self.called_in_step)))
                 self._agree_on_withdrawn()
                 averages = [
-                    t.steps
-                    for layer, t in self._sums.totals.items()
+                    self._sums.totals_of(layer).steps
+                    for layer in self._sums.layers
                     if layer not in self._sums.withdrawn
                 ]
                 told = processes.gather((self.updates, averages))
@@ -376,22 +389,23 @@ class CurvatureEstimator:
                     )
             return work()
 
-        return self.risk.together(agreed, over_data=False, same=self._blank.described)
+        return self.risk.together(agreed, over_data=False, same=self.plan.described)
 
     def _agree_on_reads(self) -> None:
         """Take over how functions read parameters from processes that have found more of it.
         Collective.
         """
-        plan = self.plan
-        self._blank.agree_on_reads()
-        if self.plan is not plan:
-            if self._sums.called:
-                raise UnsupportedError(
-                    "Functions that read parameters were found by other processes, whose batches "
-                    "call other parts of the model. Statistics of other layers don't add up. Begin "
-                    "with batches that call all."
-                )
-            self._sums = Sums(self.plan, self._scale)
+        plan = self.plan.agreed()
+        if plan is self.plan:
+            return
+        if self._sums.called:
+            self.plan = plan
+            raise UnsupportedError(
+                "Functions that read parameters were found by other processes, whose batches "
+                "call other parts of the model. Statistics of other layers don't add up. Begin "
+                "with batches that call all."
+            )
+        self._take_plan(plan)
 
     def _agree_on_withdrawn(self) -> None:
         """Withdraw the layers that other processes have withdrawn. Collective."""
@@ -411,7 +425,12 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet, or a layer was never called (see
                 `leave_out_uncalled`).
         """
-        return self._together(lambda: self._operator(self._sums.over(self.risk.processes)))
+
+        def made() -> BlockwiseLinearOperator:
+            sums = self._sums.over(self.risk.processes)
+            return self._operator(sums, fingerprint(self.risk))
+
+        return self._together(made)
 
     @property
     def uncalled(self) -> list[str]:
@@ -448,12 +467,12 @@ class CurvatureEstimator:
         processes = self.risk.processes
         processes.same({"the damping": damping})
         sums, whole = self._sums.renewed(processes)
-        snapshot = self._operator(whole)
+        snapshot = self._operator(whole, dict.fromkeys(self.risk.params, UNKNOWN))
         decompose_factors(snapshot.blocks, damping, processes)
         return sums, snapshot, snapshot.inverse(damping), damping
 
-    def _operator(self, sums: Sums) -> BlockwiseLinearOperator:
-        """The curvature that these sums make."""
+    def _operator(self, sums: Sums, parameters: Fingerprint) -> BlockwiseLinearOperator:
+        """The curvature that these sums make, with the fingerprint of what it belongs to."""
         if not any(self.risk.processes.gather(self.updates)):
             raise ValueError(
                 "The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, "
@@ -468,10 +487,9 @@ class CurvatureEstimator:
                 "leave_out_uncalled=True) makes operators of the other layers; `uncalled` lists "
                 f"what is left out, {self.uncalled} now."
             )
-        K = _with_layers(self._blank, [layer.name for layer in called])
-        K._set_blocks(
-            sums.blocks(), sum(self.risk.processes.gather(self.examples)), fingerprint(self.risk)
-        )
+        K = BlockwiseLinearOperator.of_plan(self.plan.only([layer.name for layer in called]))
+        examples = sum(self.risk.processes.gather(self.examples))
+        K._adopt(sums.blocks(), examples, parameters)
         return K
 
     @property
@@ -519,13 +537,18 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        mine, theirs = ({**plan_of(one._blank), "decay": one.decay} for one in (self, other))
-        if found := difference(mine, theirs):
+        mine, theirs = (
+            {**about(BlockwiseLinearOperator.of_plan(e.plan))["plan"], "decay": e.decay}
+            for e in (self, other)
+        )
+        if mismatch := difference(mine, theirs):
+            where, here, there = mismatch
             raise ValueError(
-                "Can't merge estimators that differ in {}: {!r} and {!r}.".format(*found)
+                f"Can't merge estimators that differ in {where}: {here!r} and {there!r}."
             )
         self._sums = self._sums.merged(other._sums)
-        self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
+        self.updates += other.updates
+        self.examples += other.examples
         self.weight += other.weight
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,11 +562,13 @@ class CurvatureEstimator:
         return self._together(self._state)
 
     def _state(self) -> dict[str, Any]:
-        processes, (step, drawn) = self.risk.processes, self._drawn
-        told = processes.gather((self.updates, self.examples, drawn))
-        updates, examples, drawn = zip(*told)
+        processes = self.risk.processes
+        step, drawn = self._drawn
+        updates, examples, drawn = zip(*processes.gather((self.updates, self.examples, drawn)))
+        blank = BlockwiseLinearOperator.of_plan(self.plan)
+        blank._compute_later()
         return {
-            **about(self._blank),
+            **about(blank),
             "decay": self.decay,
             "updates": max(updates),
             "examples": sum(examples),
@@ -584,24 +609,23 @@ class CurvatureEstimator:
             )
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
-            blank, snapshot = copy.copy(self._blank), None
+            blank = BlockwiseLinearOperator.of_plan(self.plan)
             take_state(blank, state)
+            snapshot = None
             if state["refreshed"] is not None:
-                snapshot = _with_layers(blank, state["refreshed"]["plan"]["layers"])
+                plan = blank.plan.only(state["refreshed"]["plan"]["layers"])
+                snapshot = BlockwiseLinearOperator.of_plan(plan)
                 snapshot.load_state_dict(state["refreshed"])
         sums = Sums(blank.plan, self._scale)
         sums.load_state_dict(state["sums"])
         # What functions read belongs to the sums.
-        self.risk.reads, self._blank.plan, self._blank._reads = (
-            blank.risk.reads,
-            blank.plan,
-            blank._reads,
-        )
-        first = (
-            self.risk.processes.rank == 0
-        )  # what was summed before belongs to it; others go on from zero
+        self.risk.reads = blank.risk.reads
+        self.plan = blank.plan.of_risk(self.risk)
+        # What was summed before belongs to the first process; others go on from zero.
+        first = self.risk.processes.rank == 0
         self._sums = sums if first else sums.without_data()
-        self._snapshot, self._inverse = snapshot, None
+        self._snapshot = snapshot
+        self._inverse = None
         step, drawn = state["draws"]
         self._drawn = step, -(-drawn // self.risk.processes.world)
         self.updates, self.weight = state["updates"], state["weight"]
@@ -611,18 +635,6 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
-
-
-def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
-    """A copy that has only these layers (all of them, if it has none of these), without blocks."""
-    K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
-    if 0 < len(plan) < len(blank.plan):
-        K.plan, K.risk = (
-            plan,
-            K.risk.restricted([key for entry in plan for key in entry.layer.params]),
-        )
-        K.in_space = K.risk.space
-    return K
 
 
 def _check_decay(decay: float) -> None:

@@ -150,25 +150,31 @@ class KFAC(Accumulator):
         for number, role in enumerate(batch.roles()):
             if not role.calls:
                 continue
-            of_A, of_G = self.forms.get("A"), self.forms.get("G")
+            input_form = self.forms.get("A")
+            gradient_form = self.forms.get("G")
             if self.layer.roles[number].transposed:  # its factors change sides
-                of_A, of_G = of_G, of_A
-            if batch.first and of_A is not None and self.weight_group is not None:
-                own, name = role.restrict(self.weight_group), f"A{number or ''}"
-                a = None if of_A.diagonal else own.stacked_inputs(self.reduce)
-                if a is not None:
-                    self.add_rows(name, a, ones=own.bias, count=float(len(a)))
-                else:
-                    self.add(name, *own.input_gram(self.reduce, of_A.diagonal))
-            if batch.num_vectors and of_G is not None:
-                name, g = (
-                    f"G{number or ''}",
-                    None if of_G.diagonal else role.stacked_grads(self.reduce),
-                )
-                if g is None:
-                    self.add(name, role.grad_gram(self.reduce, of_G.diagonal))
-                else:
-                    self.add_rows(name, g)
+                input_form, gradient_form = gradient_form, input_form
+            if batch.first and input_form is not None and self.weight_group is not None:
+                weight = role.restrict(self.weight_group)
+                self._add_inputs(_named("A", number), weight, input_form.diagonal)
+            if batch.num_vectors and gradient_form is not None:
+                self._add_gradients(_named("G", number), role, gradient_form.diagonal)
+
+    def _add_inputs(self, name: str, batch: LayerBatch, diagonal: bool) -> None:
+        """Add `Σ a aᵀ`, by rows, or as the rule of the layer likes."""
+        rows = None if diagonal else batch.stacked_inputs(self.reduce)
+        if rows is not None:
+            self.add_rows(name, rows, ones=batch.bias, count=float(len(rows)))
+        else:
+            self.add(name, *batch.input_gram(self.reduce, diagonal))
+
+    def _add_gradients(self, name: str, batch: LayerBatch, diagonal: bool) -> None:
+        """Add `Σ g gᵀ`."""
+        rows = None if diagonal else batch.stacked_grads(self.reduce)
+        if rows is None:
+            self.add(name, batch.grad_gram(self.reduce, diagonal))
+        else:
+            self.add_rows(name, rows)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         factors: dict[str, Factor] = {
@@ -241,26 +247,34 @@ class KFAC(Accumulator):
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum
         over roles.
         """
+        if self.weight_group is None:
+            return {"G": self._gradient_factor(0)}
+        if len(self.layer.roles) == 1:
+            return {"G": self._gradient_factor(0), "A": self.value("A")}
         pairs: list[tuple[Tensor, Tensor]] = []
         for number, role in enumerate(self.layer.roles):
-            of_A, of_G = f"A{number or ''}", f"G{number or ''}"
-            form = self.forms["A" if role.transposed else "G"]
-            if of_G in self.raw:
-                G = self.value(of_G)
-            else:
-                G = torch.ones(
-                    form.shape[:-1], dtype=self.layer.accumulation_dtype, device=self.layer.device
-                )
-                G = G if form.diagonal else torch.diag_embed(G)
-            if self.weight_group is None:
-                return {"G": G}
-            if len(self.layer.roles) == 1:
-                return {"G": G, "A": self.value(of_A)}
-            if of_A in self.raw:  # a module may never have been called
-                A = self.value(of_A)
+            name = _named("A", number)
+            if name in self.raw:  # a module may never have been called
+                A = self.value(name)
+                G = self._gradient_factor(number)
                 left, right = (A, G) if role.transposed else (G, A)
                 pairs.append((_of_form(left, self.forms["G"]), _of_form(right, self.forms["A"])))
         return dict(zip("GA", nearest_kronecker(pairs), strict=True))
+
+    def _gradient_factor(self, number: int) -> Tensor:
+        """`G` of a role."""
+        name = _named("G", number)
+        if name in self.raw:
+            return self.value(name)
+        form = self.forms["A" if self.layer.roles[number].transposed else "G"]
+        layer = self.layer
+        ones = torch.ones(form.shape[:-1], dtype=layer.accumulation_dtype, device=layer.device)
+        return ones if form.diagonal else torch.diag_embed(ones)
+
+
+def _named(factor: str, role: int) -> str:
+    """The name of a sum: "A" and "G" of the first role, "A1" and "G1" of the second one."""
+    return f"{factor}{role or ''}"
 
 
 def _of_form(factor: Tensor, form: FactorForm) -> Tensor:

@@ -146,7 +146,8 @@ class ScaledIdentity(Accumulator):
         >>> import torch
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk, curvature
-        >>> risk = EmpiricalRisk(nn.LayerNorm(2), nn.MSELoss(), [(torch.rand(3, 2), torch.zeros(3, 2))])
+        >>> data = [(torch.rand(3, 2), torch.zeros(3, 2))]
+        >>> risk = EmpiricalRisk(nn.LayerNorm(2), nn.MSELoss(), data)
         >>> curvature(risk, ScaledIdentity.using(scale=0.5)).inverse(damping=0.5).diagonal()
         tensor([1., 1., 1., 1.])
     """
@@ -272,7 +273,8 @@ class TNT(KroneckerBlock):
         >>> from torch import nn
         >>> from curvlinops_plus import EmpiricalRisk, FullBlock, curvature
         >>> _ = torch.manual_seed(0)
-        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.rand(4, 3), torch.zeros(4, 2))])
+        >>> data = [(torch.rand(4, 3), torch.zeros(4, 2))]
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), data)
         >>> bool(torch.isclose(curvature(risk, TNT).trace, curvature(risk, FullBlock).trace))
         True
     """

@@ -4,10 +4,11 @@ is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale, Needs
@@ -16,7 +17,18 @@ from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.rule import EnclosedRule
-from curvlinops_plus.risk import Layer
+from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, Vectors, as_vectors
+from curvlinops_plus.risk.batches import Batch
+from curvlinops_plus.risk.function_reads import (
+    describe_reads,
+    extent,
+    layers_of,
+    look_for_functions,
+    rebuild_reads,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,145 @@ class LayerPlan:
         return {layer.name: kind(layer, None, scale, **options)}
 
 
-def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[LayerPlan]:
+class Plan:
+    """The layers of a risk with the approximations that they get; it does not change.
+
+    Args:
+        risk: Whose layers they are, as far as they are known.
+        vectors: What is sent back.
+        approximation, default, separate_weight_and_bias, owned: As for `curvature`.
+
+    Attributes:
+        reads: How functions read parameters, as the risk knew it when the plan was made.
+        owners: Accumulator and block name to the rank of the only process that keeps it; None if
+            all do.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        risk: EmpiricalRisk,
+        approximation: Any,
+        default: Any,
+        *,
+        vectors: Vectors | str | None = None,
+        separate_weight_and_bias: bool = False,
+        owned: bool = False,
+    ) -> Self:
+        """The plan for a risk, whose outputs these vectors (or their name) are sent back from."""
+        vectors = as_vectors(vectors)
+        risk = risk.for_vectors(vectors)
+        return cls(risk, vectors, approximation, default, separate_weight_and_bias, owned)
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        vectors: Vectors,
+        approximation: Any,
+        default: Any,
+        separate_weight_and_bias: bool,
+        owned: bool,
+    ) -> None:
+        self.risk = risk
+        self.vectors = vectors
+        self.approximation = approximation
+        self.default = default
+        self.separate_weight_and_bias = separate_weight_and_bias
+        self.owned = owned
+        layers = layers_of(risk, separate_weight_and_bias)
+        self.entries = assigned(layers, approximation, default)
+        if not vectors.backward:
+            refuse_missing_gradients(self.entries)
+        self.reads = risk.reads
+        world = risk.processes.world
+        self.owners = owners_of(self.entries, world) if owned and world > 1 else None
+        self._confirmed = False
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> LayerPlan:
+        return self.entries[index]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of parameters of all blocks."""
+        return [group for entry in self.entries for group in entry.layer.groups]
+
+    @property
+    def kept_blocks(self) -> list[str]:
+        """Names of the blocks that this process keeps."""
+        rank = self.risk.processes.rank
+        names = [group.name for group in self.groups]
+        return [name for name in names if self.owners is None or self.owners[name] == rank]
+
+    # -------------------------------------------------------------------------------- another plan
+    def renewed(self) -> Self:
+        """The same choices for the layers that the risk has now."""
+        return type(self)(
+            self.risk,
+            self.vectors,
+            self.approximation,
+            self.default,
+            self.separate_weight_and_bias,
+            self.owned,
+        )
+
+    def learned(self, batch: Batch | None = None, error: ValueError | None = None) -> Self:
+        """The plan after a look at how functions read parameters, see `look_for_functions`."""
+        if self.reads is self.risk.reads:  # else another operator of the risk has looked
+            look_for_functions(self.risk, batch, error)
+        return self.renewed()
+
+    def agreed(self) -> Self:
+        """The plan by what all processes know of functions that read parameters; some may have no
+        examples. Collective.
+        """
+        mine = describe_reads(self.risk.reads)
+        described = [reads for reads in self.risk.processes.gather(mine) if reads is not None]
+        widest = max(described, key=extent, default=None)
+        if widest == mine:
+            return self
+        self.risk.reads = rebuild_reads(self.risk, widest)
+        return self.renewed()
+
+    def of_risk(self, risk: EmpiricalRisk) -> Self:
+        """The same layers of another object for the same risk."""
+        other = copy.copy(self)
+        other.risk = risk
+        return other
+
+    def only(self, names: Collection[str]) -> Self:
+        """The plan of these layers alone; of all, if it has none of these."""
+        entries = [entry for entry in self.entries if entry.layer.name in names]
+        if not entries or len(entries) == len(self.entries):
+            return self
+        keys = [key for entry in entries for key in entry.layer.params]
+        other = self.of_risk(self.risk.restricted(keys))
+        other.entries = entries
+        return other
+
+    # ------------------------------------------------------------------------------------ its facts
+    def confirm(self) -> None:
+        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and
+        will not change.
+        """
+        if self._confirmed:
+            return
+        self._confirmed = True
+        if replaced := [entry.layer for entry in self.entries if entry.approximation is INSTEAD]:
+            warn_of_replaced(replaced, len(self.entries))
+
+    def described(self) -> dict[str, Any]:
+        """The choices, by the names of arguments: they have to be the same in all processes."""
+        names = ("approximation", "default", "vectors", "separate_weight_and_bias", "owned")
+        return {f"{name}=": getattr(self, name) for name in names}
+
+
+def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[LayerPlan]:
     """Decide for every layer: exact name, then glob, then type, then the default.
 
     Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker
@@ -148,7 +298,7 @@ def _why_not_affine(layer: Layer) -> str:
     )
 
 
-def plan_table(plan: list[LayerPlan]) -> str:
+def plan_table(plan: Iterable[LayerPlan]) -> str:
     """One line per layer: modules, rules, parameters, approximation, sizes of the blocks."""
     heads = (
         "layer",
@@ -222,7 +372,7 @@ class Memory:
         return "\n".join(table([*rows, ("all, GiB", gib(self.computing), gib(self.kept))]))
 
 
-def memory_of(plan: Sequence[LayerPlan]) -> Memory:
+def memory_of(plan: Iterable[LayerPlan]) -> Memory:
     """What the layers of a plan need.
 
     Raises:
@@ -244,7 +394,7 @@ def memory_of(plan: Sequence[LayerPlan]) -> Memory:
     return Memory(layers)
 
 
-def groups_within(plan: Sequence[LayerPlan], max_bytes: int) -> tuple[list[list[LayerPlan]], int]:
+def groups_within(plan: Iterable[LayerPlan], max_bytes: int) -> tuple[list[list[LayerPlan]], int]:
     """Layers in their order, in groups that need at most `max_bytes` while they are computed.
 
     Returns:

@@ -35,6 +35,7 @@ from curvlinops_plus.blocks.per_example import (
     NearestKronecker,
     ScaledIdentity,
 )
+from curvlinops_plus.blocks.plan import Plan
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
@@ -145,21 +146,21 @@ def difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | 
     return None if same else (where, one, other)
 
 
-def plan_of(K: Any) -> dict[str, Any]:
-    """What the blocks of an operator are of."""
+def plan_as_data(K: Any, plan: Plan) -> dict[str, Any]:
+    """What the blocks of an operator with this plan are of."""
     return {
         "class": type(K).__name__,
-        "loss": K.risk.losses.options(),
-        "vectors": as_data(K.vectors),
-        "separate_weight_and_bias": K.separate_weight_and_bias,
+        "loss": plan.risk.losses.options(),
+        "vectors": as_data(plan.vectors),
+        "separate_weight_and_bias": plan.separate_weight_and_bias,
         "dtype": str(K.dtype).removeprefix("torch."),
-        "reads": describe_reads(K.risk.reads),
+        "reads": describe_reads(plan.risk.reads),
         "layers": {
             entry.layer.name: {
                 "parameters": {key: list(p.shape) for key, p in entry.layer.params.items()},
                 "approximation": as_data(entry.approximation),
             }
-            for entry in K.plan
+            for entry in plan
         },
     }
 
@@ -187,7 +188,7 @@ def about(K: Any) -> dict[str, Any]:
     names = ("num_data", "num_per_example_loss_terms", "progressbar")
     return {
         "version": VERSION,
-        "plan": plan_of(K),
+        "plan": plan_as_data(K, K.plan),
         "options": {name: getattr(K.risk.options, name) for name in names},
         "scale": K.scale,
         "fingerprint": dict(K.parameters),
@@ -218,56 +219,50 @@ def checked(state: Any) -> Mapping[str, Any]:
 def take_state(K: Any, given: Any) -> None:
     """What `load_state_dict` of an operator does."""
     state = checked(given)
-    plan, fitting = state["plan"], copy.copy(K)
-    fitting.risk = copy.copy(K.risk)  # the caller's stays as it is
-    if difference(
-        plan["reads"], describe_reads(K.risk.reads)
-    ):  # looked and found nothing is not "not looked"
-        fitting.risk.reads = rebuild_reads(K.risk, plan["reads"])
-        fitting.renew_plan()
-    mine = plan_of(fitting)
-    if K.adopts_vectors and plan["vectors"]["kind"] == mine["vectors"]["kind"]:
-        mine["vectors"] = plan["vectors"]
-        fitting.vectors = vectors_of(plan["vectors"], [type(K.vectors)])
-    if keys_of(plan) != keys_of(mine):
-        more, fewer = sorted(keys_of(plan) - keys_of(mine)), sorted(keys_of(mine) - keys_of(plan))
+    data = state["plan"]
+    plan = K.plan.of_risk(copy.copy(K.risk))  # the caller's stays as it is
+    # To have looked and found nothing is not the same as not to have looked.
+    if difference(data["reads"], describe_reads(plan.risk.reads)):
+        plan.risk.reads = rebuild_reads(plan.risk, data["reads"])
+        plan = plan.renewed()
+    mine = plan_as_data(K, plan)
+    if K.adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
+        mine["vectors"] = data["vectors"]
+        plan.vectors = vectors_of(data["vectors"], [type(K.vectors)])
+    if keys_of(data) != keys_of(mine):
+        more = sorted(keys_of(data) - keys_of(mine))
+        fewer = sorted(keys_of(mine) - keys_of(data))
         raise ValueError(
             f"State mismatch in the parameters: only the state has {more[:5]}, only this operator "
             f"{fewer[:5]}. Both have to be of the same model and parameters: say params=, in "
             "EmpiricalRisk or from_state_dict, as a dict if the names were yours."
         )
-    if found := difference(plan, mine):
-        where, theirs, ours = found
+    if mismatch := difference(data, mine):
+        where, theirs, ours = mismatch
         raise ValueError(
             f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}."
         )
     blocks = None
     if "blocks" in state:
-        if missing := [name for name in fitting.kept_blocks if name not in state["blocks"]]:
+        if missing := [name for name in plan.kept_blocks if name not in state["blocks"]]:
             raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
-        blocks = {name: unpack(state["blocks"][name], K.device) for name in fitting.kept_blocks}
-    if changed_parameters(
-        state["fingerprint"], fingerprint(K.risk), 1e-5
-    ):  # the rounding of another dtype
+        blocks = {name: unpack(state["blocks"][name], K.device) for name in plan.kept_blocks}
+    rounding = 1e-5  # of another dtype
+    if changed_parameters(state["fingerprint"], fingerprint(K.risk), rounding):
         warn(
             "The model's parameters differ from those that this state was computed at; its blocks "
             "describe the old ones.",
             CurvatureWarning,
             stacklevel=level_of_user(),
         )
-    fitting.risk.options = replace(K.risk.options, **state["options"])
-    vars(K).update(
-        {name: getattr(fitting, name) for name in ("risk", "plan", "owners", "vectors", "_reads")}
-    )
+    plan.risk.options = replace(K.risk.options, **state["options"])
+    K.plan = plan
     if blocks is None:
         K._compute_later()
-    else:
-        K.scale = 1.0
-        K._set_blocks(blocks, state["examples"], state["fingerprint"])
-        K.scale, K.structure = (
-            state["scale"],
-            Structure.PSD if state["scale"] >= 0 else Structure.SYMMETRIC,
-        )
+        return
+    K._adopt(blocks, state["examples"], state["fingerprint"])
+    K.scale = state["scale"]
+    K.structure = Structure.PSD if K.scale >= 0 else Structure.SYMMETRIC
 
 
 def vectors_of(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
@@ -414,7 +409,8 @@ class Checkpoint:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
         >>> one, two = CurvatureEstimator(risk), CurvatureEstimator(risk)
         >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
-        >>> Checkpoint(two).load_state_dict(Checkpoint(one).state_dict())  # as dcp.save and dcp.load do
+        >>> saved = Checkpoint(one).state_dict()  # as dcp.save and dcp.load do
+        >>> Checkpoint(two).load_state_dict(saved)
         >>> two.updates
         1
     """

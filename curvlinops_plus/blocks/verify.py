@@ -183,7 +183,7 @@ def _block_rows(
     batches, gradients, roundings = _record(K, risk, few, number)
     sizes = {key: float(g.norm()) for key, g in gradients.items()}
     largest = max(sizes.values(), default=0.0)
-    mine = {*K.kept_blocks}
+    mine = {*K.plan.kept_blocks}
     rows: list[Row] = []
     for entry in K.plan:
         eps, rounding = roundings[entry.layer]
@@ -321,7 +321,7 @@ def _exact_parts(
     N = batches[0].num_examples
     totals = Totals(examples=N, terms=N, loss_count=float(N))
     for name, accumulator in entry.accumulators(lambda totals: 2.0 / totals.loss_count).items():
-        if K.owners is not None and K.owners[name] != K.risk.processes.rank:
+        if K.plan.owners is not None and K.plan.owners[name] != K.risk.processes.rank:
             continue
         result: Any = accumulator
         while isinstance(result, Accumulator):
@@ -348,7 +348,7 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     """
     data, operator = K.risk.data, K._operator
     ordered = not K.vectors.random or isinstance(data, (list, tuple))
-    not_compared = [(name or "(model)", STORED_CHECK, math.nan) for name in K.kept_blocks]
+    not_compared = [(name or "(model)", STORED_CHECK, math.nan) for name in K.plan.kept_blocks]
     if operator is None or not K.of_data or K.risk.processes.world > 1 or not ordered:
         return not_compared
     if changed_parameters(K.parameters, fingerprint(K.risk), 1e-12):

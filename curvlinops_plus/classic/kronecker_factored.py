@@ -314,7 +314,8 @@ class EKFACLinearOperator(KFACLinearOperator):
                 "max_bytes= keep apart. Use compute(), which computes everything anew."
             )
         sweeps = Sweeps(self)
-        accumulators = sweeps.groups[0]
+        stages = sweeps.groups[0].stages
+        blocks = self.operator.blocks
         Q_A = self.input_covariances_eigenvectors
         Q_G = self.gradient_covariances_eigenvectors
         for entry in self.plan:
@@ -322,12 +323,11 @@ class EKFACLinearOperator(KFACLinearOperator):
             if issubclass(entry.approximation.kind, EKFAC):
                 name = layer.name
                 correction = Correction(layer, self.risk.scale, Q_G.get(name), Q_A.get(name))
-                accumulators[layer] = {name: correction}
+                stages[layer] = [{name: correction}]
             else:
-                del accumulators[layer]
+                del stages[layer]
                 for group in layer.groups:
-                    block = self.operator.blocks[group.name]
-                    sweeps.blocks[group.name] = block._scale(1 / self.scale)
+                    sweeps.blocks[group.name] = blocks[group.name]._scale(1 / self.scale)
         return sweeps
 
     @property

@@ -45,7 +45,7 @@ class Call:
     expanded: bool
     outputs: Sequence[Output]
     versions: Sequence[tuple[Tensor, int]]
-    single: bool
+    single: bool = True
     grads: Any = None
 
     @property
@@ -71,13 +71,6 @@ class Output:
     axis: int
     fold: int | None
     edge: Any
-
-    @property
-    def num_rows(self) -> int:
-        """The examples, or a multiple of them."""
-        if self.fold is not None:
-            return self.fold
-        return self.shape[self.axis] if len(self.shape) > self.axis else 0
 
     def gradient(self, g: Tensor | None, V: int) -> Tensor:
         """What has arrived, as [V, *out] with the examples first; zeros if nothing has.

@@ -454,15 +454,17 @@ class Recorder:
                 expanded = True
         if self._recording:
             outputs = []
+            rows = 0  # the examples, or a multiple of them
             for k, on in zip(places, axes, strict=True):
                 t = leaves[k]
+                rows = self._require_rows(use, t, on, fold, rows)
                 edge = get_gradient_edge(t) if self.backward else None
                 outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
                 self.dtypes.add(t.dtype)
                 self.numbers += t.numel()
-            self._require_rows(use, outputs)
             for read in reads:
-                call = self._call(read, inputs, outputs, axis, expanded, structure is None)
+                call = self._call(read, inputs, outputs, axis, rows, expanded)
+                call.single = structure is None
                 self.calls.append(call)
         if not (self.backward or expanded):
             return None
@@ -493,15 +495,19 @@ class Recorder:
             raise _refusal_of_one_row(use, N, "this is not done in passes of others")
         return t.expand(*t.shape[:axis], N, *t.shape[axis + 1 :])
 
-    def _require_rows(self, use: ModuleUse, outputs: Sequence[Output]) -> None:
-        """Refuse outputs whose rows can't belong to examples."""
-        rows = outputs[0].num_rows
-        for output in outputs:
-            by_example = rows and not rows % self.num_examples and output.num_rows == rows
-            # On another axis than the first there may be no positions beside the examples.
-            alone = output.axis == 0 or rows == self.num_examples or use.function
-            if not (by_example and alone):
-                raise self._not_by_example(use, f"returned {list(output.shape)}")
+    def _require_rows(
+        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, rows: int
+    ) -> int:
+        """The number of an output's rows, that of the outputs before if there are some; refuses
+        rows that can't belong to examples.
+        """
+        size = fold or (t.shape[axis] if t.ndim > axis else 0)
+        by_example = size and not size % self.num_examples and rows in (0, size)
+        # On another axis than the first there may be no positions beside the examples.
+        alone = axis == 0 or size == self.num_examples or use.function
+        if not (by_example and alone):
+            raise self._not_by_example(use, f"returned {list(t.shape)}")
+        return size
 
     def _call(
         self,
@@ -509,8 +515,8 @@ class Recorder:
         inputs: Any,
         outputs: Sequence[Output],
         axis: int,
+        rows: int,
         expanded: bool,
-        single: bool,
     ) -> Call:
         """A call with its inputs, the examples first.
 
@@ -520,7 +526,7 @@ class Recorder:
         """
         index, use, rule = read
         N = self.num_examples
-        rows, fold = outputs[0].num_rows, outputs[0].fold
+        fold = outputs[0].fold
 
         def moves(t: Tensor, on: int) -> bool:
             return on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
@@ -559,7 +565,7 @@ class Recorder:
             args, kwargs = tree_unflatten(leaves, structure)
         self.kinds.add((use.name, expanded, tuple(in_axes or ())))
         versions = [(t, t._version) for t in tensors if not t.is_inference()]
-        return Call(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions, single)
+        return Call(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions)
 
     def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
         """The error about rows of a layer that don't belong to examples."""

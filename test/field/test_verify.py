@@ -449,7 +449,7 @@ def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
     for operator in (K, stream.operator, kept, shuffled, lazy):
         result = operator.verify()
         assert all(math.isnan(error) for _, check, error in result.rows if check == STORED_CHECK)
-        assert f"{STORED_CHECK}: {len(operator.kept_blocks)} not compared" in str(result)
+        assert f"{STORED_CHECK}: {len(operator.plan.kept_blocks)} not compared" in str(result)
     for vectors in (Exact(), Empirical()):
         assert f"{STORED_CHECK}: " not in str(
             curvature(risk.with_data(loader), vectors=vectors).verify()
@@ -458,7 +458,7 @@ def test_blocks_that_the_data_do_not_give_are_left_out() -> None:
 
 def test_blocks_of_other_processes_are_left_out() -> None:
     K = made({"0": WRONG["KFAC, G twice"]}, default=DiagonalBlock)
-    K.owners = {"0": 1, "2": 0}
+    K.plan.owners = {"0": 1, "2": 0}
     assert [layer for layer, check, _ in K.verify(stored=False).rows if check == BLOCK_CHECK] == [
         "2"
     ]

@@ -1,0 +1,546 @@
+"""Sums over data, layer by layer.
+
+All data of a risk, one batch, the running average of a stream with its open step, the sums of
+other processes, a loaded state and the union of two streams are all objects of one class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.together import Stage, add_over_processes, costs_of, decompose_together
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.linalg import Diagonal, LinearOperator
+from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.linalg.numerics import side_by_side
+from curvlinops_plus.risk import Layer, LayerBatch, Totals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Shows data to a consumer, as often as it is called, and returns its totals.
+DataShow = Callable[[Callable[[LayerBatch], None]], Totals]
+
+# What a state has of `Totals`, besides the layers called and the weights of losses.
+_COUNTED = ("examples", "terms", "loss_count", "steps")
+
+
+class Sums:
+    """For each layer of a plan stages of named sums, one for each sweep of its approximation, and
+    totals.
+
+    Of a data set each layer has the stage that it is in, and `finish` makes blocks, or the next
+    stage, of it. Of a stream a layer has all its stages: those after the first one exist as soon as
+    it was called. A stream consists of steps, of one batch or a few: a layer is decayed once in
+    each step that calls it, and counts all examples of such steps.
+
+    Args:
+        plan: The layers.
+        scale: The factor of the loss, as for accumulators.
+
+    Attributes:
+        stages: Of each layer that is not finished.
+        history: For each layer a key of `totals`, the same for layers that the same steps have
+            called.
+        totals: What these steps contained. They are never written to.
+        step: The totals of the step that batches are added to.
+        decay: What layers that it calls are multiplied with.
+        entered: The indices of these.
+        withdrawn: Layers to which nothing is added any more; their blocks are identities.
+    """
+
+    def __init__(self, plan: Iterable[LayerPlan], scale: LossScale) -> None:
+        self.stages: dict[Layer, list[Stage]] = {
+            entry.layer: [entry.accumulators(scale)] for entry in plan
+        }
+        self.layers = list(self.stages)
+        self.device = self.layers[0].device.type
+        self.withdrawn: set[Layer] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._count(Totals())
+        self.step = Totals()
+        self.decay = 1.0
+        self.entered: set[int] = set()
+        self.open = False  # whether a step was begun
+
+    def _count(self, totals: Totals) -> None:
+        """The sums of all layers are of data with these totals."""
+        self.history = dict.fromkeys(self.layers, 0)
+        self.totals = {0: totals}
+
+    def consume(self, batch: LayerBatch) -> None:
+        """Add what a layer received to all its stages."""
+        for stage in self.stages.get(batch.layer, ()):
+            _update(stage, batch)
+
+    # --------------------------------------------------------------------------------- all the data
+    @property
+    def waiting(self) -> set[Layer]:
+        """The layers that need one more stage."""
+        return {
+            layer
+            for layer, stages in self.stages.items()
+            if layer not in self.withdrawn and any(a.sweeps > 1 for a in stages[-1].values())
+        }
+
+    def finish(
+        self, totals: Totals, processes: Alone, names: Collection[str] | None = None
+    ) -> dict[str, LinearOperator]:
+        """The blocks of layers that need no further stage; the stage of the others is the next one.
+
+        Sums are given up as soon as they are used. Collective.
+
+        Args:
+            totals: Of all data, which every layer was shown.
+            names: Of the accumulators whose blocks this process keeps; None: of all.
+        """
+        self._count(totals)
+        accumulators = list(self._accumulators())
+        add_over_processes(accumulators, processes)
+        for accumulator in accumulators:
+            accumulator.totals = totals
+            accumulator.complete = True
+        decompose_together(accumulators, processes)
+        del accumulators, accumulator
+
+        def finished(layer: Layer) -> dict[str, Any]:
+            (stage,) = self.stages.pop(layer)
+            return {
+                name: accumulator.finish()
+                for name, accumulator in stage.items()
+                if names is None or accumulator.sweeps > 1 or name in names
+            }
+
+        layers = list(self.stages)
+        with plain_mode(self.device):
+            results = side_by_side(finished, layers, lambda layer: costs_of(self.stages[layer][0]))
+        blocks: dict[str, LinearOperator] = {}
+        for layer, of_layer in zip(layers, results, strict=True):
+            stage: Stage = {}
+            for name, result in of_layer.items():
+                if isinstance(result, Accumulator):
+                    stage[name] = result
+                else:
+                    blocks |= {name: result} if isinstance(result, LinearOperator) else result
+            if stage:
+                self.stages[layer] = [stage]
+        return blocks
+
+    # ----------------------------------------------------------------------------- batches of steps
+    def fresh(self) -> Self:
+        """No sums, in the same bases."""
+        other = self._each(Accumulator.empty)
+        other._forget()
+        return other
+
+    def see(self, show: DataShow, processes: Alone | None, totals: Totals | None = None) -> Totals:
+        """Add a first batch, and once more to layers that take their bases from it, as EKFAC does.
+
+        Args:
+            processes: Those whose batches determine these bases. Collective. None: this one must
+                not make any.
+            totals: Of the batch, if it was added already.
+
+        Raises:
+            UnsupportedError: If a basis would be needed.
+        """
+        if totals is None:
+            totals = show(self.consume)
+        self._count(totals)
+        while waiting := self.waiting:
+            whole = self if processes is None else self.over(processes)
+            late = [layer for layer in whole.called if layer in waiting]
+            # Without a term there are no gradients.
+            if not late or not float(whole.totals_of(late[0]).loss_count) > 0:
+                break
+            if processes is None:
+                raise UnsupportedError(
+                    f"{late[0].title} was called by no process in the first update with terms, and "
+                    "is called now. EKFAC's eigenvectors have to be the same in all processes, and "
+                    "these agree on them in that update only. Use KFAC for this layer, or begin "
+                    "with batches that call it."
+                )
+            decompose_together(whole._of(late, -1), processes)
+            with plain_mode(self.device):
+                added = {layer: whole._following(layer) for layer in late}
+            for layer, stage in added.items():
+                self.stages[layer].append(stage)
+            show(lambda batch, added=added: _update(added.get(batch.layer, {}), batch))
+        return totals
+
+    def _following(self, layer: Layer, number: int = 0) -> Stage:
+        """The stage of a layer that follows from that of this number, without sums.
+
+        Raises:
+            UnsupportedError: If it can't take over what others of its class have summed.
+        """
+        following: Stage = {}
+        for accumulator in self._of([layer], number):
+            result = accumulator.finish()
+            if isinstance(result, Accumulator):
+                if not result.changes_basis:
+                    raise accumulator.streaming_error()
+                following[accumulator.block_name] = result
+        return following
+
+    def add(self, batch: Sums, totals: Totals, decay: float) -> None:
+        """Add the sums of one batch, which are taken over: to the open step with `decay=1`, else to
+        a new one.
+
+        Raises:
+            ValueError: If several losses had other weights before; nothing has changed then.
+        """
+        for before in self.totals.values():
+            if problem := before.mismatch(totals):
+                raise ValueError(problem)
+        if decay != 1:
+            # The step of one of several processes, without examples: others call what they did.
+            if self.open and not self.entered and not self.step.examples:
+                self.enter(range(len(self.layers)))
+            self.step = Totals()
+            self.decay = decay
+            self.entered = set()
+        self.open = True
+        with plain_mode(self.device):
+            self.step.add(totals)
+            self._join([self.layers[index] for index in self.entered], totals)
+            self.enter(totals.called)
+            self._take(batch)
+
+    def enter(self, called: Iterable[int]) -> None:
+        """The open step calls layers, by their indices: what was before is decayed, and all of the
+        step counts.
+        """
+        late = [self.layers[index] for index in set(called) - self.entered]
+        self.entered.update(called)
+        self._join(late, self.step, self.decay, steps=1.0)
+        if self.decay == 1:
+            return
+        accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
+        if tensors := [total for a in accumulators for total in a.raw.values()]:
+            with plain_mode(self.device):
+                torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
+        for accumulator in accumulators:
+            accumulator.counts = {n: self.decay * count for n, count in accumulator.counts.items()}
+
+    def _join(
+        self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0
+    ) -> None:
+        """Add to the totals of layers, of which those before are decayed."""
+        joined: dict[int, int] = {}
+        for layer in layers:
+            key = self.history[layer]
+            if key not in joined:
+                joined[key] = max(self.totals) + 1
+                self.totals[joined[key]] = _union(self.totals[key], totals, decay, steps)
+            self.history[layer] = joined[key]
+        if joined:
+            self.totals = {key: self.totals[key] for key in {*self.history.values()}}
+
+    def _take(self, other: Sums) -> None:
+        """Add other sums, whose tensors are these afterwards where there were none; not their
+        totals.
+        """
+        totals: list[Tensor] = []
+        values: list[Tensor] = []
+        for mine, stages in zip(self.stages.values(), other.stages.values(), strict=True):
+            for stage, more in zip(mine, stages):
+                for name, accumulator in more.items():
+                    into = stage[name]
+                    into.halves |= accumulator.halves
+                    for key, value in accumulator.raw.items():
+                        if key in into.raw:
+                            totals.append(into.raw[key])
+                            values.append(value)
+                        else:
+                            into.raw[key] = value
+                    for key, count in accumulator.counts.items():
+                        into.counts[key] = into.counts.get(key, 0.0) + count
+            mine += stages[len(mine) :]
+        if totals:
+            torch._foreach_add_(totals, values)  # pyright: ignore[reportPrivateImportUsage]
+
+    def require_finite(self) -> None:
+        """Refuse sums of a batch with NaN or infinite entries.
+
+        Raises:
+            NumericsError: Naming layer and statistic.
+        """
+        sums = [(a, name, total) for a in self._accumulators() for name, total in a.raw.items()]
+        if not sums:
+            return
+        norms = torch._foreach_norm([total for _, _, total in sums])  # pyright: ignore[reportPrivateImportUsage]
+        # If the sum of squares is finite, so are all entries; else look at them, since it may have
+        # overflown by itself.
+        if isfinite(torch.stack(norms).square().sum()):
+            return
+        for accumulator, name, total in sums:
+            if not bool(total.isfinite().all()):
+                raise NumericsError(
+                    f"{accumulator.layer.title}: the statistic {name!r} of this batch has NaN or "
+                    "infinite entries. The batch was not added, the estimator is as before it. "
+                    "Look for NaN in the batch, for an overflow, or for parameters that diverged."
+                )
+
+    # --------------------------------------------------------------------------- sums of other sums
+    def _each(self, make: Callable[[Accumulator], Accumulator]) -> Self:
+        """Others with accumulators made of these ones."""
+        other = copy.copy(self)
+        other.stages = {
+            layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
+            for layer, stages in self.stages.items()
+        }
+        other.history = dict(self.history)
+        other.totals = dict(self.totals)
+        other.entered = set(self.entered)
+        other.step = _union(Totals(), self.step)
+        other.withdrawn = set(self.withdrawn)
+        return other
+
+    def copied(self) -> Self:
+        """The same; changes of one are none of the other."""
+        with plain_mode(self.device):
+            return self._each(Accumulator.copy)
+
+    def without_data(self) -> Self:
+        """No sums in the same steps, which have called the same layers: for a process that shares
+        those of another.
+        """
+        other = self._each(Accumulator.empty)
+        other.totals = {
+            key: Totals(called=set(totals.called), weights=totals.weights, steps=totals.steps)
+            for key, totals in self.totals.items()
+        }
+        other.step = Totals()
+        return other
+
+    def merged(self, other: Sums) -> Self:
+        """The sums of both; eigenvalues of the other are carried into the bases of these. Neither
+        changes.
+
+        A layer that one of them calls in the step that it is in was called by both.
+
+        Raises:
+            ValueError: If several losses had other weights there.
+        """
+        mine = self.copied()
+        theirs = other._in_bases_of(self).copied()
+        mine.enter(other.entered)
+        theirs.enter(self.entered)
+        mine._set_totals(map(_union, mine._totals_by_layer(), theirs._totals_by_layer()))
+        mine.step = _union(mine.step, theirs.step)
+        mine.withdrawn |= {mine.layers[other.layers.index(layer)] for layer in other.withdrawn}
+        with plain_mode(self.device):
+            mine._take(theirs)
+        return mine
+
+    def over(self, processes: Alone) -> Self:
+        """The sums of all processes; these stay as they are. Collective.
+
+        Moving averages are linear: the average of sums is the sum of averages.
+        """
+        if processes.world == 1:
+            return self
+        whole = self.copied()
+        add_over_processes(list(whole._accumulators()), processes)
+        parts = [totals.plain() for totals in (self.step, *self._totals_by_layer())]
+        whole.step, *of_layers = map(Totals.union, zip(*processes.gather(parts), strict=True))
+        whole._set_totals(of_layers)
+        return whole
+
+    def renewed(self, processes: Alone) -> tuple[Self, Self]:
+        """These sums, and those over all processes, with eigenvalues in the bases that follow from
+        the factors of now.
+
+        Collective.
+        """
+        whole = self.over(processes)
+        corrected = [layer for layer, stages in whole.stages.items() if len(stages) > 1]
+        decompose_together(whole._of(corrected, 0), processes)
+
+        def renewed_stages(layer: Layer) -> list[Stage]:
+            factors, *corrections = whole.stages[layer]
+            return [factors, *[_in_basis(whole._following(layer), stage) for stage in corrections]]
+
+        stages = side_by_side(
+            renewed_stages, whole.layers, lambda layer: costs_of(whole.stages[layer][0])
+        )
+        new = copy.copy(whole)
+        new.stages = dict(zip(whole.layers, stages, strict=True))
+        return (new if whole is self else self._in_bases_of(new)), new
+
+    def _in_bases_of(self, other: Sums) -> Self:
+        """The same sums, with eigenvalues in the bases of others of the same plan, where these have
+        some.
+        """
+        new = copy.copy(self)
+        new.stages = {}
+        pairs = zip(self.stages.items(), other.stages.values(), strict=True)
+        for (layer, (factors, *corrections)), (_, *bases) in pairs:
+            before = [*corrections, *[None] * len(bases)]
+            carried = map(_in_basis, bases, before)
+            new.stages[layer] = [factors, *carried, *corrections[len(bases) :]]
+        return new
+
+    # -------------------------------------------------------------------------------------- reading
+    @property
+    def called(self) -> list[Layer]:
+        """The layers that a batch has called, or that are withdrawn, in the order of the plan."""
+        return [
+            layer
+            for index, layer in enumerate(self.layers)
+            if index in self.totals_of(layer).called or layer in self.withdrawn
+        ]
+
+    @property
+    def begins(self) -> bool:
+        """Whether a batch of now makes the bases that an approximation needs before it can be
+        summed.
+        """
+        return all(len(stages) == 1 for stages in self.stages.values()) and bool(self.waiting)
+
+    def blocks(self) -> dict[str, LinearOperator]:
+        """Block name to operator, of all layers of a stream that were called."""
+        blocks: dict[str, LinearOperator] = {}
+        for layer in self.called:
+            if layer in self.withdrawn:
+                blocks |= _identities(layer)
+                continue
+            for accumulator in self._of([layer], -1):
+                result = accumulator.finish()
+                if isinstance(result, Accumulator):
+                    if not (result.changes_basis and accumulator.sweeps > 1):
+                        raise accumulator.streaming_error()
+                    # No term has counted yet, and with "sum" that is a matrix, too.
+                    result = result.finish()
+                assert not isinstance(result, Accumulator)
+                if isinstance(result, LinearOperator):
+                    result = {accumulator.block_name: result}
+                blocks |= result
+        return blocks
+
+    def totals_of(self, layer: Layer) -> Totals:
+        """The totals of the steps that have called a layer."""
+        return self.totals[self.history[layer]]
+
+    def _totals_by_layer(self) -> list[Totals]:
+        return [self.totals_of(layer) for layer in self.layers]
+
+    def _set_totals(self, totals: Iterable[Totals]) -> None:
+        """Totals of each layer, in the order of the plan."""
+        self.totals = dict(enumerate(totals))
+        self.history = {layer: index for index, layer in enumerate(self.layers)}
+
+    def _of(self, layers: Iterable[Layer], number: int) -> list[Accumulator]:
+        """The accumulators of a stage of some layers, which know their totals."""
+        accumulators: list[Accumulator] = []
+        for layer in layers:
+            for accumulator in self.stages[layer][number].values():
+                accumulator.totals = self.totals_of(layer)
+                accumulators.append(accumulator)
+        return accumulators
+
+    def _accumulators(self) -> Iterator[Accumulator]:
+        return (a for stages in self.stages.values() for stage in stages for a in stage.values())
+
+    # --------------------------------------------------------------------------------------- saving
+    def state_dict(self) -> dict[str, Any]:
+        """All sums and totals, in tensors and plain Python: position of the layer, number of the
+        stage, block name.
+        """
+        layers: dict[str, Any] = {}
+        for layer in self.called:
+            layers[f"{self.layers.index(layer)}"] = {
+                "totals": _totals_as_data(self.totals_of(layer)),
+                "stages": [
+                    {name: a.state_dict() for name, a in stage.items()}
+                    for stage in self.stages[layer]
+                ],
+            }
+        return {
+            "layers": layers,
+            "step": _totals_as_data(self.step),
+            "decay": self.decay,
+            "entered": sorted(self.entered),
+            "withdrawn": [k for k, layer in enumerate(self.layers) if layer in self.withdrawn],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; these have no sums yet."""
+        totals = self._totals_by_layer()
+        for index, of_layer in state["layers"].items():
+            totals[int(index)] = _totals_of_data(of_layer["totals"])
+        self._set_totals(totals)
+        for index, of_layer in state["layers"].items():
+            layer = self.layers[int(index)]
+            for number, stage in enumerate(of_layer["stages"]):
+                if number:
+                    self.stages[layer].append(self._following(layer))
+                for name, accumulator in self.stages[layer][number].items():
+                    accumulator.load_state_dict(stage[name])
+        self.step = _totals_of_data(state["step"])
+        self.decay = state["decay"]
+        self.entered = set(state["entered"])
+        # Earlier versions withdrew none.
+        self.withdrawn = {self.layers[index] for index in state.get("withdrawn", ())}
+
+
+def _update(stage: Stage, batch: LayerBatch) -> None:
+    for accumulator in stage.values():
+        group = accumulator.group
+        accumulator.update(batch if group is None else batch.restrict(group))
+
+
+def _in_basis(stage: Stage, before: Stage | None) -> Stage:
+    """An empty stage like this one with the sums of another one of the same number, expressed in
+    its basis.
+    """
+    new = {name: accumulator.empty() for name, accumulator in stage.items()}
+    for name, accumulator in new.items():
+        if before is not None and before[name].sums:
+            accumulator.change_basis(before[name])
+    return new
+
+
+def _identities(layer: Layer) -> dict[str, LinearOperator]:
+    """Blocks whose inverse leaves gradients as they are, up to the damping."""
+    blocks: dict[str, LinearOperator] = {}
+    for group in layer.groups:
+        size = sum(layer.params[key].numel() for key in group.keys)
+        ones = torch.ones(size, dtype=layer.accumulation_dtype, device=layer.device)
+        blocks[group.name] = Diagonal(ones)
+    return blocks
+
+
+def _union(before: Totals, more: Totals, decay: float = 1.0, steps: float = 0.0) -> Totals:
+    """The totals of both, of which the first ones are decayed, and belong to that many steps
+    more.
+    """
+    new = replace(before, called=set(before.called), reached=set(before.reached))
+    new.decay(decay)
+    new.steps += steps
+    new.add(more)
+    return new
+
+
+def _totals_as_data(totals: Totals) -> dict[str, Any]:
+    plain = totals.plain()
+    data = {name: getattr(plain, name) for name in _COUNTED}
+    return {**data, "called": sorted(plain.called), "weights": list(plain.weights)}
+
+
+def _totals_of_data(data: Mapping[str, Any]) -> Totals:
+    counted = {name: data[name] for name in _COUNTED}
+    return Totals(**counted, called=set(data["called"]), weights=tuple(data["weights"]))
