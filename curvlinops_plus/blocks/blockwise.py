@@ -115,14 +115,7 @@ class BlockwiseLinearOperator(Deferred):
         offload: str | torch.device | None = None,
         compute: bool = True,
     ) -> None:
-        plan = Plan.of(
-            risk,
-            approximation,
-            default,
-            vectors=vectors,
-            separate_weight_and_bias=separate_weight_and_bias,
-            owned=owned,
-        )
+        plan = Plan.of(risk, approximation, default, vectors, separate_weight_and_bias, owned)
         if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
             raise ValueError(
                 f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps "

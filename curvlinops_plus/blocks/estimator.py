@@ -123,13 +123,7 @@ class CurvatureEstimator:
         self.leave_out_uncalled = leave_out_uncalled
         #: The layers with their approximations. How functions read parameters is known after the
         #: first batch.
-        self.plan = Plan.of(
-            risk,
-            approximation,
-            default,
-            vectors=vectors,
-            separate_weight_and_bias=separate_weight_and_bias,
-        )
+        self.plan = Plan.of(risk, approximation, default, vectors, separate_weight_and_bias)
         self.risk = self.plan.risk
         self.vectors = self.plan.vectors
         self.reset()
@@ -308,7 +302,9 @@ class CurvatureEstimator:
         """
         decay = self.decay if decay is None else decay
         _check_decay(decay)
-        step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
+        step, before = self._drawn
+        if decay != 1 and self.updates:
+            step, before = step + 1, 0
         # If it is shown again, it is with the same vectors.
         show_again = partial(show, Draws(self.vectors.seed or 0, step, before))
         if (world := self.risk.processes.world) > 1 and (self._sums.begins or self._begins_anew):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -46,19 +46,26 @@ class LayerPlan:
         return {layer.name: kind(layer, None, scale, **options)}
 
 
+@dataclass(eq=False)
 class Plan:
     """The layers of a risk with the approximations that they get; it does not change.
 
-    Args:
+    Attributes:
         risk: Whose layers they are, as far as they are known.
         vectors: What is sent back.
         approximation, default, separate_weight_and_bias, owned: As for `curvature`.
-
-    Attributes:
+        entries: The layers with their approximations.
         reads: How functions read parameters, as the risk knew it when the plan was made.
         owners: Accumulator and block name to the rank of the only process that keeps it; None if
             all do.
     """
+
+    risk: EmpiricalRisk
+    vectors: Vectors
+    approximation: Any
+    default: Any
+    separate_weight_and_bias: bool
+    owned: bool
 
     @classmethod
     def of(
@@ -66,38 +73,23 @@ class Plan:
         risk: EmpiricalRisk,
         approximation: Any,
         default: Any,
-        *,
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         owned: bool = False,
     ) -> Self:
-        """The plan for a risk, whose outputs these vectors (or their name) are sent back from."""
+        """The plan for a risk; vectors may be named, and the risk gets options that they need."""
         vectors = as_vectors(vectors)
         risk = risk.for_vectors(vectors)
         return cls(risk, vectors, approximation, default, separate_weight_and_bias, owned)
 
-    def __init__(
-        self,
-        risk: EmpiricalRisk,
-        vectors: Vectors,
-        approximation: Any,
-        default: Any,
-        separate_weight_and_bias: bool,
-        owned: bool,
-    ) -> None:
-        self.risk = risk
-        self.vectors = vectors
-        self.approximation = approximation
-        self.default = default
-        self.separate_weight_and_bias = separate_weight_and_bias
-        self.owned = owned
-        layers = layers_of(risk, separate_weight_and_bias)
-        self.entries = assigned(layers, approximation, default)
-        if not vectors.backward:
+    def __post_init__(self) -> None:
+        layers = layers_of(self.risk, self.separate_weight_and_bias)
+        self.entries = assigned(layers, self.approximation, self.default)
+        if not self.vectors.backward:
             refuse_missing_gradients(self.entries)
-        self.reads = risk.reads
-        world = risk.processes.world
-        self.owners = owners_of(self.entries, world) if owned and world > 1 else None
+        self.reads = self.risk.reads
+        world = self.risk.processes.world
+        self.owners = owners_of(self.entries, world) if self.owned and world > 1 else None
         self._confirmed = False
 
     def __iter__(self) -> Iterator[LayerPlan]:
@@ -124,14 +116,7 @@ class Plan:
     # -------------------------------------------------------------------------------- another plan
     def renewed(self) -> Self:
         """The same choices for the layers that the risk has now."""
-        return type(self)(
-            self.risk,
-            self.vectors,
-            self.approximation,
-            self.default,
-            self.separate_weight_and_bias,
-            self.owned,
-        )
+        return replace(self)
 
     def learned(self, batch: Batch | None = None, error: ValueError | None = None) -> Self:
         """The plan after a look at how functions read parameters, see `look_for_functions`."""
