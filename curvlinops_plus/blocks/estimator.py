@@ -13,11 +13,11 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.listening import Hearing, Show, hearing_once
 from curvlinops_plus.blocks.plan import Plan, plan_table
 from curvlinops_plus.blocks.state import about, checked, difference, plain, take_state
 from curvlinops_plus.blocks.sums import Sums
 from curvlinops_plus.blocks.together import decompose_factors
+from curvlinops_plus.blocks.users_pass import ShowDrawn, UsersPass, called_once
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError, level_of_user
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
@@ -138,6 +138,7 @@ class CurvatureEstimator:
         self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk)
+        self._recorder: Recorder | None = None
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
@@ -189,10 +190,11 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found = self.risk.read(batch, self.updates)
-        with closing(self.hear(found)) as heard:
-            with hearing_once(heard, self.risk.model) if found.num_examples else nullcontext():
+        with closing(self.users_pass(found)) as users_pass:
+            once = called_once(users_pass, self.risk.model)
+            with once if found.num_examples else nullcontext():
                 yield
-            heard.add(found.y, decay)
+            users_pass.add(found.y, decay)
 
     @property
     def _looks_first(self) -> bool:
@@ -201,7 +203,7 @@ class CurvatureEstimator:
             return False
         return any(use.without_rule for entry in self.plan for use in entry.layer.uses)
 
-    def hear(self, batch: Batch, records: bool = True) -> Hearing:
+    def users_pass(self, batch: Batch, records: bool = True) -> UsersPass:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
         targets are known.
         """
@@ -210,26 +212,27 @@ class CurvatureEstimator:
         modules = (use.module for entry in self.plan for use in entry.layer.uses)
         scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
         records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
-        return Hearing(
-            batch,
-            self._passes(own_pass=False) if records else None,
-            self._add,
-            self._add_by_own_pass,
-        )
+        recorder = self._recorder_of(own_pass=False) if records else None
+        return UsersPass(batch, recorder, self._add, self._add_by_own_pass)
 
-    def _passes(self, own_pass: bool = True) -> Recorder:
-        """Passes in which layers are recorded."""
-        layers = [entry.layer for entry in self.plan]
-        ignored = self._sums.withdrawn
-        return Recorder(
-            self.risk,
-            layers,
-            self.vectors,
-            self._weights,
-            own_pass,
-            repeatable=False,
-            ignored=ignored,
+    def _recorder_of(self, own_pass: bool = True) -> Recorder:
+        """What records the layers; a recorder of the same layers that is free is taken again."""
+        layers = self._sums.layers
+        ignored = frozenset(self._sums.withdrawn)
+        recorder = self._recorder
+        fits = (
+            recorder is not None
+            and recorder.layers is layers
+            and recorder.ignored == ignored
+            and not recorder.is_hooked
         )
+        if recorder is None or not fits:
+            recorder = self._recorder = Recorder(
+                self.risk, layers, self.vectors, repeatable=False, ignored=ignored
+            )
+        recorder.own_pass = own_pass
+        recorder.weights = self._weights
+        return recorder
 
     def _add_by_own_pass(
         self, batch: Batch, decay: float | None, error: OutsideReads | None = None
@@ -259,9 +262,9 @@ class CurvatureEstimator:
         """Show a batch by a pass of our own; once more with the same dropout."""
         if not batch.num_examples:  # a step of other processes
             return Totals()
-        passes = self._passes()  # of the layers that processes have agreed on
-        with preserve_state(self.risk.model, self.risk.data), passes.hooked():
-            return passes.observe(batch, draws, consume)
+        recorder = self._recorder_of()  # of the layers that processes have agreed on
+        with preserve_state(self.risk.model, self.risk.data), recorder.hooked():
+            return recorder.observe(batch, draws, consume)
 
     def _learn(self, batch: Batch, error: OutsideReads) -> None:
         """Take up what a pass has shown: in the first batch other layers, later which to leave."""
@@ -296,7 +299,7 @@ class CurvatureEstimator:
             stacklevel=level_of_user(),
         )
 
-    def _add(self, show: Show, decay: float | None = None) -> None:
+    def _add(self, show: ShowDrawn, decay: float | None = None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes
         nothing.
         """

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 # Cumulative probabilities in float64 are formed in pieces of about this size.
-_WORK_BYTES = 2**20
-_GPU_WORK_BYTES = 2**28  # where each part costs a few launches
+_DRAW_BYTES = 2**20
+_GPU_DRAW_BYTES = 2**28  # where each part costs a few launches
 _GAMMA = 0x9E3779B97F4A7C15
-_ROUNDS, _LAST = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
+_ROUNDS, _LAST_SHIFT = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache
 
 
@@ -39,7 +39,7 @@ def splitmix64(z: np.ndarray) -> np.ndarray:
         np.right_shift(z, np.uint64(bits), out=shifted)
         np.bitwise_xor(z, shifted, out=z)
         np.multiply(z, np.uint64(factor), out=z)
-    np.right_shift(z, np.uint64(_LAST), out=shifted)
+    np.right_shift(z, np.uint64(_LAST_SHIFT), out=shifted)
     return np.bitwise_xor(z, shifted, out=z)
 
 
@@ -52,7 +52,7 @@ def counter_key(*numbers: int) -> int:
         key = (key + number + _GAMMA) % 2**64
         for bits, factor in _ROUNDS:
             key = (key ^ key >> bits) * factor % 2**64
-        key ^= key >> _LAST
+        key ^= key >> _LAST_SHIFT
     return key
 
 
@@ -120,7 +120,7 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     C = probabilities.shape[-1]
     num = uniforms.shape[-1]
-    work = _WORK_BYTES if uniforms.device.type == "cpu" else _GPU_WORK_BYTES
+    work = _DRAW_BYTES if uniforms.device.type == "cpu" else _GPU_DRAW_BYTES
     rows = max(1, work // (max(C, 1) * uniforms.element_size()))
     if uniforms.shape[:-1].numel() <= rows:
         return _categories(probabilities, uniforms)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """A recorded call of a module, or of a function with parameters.
 
     Attributes:

@@ -27,7 +27,7 @@ from curvlinops_plus.layer.replay import NoExampleGradients, RerunError
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.linalg.gram_sum import gram
-from curvlinops_plus.risk.calls import Call, OutsideReads, title
+from curvlinops_plus.risk.calls import OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import Group, Layer, Role
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this
@@ -64,7 +64,7 @@ class LayerBatch:
     """
 
     layer: Layer
-    calls: list[Call]
+    calls: list[RecordedCall]
     num_examples: int
     first: bool = True
     mask: Tensor | None = None
@@ -109,7 +109,7 @@ class LayerBatch:
 
     def examples(self, chosen: slice | Tensor, vectors: slice | None = None) -> LayerBatch:
         """Some of the examples, and some of the vectors if these are given."""
-        N, calls = self.num_examples, list[Call]()
+        N, calls = self.num_examples, list[RecordedCall]()
 
         def take(t: Tensor, axis: int) -> Tensor:
             if isinstance(chosen, Tensor):
@@ -329,7 +329,7 @@ class LayerBatch:
         )
 
     @cached_property
-    def _only_call(self) -> Call | None:
+    def _only_call(self) -> RecordedCall | None:
         """The call, if there is one, all of its positions count and it reads all matrices."""
         if self.role is None:
             raise self._no_matrix()

@@ -34,7 +34,7 @@ from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of
-from curvlinops_plus.risk.calls import Call, Output, OutsideReads, title
+from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.layer_batch import LayerBatch
@@ -57,7 +57,7 @@ def sweep(
     weights: LossWeights | None = None,
     repeatable: bool = True,
 ) -> Totals:
-    """Read the data once and pass the batches of every layer to `consume`.
+    """LayerRead the data once and pass the batches of every layer to `consume`.
 
     Args:
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
@@ -87,7 +87,7 @@ def sweep(
     return totals
 
 
-class Read(NamedTuple):
+class LayerRead(NamedTuple):
     """What a call is to one layer: the index of the layer, the use, and its rule."""
 
     layer: int
@@ -148,7 +148,7 @@ class Recorder:
         self.backward = vectors.backward
         self.example_axis = risk.options.example_axis or {}
         self.disabled = Depth()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self._handles: list[Any] = []
         self._recording = False
         self._thread = threading.get_ident()
@@ -237,6 +237,11 @@ class Recorder:
         return totals
 
     # ------------------------------------------------------------------------------------- contexts
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks are on the modules."""
+        return bool(self._handles)
+
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Context in which the hooks are on the modules, and PyTorch is in the modes for it."""
@@ -251,7 +256,7 @@ class Recorder:
         for index, use in self._uses:
             if use.function is not None:
                 continue
-            read = Read(index, use, use.rule)
+            read = LayerRead(index, use, use.rule)
             places = use.places(use.module)
             holders = [(module, name, self._params[key]) for module, name, key in places]
             answers_for = self._function_keys & {*use.keys.values()}
@@ -295,7 +300,7 @@ class Recorder:
         self.num_examples = num_examples
         self.doubt: Exception | None = None
         self.calls = []
-        self.by_layer: dict[int, list[Call]] = {}
+        self.by_layer: dict[int, list[RecordedCall]] = {}
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
@@ -310,7 +315,7 @@ class Recorder:
 
     def _module_call(
         self,
-        read: Read,
+        read: LayerRead,
         holders: Sequence[Any],
         answers: bool,
         module: nn.Module,
@@ -378,7 +383,7 @@ class Recorder:
         message = f"{_of(use)} can't be recorded: {error}"
         raise OutsideReads(message, use.keys.values()) from error
 
-    def _reads_of(self, product: AffineCall) -> list[Read]:
+    def _reads_of(self, product: AffineCall) -> list[LayerRead]:
         """The reads that a product is; one inside a module that answers for the parameter belongs
         to the module.
         """
@@ -403,7 +408,7 @@ class Recorder:
                 index, use = entry
                 rule: Any = use.rule
                 rows = len(self._params[view.key])
-                reads.append(Read(index, use, rule.at(view.rows, rows)))
+                reads.append(LayerRead(index, use, rule.at(view.rows, rows)))
         return reads
 
     def _view_of(self, t: Tensor | None) -> Any:
@@ -415,7 +420,12 @@ class Recorder:
 
     # -------------------------------------------------------------------------------- what is noted
     def _record(
-        self, reads: Sequence[Read], inputs: Any, output: Any, axis: int, fold: int | None = None
+        self,
+        reads: Sequence[LayerRead],
+        inputs: Any,
+        output: Any,
+        axis: int,
+        fold: int | None = None,
     ) -> Any:
         """Record a call for one layer, or for several that read different parameters in it.
 
@@ -511,13 +521,13 @@ class Recorder:
 
     def _call(
         self,
-        read: Read,
+        read: LayerRead,
         inputs: Any,
         outputs: Sequence[Output],
         axis: int,
         rows: int,
         expanded: bool,
-    ) -> Call:
+    ) -> RecordedCall:
         """A call with its inputs, the examples first.
 
         Raises:
@@ -565,7 +575,7 @@ class Recorder:
             args, kwargs = tree_unflatten(leaves, structure)
         self.kinds.add((use.name, expanded, tuple(in_axes or ())))
         versions = [(t, t._version) for t in tensors if not t.is_inference()]
-        return Call(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions)
+        return RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions)
 
     def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
         """The error about rows of a layer that don't belong to examples."""

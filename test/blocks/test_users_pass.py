@@ -78,7 +78,7 @@ def by_listen(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tens
 
 def by_parts(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tensor:
     """As the hooks of an optimizer do."""
-    heard = running.hear(running.risk.read_input(given[0], False))
+    heard = running.users_pass(running.risk.read_input(given[0], False))
     heard.begin()
     out = running.risk.model(given[0])
     heard.end(out)
@@ -143,7 +143,7 @@ def test_what_is_dropped_leaves_no_hooks() -> None:
     model = Table(TABLES["norm"]).double()
     running = estimator(model)
     by_listen(running, batch(0))
-    heard = running.hear(running.risk.read_input(batch(0)[0], False))
+    heard = running.users_pass(running.risk.read_input(batch(0)[0], False))
     heard.begin()
     assert model.head._forward_hooks
     del heard

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from curvlinops_plus.blocks import CurvatureEstimator
-from curvlinops_plus.blocks.listening import Hearing, PassStart
+from curvlinops_plus.blocks.users_pass import PassStart, UsersPass
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
 from curvlinops_plus.risk.batches import Batch, copy_of, mapped, tensors_of
 from curvlinops_plus.risk.preserve import Uncopied, own_passes, untraced
@@ -33,7 +33,7 @@ class _Call:
     """A call of the model whose losses are waited for.
 
     Attributes:
-        heard: The recording, of a batch without targets.
+        users_pass: The recording, of a batch without targets.
         due: Whether it is one for the statistics.
         start: What it began with, if the step evaluates it once more.
         outputs: What the losses read of what the model returned.
@@ -41,7 +41,7 @@ class _Call:
         targets: Of the losses that were called, by their index.
     """
 
-    heard: Hearing
+    users_pass: UsersPass
     due: bool
     start: PassStart | None
     outputs: Sequence[Tensor] = ()
@@ -108,7 +108,7 @@ class Hooks:
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
         for call in self._waiting:
-            call.heard.close()
+            call.users_pass.close()
         self._waiting = []
         self.batches = 0
         self.error = None
@@ -141,7 +141,7 @@ class Hooks:
         self.kept.append((copied, start))
 
     @property
-    def _deaf(self) -> bool:
+    def _is_paused(self) -> bool:
         """Whether a call is none of the user's loop: our own passes, calls again in backward
         passes.
         """
@@ -151,11 +151,11 @@ class Hooks:
         due = self.due
         if not (due or self.keeps) or not module.training or not torch.is_grad_enabled():
             return
-        if self._deaf:
+        if self._is_paused:
             return
         estimator = self._estimator
         if self._open is not None:  # a call that was interrupted, or has called the model itself
-            self._open.heard.close()
+            self._open.users_pass.close()
             self._open = None
         try:
             estimator.risk.require_in_place()
@@ -169,22 +169,22 @@ class Hooks:
             self.unreadable = error.with_traceback(None)
             return
         start = PassStart.now(module) if self.keeps else None
-        self._open = _Call(estimator.hear(batch, due), due, start)
-        self._open.heard.begin()
+        self._open = _Call(estimator.users_pass(batch, due), due, start)
+        self._open.users_pass.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is None or self._deaf:
+        if self._open is None or self._is_paused:
             return
         call = self._open
         self._open = None
         if output is None:  # the call has failed
-            return call.heard.close()
-        call.heard.end(output)
+            return call.users_pass.close()
+        call.users_pass.end(output)
         risk = self._estimator.risk
         try:
             call.outputs = risk.losses.select(output, risk.options.output)[0]
         except Exception as error:  # also of the user's `output`
-            call.heard.close()
+            call.users_pass.close()
             self.unreadable = error.with_traceback(None)  # frames would keep the graph
             for t in tensors_of(output):
                 self._unreadable[t] = self.unreadable
@@ -192,7 +192,7 @@ class Hooks:
         call.versions = [f._version for f in call.outputs]
         self._waiting.append(call)
         if len(self._waiting) > _WAITING:
-            self._waiting.pop(0).heard.close()
+            self._waiting.pop(0).users_pass.close()
 
     def _loss(
         self,
@@ -202,7 +202,7 @@ class Hooks:
         kwargs: dict[str, Any],
         value: Any,
     ) -> None:
-        if not (self._waiting or self._unreadable) or self._deaf:
+        if not (self._waiting or self._unreadable) or self._is_paused:
             return
         if kwargs:
             args = inspect.signature(module.forward).bind(*args, **kwargs).args
@@ -230,11 +230,11 @@ class Hooks:
         self.error = None
         y = risk.losses.joined([call.targets[i] for i in range(len(risk.losses))])
         if call.start is not None:
-            self.keep(replace(call.heard.batch, y=y), call.start)
+            self.keep(replace(call.users_pass.batch, y=y), call.start)
         if call.due:
             try:
                 # Several batches of a step are one update.
-                call.heard.add(y, 1.0 if self.batches else None)
+                call.users_pass.add(y, 1.0 if self.batches else None)
                 self.batches += 1
             except NumericsError as error:  # which a step raises, or rejects
                 self.error = error

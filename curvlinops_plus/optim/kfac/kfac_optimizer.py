@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.blocks import KFAC, CurvatureEstimator
-from curvlinops_plus.blocks.listening import PassStart
+from curvlinops_plus.blocks.users_pass import PassStart
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
 from curvlinops_plus.linalg.operator import outside_autocast

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks import CurvatureEstimator
-from curvlinops_plus.blocks.listening import PassStart
+from curvlinops_plus.blocks.users_pass import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.flat import GroupVectors, StepVectors
 from curvlinops_plus.risk.batches import Batch

@@ -20,7 +20,7 @@ from curvlinops_plus.risk.record import Consumer, Recorder
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
 # as it is called.
-Show = Callable[[Draws, Consumer], Totals]
+ShowDrawn = Callable[[Draws, Consumer], Totals]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PassStart:
             module._buffers[name] = buffer.clone()
 
 
-class Hearing:
+class UsersPass:
     """One call of the model by the user: `begin`, the call, `end`, then `add` with its targets, or
     `close`.
 
@@ -64,37 +64,34 @@ class Hearing:
     Args:
         batch: The batch; targets may come later.
         recorder: What records; None if the user's pass can't be recorded.
-        sums: Adds what it is shown, with this decay.
-        own_pass: Adds a batch by a pass of our own; an error says what was wrong with the layers.
+        add: Adds what it is shown, with this decay.
+        add_by_own_pass: Adds a batch by a pass of our own; an error says what was wrong with the
+            layers.
     """
 
     def __init__(
         self,
         batch: Batch,
         recorder: Recorder | None,
-        sums: Callable[[Show, float | None], None],
-        own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
+        add: Callable[[ShowDrawn, float | None], None],
+        add_by_own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
     ) -> None:
-        self.batch, self._recorder, self._sums, self._own_pass, self._output = (
-            batch,
-            recorder,
-            sums,
-            own_pass,
-            None,
-        )
-        self._contexts, self._phase = ExitStack(), ExitStack()
+        self.batch = batch
+        self._recorder = recorder
+        self._add = add
+        self._add_by_own_pass = add_by_own_pass
+        self._output: Any = None
+        self._contexts = ExitStack()
+        self._phase = ExitStack()  # the call, then the time until vectors are sent
         if recorder is not None:
             self._contexts.enter_context(recorder.hooked())
-            self._contexts.enter_context(
-                self._phase
-            )  # the call, then the time until vectors are sent
+            self._contexts.enter_context(self._phase)
 
     def begin(self) -> None:
         """The model is about to be called."""
         if self._recorder is not None:
-            self._phase.enter_context(
-                _eagerly()
-            )  # hooks of a compiled model that ran before never fire
+            # Hooks of a compiled model that ran before never fire.
+            self._phase.enter_context(_eagerly())
             self._phase.enter_context(self._recorder.recording(self.batch.num_examples))
 
     def end(self, output: Any) -> None:
@@ -115,36 +112,36 @@ class Hearing:
             ValueError: If the output has no graph, or it is gone.
             NumericsError: As for `CurvatureEstimator.update`.
         """
-        batch, error = replace(self.batch, y=y), None
+        batch = replace(self.batch, y=y)
+        outside: OutsideReads | None = None
         try:
             self._phase.close()
             if self._recorder is not None and self._send_back(self._recorder, batch, decay):
                 return
-        except OutsideReads as found:
-            error = found
+        except OutsideReads as error:
+            outside = error
         finally:
             self.close()
-        self._own_pass(batch, decay, error)
+        self._add_by_own_pass(batch, decay, outside)
 
     def _send_back(self, recorder: Recorder, batch: Batch, decay: float | None) -> bool:
         """Whether the batch was added; it is not where the recording is in doubt."""
         risk = recorder.risk
         outputs = risk.read_output(self._output, batch)
-        trained = recorder.vectors.backward and any(p.requires_grad for p in risk.params.values())
-        if trained and not any(f.requires_grad for f in outputs[0]):
+        heads = outputs[0]
+        trained = recorder.backward and any(p.requires_grad for p in risk.params.values())
+        if trained and not any(f.requires_grad for f in heads):
             raise recorder.doubt or ValueError(
                 "The output of the model has no graph, so nothing can be backpropagated from it. "
                 "Is there a `.detach()` in the model?"
             )
         if recorder.doubt is not None:
             return False
-
-        kept = [
-            (f, f.grad) for f in outputs[0] if f.retains_grad
-        ]  # by the user, for gradients that are the user's
+        # Gradients that the user retains are those of the user's own backward pass.
+        retained = [(f, f.grad) for f in heads if f.retains_grad]
         try:
             with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
-                self._sums(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
+                self._add(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
@@ -153,7 +150,7 @@ class Hearing:
                 "not inside."
             ) from error
         finally:
-            for f, grad in kept:
+            for f, grad in retained:
                 f.grad = grad
         return True
 
@@ -168,7 +165,7 @@ def _eagerly() -> Iterator[None]:
 
 
 @contextmanager
-def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
+def called_once(users_pass: UsersPass, model: nn.Module) -> Iterator[None]:
     """The user calls the model once in here.
 
     Raises:
@@ -180,11 +177,11 @@ def hearing_once(heard: Hearing, model: nn.Module) -> Iterator[None]:
         nonlocal calls
         calls += 1
         if calls == 1:  # others are refused at the end
-            heard.begin()
+            users_pass.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if calls == 1:
-            heard.end(output)
+            users_pass.end(output)
 
     with eager, ExitStack() as hooks:  # before a compiled model is called
         hooks.callback(model.register_forward_pre_hook(own_calls(begin)).remove)
