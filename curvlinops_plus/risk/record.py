@@ -334,7 +334,8 @@ class Recorder:
         if self.doubt is not None or not _holds(holders):
             return None
         try:
-            return self._record([read], (args, kwargs), output, self._axis_of(read.use))
+            axis = self.example_axis.get(read.use.name, 0)
+            return self._record([read], (args, kwargs), output, axis)
         except Exception as error:
             self._failed(read.use, error)
 
@@ -356,7 +357,7 @@ class Recorder:
             if not reads:
                 continue
             fold = None
-            axis = self._axis_of(reads[0].use)
+            axis = self.example_axis.get(reads[0].use.name, 0)
             # Inside attention examples are on axis 1, or on an axis with positions.
             if num_examples is not None:
                 axis = 1
@@ -368,9 +369,6 @@ class Recorder:
                 return output
             return output if replaced is None else replaced
         return output
-
-    def _axis_of(self, use: ModuleUse) -> int:
-        return self.example_axis.get(use.name, 0)
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
         if not self.own_pass:
@@ -459,7 +457,9 @@ class Recorder:
         for k, on in zip(places, axes, strict=True):
             if self.backward:
                 leaves[k] = _with_edge(leaves[k], isinstance(rule, AffineRule), len(places) > 1)
-            if fold is None and self._is_one_row(leaves[k], on):
+            size = leaves[k].shape[on] if leaves[k].ndim > on else 0
+            # One row for all examples, as of position embeddings.
+            if size == 1 < self.num_examples and fold is None:
                 leaves[k] = self._row_per_example(use, leaves[k], on)
                 expanded = True
         if self._recording:
@@ -493,10 +493,6 @@ class Recorder:
         if not number or packed or (number > 1 and isinstance(rule, AffineRule)):
             kind = getattr(output, "dtype", None) or type(output).__name__
             raise self._not_by_example(use, f"returned a {kind}")
-
-    def _is_one_row(self, t: Tensor, axis: int) -> bool:
-        """Whether it is one row for all examples, as of position embeddings."""
-        return self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1
 
     def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
         """The row expanded to one for each example, so that each has a gradient of its own."""
@@ -695,7 +691,17 @@ class Recorder:
             gradients: At the outputs of all calls, in their order, times `power`; None for zero.
         """
         if num_vectors:
-            self._assign(gradients, num_vectors, power)
+            arriving = iter(gradients)
+            for call in self.calls:
+                grads = []
+                for output in call.outputs:
+                    g = next(arriving)
+                    if g is not None:
+                        self.reached.add(call.layer)
+                    grads.append(output.gradient(g, num_vectors))
+                if power != 1:
+                    grads = [g.float() / power for g in grads]
+                call.grads = grads[0] if call.single else grads
         for index, calls in self.by_layer.items():
             layer = self.layers[index]
             group = layer.groups[0] if len(layer.groups) == 1 else None
@@ -707,20 +713,6 @@ class Recorder:
             for call in calls:
                 call.grads = None
         self._is_first = False
-
-    def _assign(self, gradients: Sequence[Tensor | None], num_vectors: int, power: float) -> None:
-        """Give the calls the gradients at their outputs; arguments as for `_show`."""
-        arriving = iter(gradients)
-        for call in self.calls:
-            grads = []
-            for output in call.outputs:
-                g = next(arriving)
-                if g is not None:
-                    self.reached.add(call.layer)
-                grads.append(output.gradient(g, num_vectors))
-            if power != 1:
-                grads = [g.float() / power for g in grads]
-            call.grads = grads[0] if call.single else grads
 
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
