@@ -263,6 +263,47 @@ def gradients_of(
     )
 
 
+def stream_gradients(
+    outputs: Sequence[Tensor],
+    edges: Sequence[Any],
+    vectors: Sequence[Tensor],
+    retain_graph: bool,
+    arrive: Callable[[int, Tensor | None], None],
+) -> None:
+    """Gradients at edges of the graph, handed on as they are computed, none of which is kept.
+
+    Autograd is asked for the lowest edges alone, those without another one between them and the
+    inputs; on the way it passes all others, where hooks on nodes see the gradients.
+
+    Args:
+        arrive: Called with the number of an edge and the gradient there. An edge that the vectors
+            do not reach is left out.
+    """
+    # Whether an edge lies below a node, of the nodes below the outputs.
+    nodes = {edge.node for edge in edges}
+    above: dict[Any, bool] = {}
+    for node, children in postorder(nodes_of(outputs)).items():
+        above[node] = any(child in nodes or above[child] for child in children)
+    lowest = [k for k, edge in enumerate(edges) if above.get(edge.node) is False]
+    if not lowest:
+        return
+    handles = []
+
+    def at_node(k: int, gradients: Sequence[Tensor | None]) -> None:
+        arrive(k, gradients[edges[k].output_nr])
+
+    for k, edge in enumerate(edges):
+        if above.get(edge.node):
+            handles.append(edge.node.register_prehook(partial(at_node, k)))
+    try:
+        gradients = gradients_of(outputs, [edges[k] for k in lowest], vectors, retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for k, g in zip(lowest, gradients, strict=True):
+        arrive(k, g)
+
+
 def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse
     graphs with gaps.

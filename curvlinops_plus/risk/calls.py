@@ -32,6 +32,7 @@ class RecordedCall:
         outputs: The floating-point tensors that it returned.
         versions: Its inputs and their versions, to notice changes in place.
         single: Whether it returned just one tensor.
+        first_edge: Number of its first output among those of all calls.
         grads: Output gradients [V, N * positions, *out], None before they are known; a list of them
             for a module that returns several tensors.
     """
@@ -46,6 +47,7 @@ class RecordedCall:
     outputs: Sequence[Output]
     versions: Sequence[tuple[Tensor, int]]
     single: bool = True
+    first_edge: int = 0
     grads: Any = None
 
     @property

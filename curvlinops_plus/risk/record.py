@@ -1,8 +1,8 @@
 """A recorded pass: what layers read in a forward pass, and the gradients at what they returned.
 
 Forward hooks keep a layer's detached input and the gradient edge of its output. Then vectors go
-back: autograd is asked for the gradients at all these edges at once, and not for those of
-parameters. Each layer's calls, with their gradients, are shown to a consumer as a `LayerBatch`.
+back: autograd is asked for the gradients at all these edges at once (large ones arrive one by one),
+and not for those of parameters. Each layer's calls, with their gradients, are shown to a consumer as a `LayerBatch`.
 
 Two details without which results would be silently wrong:
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
@@ -33,7 +34,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.risk.batches import Batch, gradients_of
+from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
@@ -46,6 +47,8 @@ from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
+# Gradients of more numbers than these are shown to layers as they are computed, to save memory.
+_MANY_NUMBERS = 2**22
 
 
 def sweep(
@@ -612,7 +615,10 @@ class Recorder:
         self._is_first = True
         self.reached: set[int] = set()
         self.by_layer = {}
+        num_edges = 0
         for call in self.calls:
+            call.first_edge = num_edges
+            num_edges += len(call.outputs)
             self.by_layer.setdefault(call.layer, []).append(call)
             for t, version in call.versions:
                 if t._version != version:
@@ -625,7 +631,7 @@ class Recorder:
     def show_inputs(self) -> None:
         """Show batches with the layers' inputs alone; there are no gradients."""
         self.reached |= self.by_layer.keys()
-        self._show()
+        self._show_all([], 0)
 
     def send(
         self,
@@ -656,17 +662,20 @@ class Recorder:
                 gradients = _vectorised_gradients(outputs, edges, stacks, self._mode)
                 if gradients is not None:
                     sent += len(chunk)
-                    self._show(gradients, len(chunk), power)
+                    self._show_all(gradients, len(chunk), power)
                     continue
             for vector in chunk:
                 sent += 1
                 keep = keep_graph or sent < number
                 parts, power = self.in_range(vector, outputs)
+                if self.numbers > _MANY_NUMBERS:
+                    self._stream(outputs, edges, parts, keep, power)
+                    continue
                 gradients = []
                 if edges:
                     with self._mode:
                         gradients = [*gradients_of(outputs, edges, parts, keep)]
-                self._show(gradients, 1, power)
+                self._show_all(gradients, 1, power)
 
     def in_range(
         self, vectors: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -681,37 +690,73 @@ class Recorder:
         power = 2.0 ** (8 - math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
         return [(v * power).to(f.dtype) for v, f in zip(vectors, outputs, strict=True)], power
 
-    def _show(
-        self, gradients: Sequence[Tensor | None] = (), num_vectors: int = 0, power: float = 1.0
+    def _show_all(
+        self, gradients: list[Tensor | None], num_vectors: int, power: float = 1.0
     ) -> None:
-        """Pass the batch of each layer to the consumer, which may run modules again: those calls
-        are not recorded.
+        """Show each layer its batch; arguments as for `_show`."""
+        for index in self.by_layer:
+            self._show(index, gradients, num_vectors, power)
+        self._is_first = False
+
+    def _show(
+        self, index: int, gradients: list[Tensor | None], num_vectors: int, power: float
+    ) -> None:
+        """Pass a layer's batch to the consumer, which may run modules again: those calls are not
+        recorded.
 
         Args:
-            gradients: At the outputs of all calls, in their order, times `power`; None for zero.
+            gradients: At the edges of all calls, times `power`; None for zero. Those of the layer
+                are given up.
         """
-        if num_vectors:
-            arriving = iter(gradients)
-            for call in self.calls:
-                grads = []
-                for output in call.outputs:
-                    g = next(arriving)
-                    if g is not None:
-                        self.reached.add(call.layer)
-                    grads.append(output.gradient(g, num_vectors))
-                if power != 1:
-                    grads = [g.float() / power for g in grads]
-                call.grads = grads[0] if call.single else grads
-        for index, calls in self.by_layer.items():
-            layer = self.layers[index]
-            group = layer.groups[0] if len(layer.groups) == 1 else None
-            batch = LayerBatch(
-                layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
-            )
-            with self.disabled, plain_mode(layer.device.type):
-                self._consume(batch)
-            for call in calls:
-                call.grads = None
+        layer = self.layers[index]
+        calls = self.by_layer[index]
+        for call in calls if num_vectors else ():
+            grads = []
+            for k, output in enumerate(call.outputs, call.first_edge):
+                g = gradients[k]
+                gradients[k] = None
+                if g is not None:
+                    self.reached.add(index)
+                grads.append(output.gradient(g, num_vectors))
+            if power != 1:
+                grads = [g.float() / power for g in grads]
+            call.grads = grads[0] if call.single else grads
+        group = layer.groups[0] if len(layer.groups) == 1 else None
+        batch = LayerBatch(
+            layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
+        )
+        with self.disabled, plain_mode(layer.device.type):
+            self._consume(batch)
+        for call in calls:
+            call.grads = None
+
+    def _stream(
+        self,
+        outputs: Sequence[Tensor],
+        edges: Sequence[Any],
+        vector: Sequence[Tensor],
+        keep_graph: bool,
+        power: float,
+    ) -> None:
+        """Send one vector back, and show each layer as soon as its gradients are there: all of them
+        at once would take as much memory as all that the layers have read.
+        """
+        gradients: list[Tensor | None] = [None] * len(edges)
+        layer_of_edge = [call.layer for call in self.calls for _ in call.outputs]
+        missing = Counter(layer_of_edge)
+
+        def arrive(k: int, g: Tensor | None) -> None:
+            gradients[k] = g
+            index = layer_of_edge[k]
+            missing[index] -= 1
+            if not missing[index]:
+                self._show(index, gradients, 1, power)
+
+        with self._mode:
+            stream_gradients(outputs, edges, vector, keep_graph, arrive)
+        for index, number in missing.items():
+            if number:  # some call, or all of them, does not reach the output
+                self._show(index, gradients, 1, power)
         self._is_first = False
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import record as record_file
+from curvlinops_plus.risk.function_reads import layers_of
 
 
 @pytest.mark.one_in(4)
@@ -32,6 +34,39 @@ def test_streamed_is_batched(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)
             close(p.curvature(APPROXIMATIONS[approximation], risk=risk).to_dense(), batched, 1e-12)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_gradients_that_arrive_one_by_one(
+    name: str, approximation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(name)
+    at_once = p.made(approximation).to_dense()
+    monkeypatch.setattr(record_file, "_MANY_NUMBERS", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvatureWarning)
+        K = p.curvature(APPROXIMATIONS[approximation], risk=p.risk())
+    close(K.to_dense(), at_once, 1e-12)
+
+
+@pytest.mark.parametrize(("limit", "during"), [(2**22, 0), (0, 4)])
+def test_large_gradients_do_not_wait(
+    limit: int, during: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers but the first one are shown while the backward pass goes on, and then forgotten."""
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    risk = EmpiricalRisk(net, nn.MSELoss(), [(torch.rand(3, 4), torch.rand(3, 4))], check=False)
+    going_back: list[bool] = []
+
+    def consume(batch: LayerBatch) -> None:
+        going_back.append(torch._C._current_graph_task_id() != -1)
+
+    monkeypatch.setattr(record_file, "_MANY_NUMBERS", limit)
+    record_file.sweep(risk, layers_of(risk), MonteCarlo(1, 0), consume)
+    assert sum(going_back) == during
+    assert len(going_back) == 5
 
 
 class Square(torch.autograd.Function):
