@@ -133,7 +133,7 @@ class Laplace:
             raise ValueError(
                 f"noise={noise!r} is about observations around outputs, and {loss.title} has none."
             )
-        self._blocks, self._positions = _blocks_of(K, subnetwork)
+        self._blocks, self._positions = _blocks_by_name(K, subnetwork)
         theta = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()})
         theta = theta.to(K.device, K.dtype)
         self._mode = theta.clone() if self._positions is None else theta[self._positions]
@@ -427,7 +427,7 @@ def _loss_totals(risk: EmpiricalRisk) -> Totals:
         return risk.together(lambda: loss_pass(risk)).plain()
 
 
-def _blocks_of(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
+def _blocks_by_name(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
     """The blocks of the parameters that the approximation is about, and the positions of these;
     None for all.
     """

@@ -60,7 +60,7 @@ class ModelParameters:
         #: processes may have other numbers of batches.
         self._spread = _spread_parameters(self.model, parts, processes) if parts else {}
         self._sharded_modules = [m for m in modules.values() if _is_sharded(type(m))]
-        self.params = self.whole(_values(params, self.own_params))
+        self.params = self.whole(_values_by_key(params, self.own_params))
         self._elsewhere = any(self.params[key] is not p for key, p in self.own_params.items())
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(modules.values(), self.own_params)
@@ -338,7 +338,7 @@ def _is_same(t: Tensor, p: Tensor) -> bool:
     return t.data_ptr() == p.data_ptr() and t.stride() == p.stride()
 
 
-def _values(
+def _values_by_key(
     params: Sequence[Tensor] | Mapping[str, Tensor] | None, own_params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The parameters at which everything is computed: the model's own, or what a dict holds for

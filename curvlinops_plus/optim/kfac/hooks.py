@@ -163,7 +163,11 @@ class Hooks:
             return
         single = len(args) == 1 and not kwargs
         try:
-            X = args[0] if single else _named(inspect.signature(module.forward), args, kwargs)
+            X = (
+                args[0]
+                if single
+                else _arguments_by_name(inspect.signature(module.forward), args, kwargs)
+            )
             batch = estimator.risk.read_input(X, not single)
         except Exception as error:  # also of the user's `batch_size_fn`
             self.unreadable = error.with_traceback(None)
@@ -258,7 +262,7 @@ class Hooks:
         self._factors = {}
 
 
-def _named(
+def _arguments_by_name(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call by their names."""
