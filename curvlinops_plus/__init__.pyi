@@ -1,6 +1,7 @@
 """Curvature of neural networks as linear operators: Hessian, GGN, Fisher, KFAC, EKFAC.
 
-With the names of curvlinops: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. To compose:
+With the names of curvlinops: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, ….
+To compose:
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 

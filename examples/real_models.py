@@ -134,7 +134,8 @@ class Classifier(nn.Module):
         return self.head(nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1))
 
 
-SENTENCES = """Heavy rain is expected tonight. A cold front brings snow. The sun came out after the storm.
+SENTENCES = """Heavy rain is expected tonight. A cold front brings snow.
+The sun came out after the storm.
 Fog covers the valley until noon. Strong winds knocked down trees. It has been dry since June.
 Fry the onions in butter. Let the dough rise for an hour. Season the soup with salt.
 Bake the cake until it is brown. Simmer the sauce with basil. Whisk the eggs with milk.

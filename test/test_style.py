@@ -47,9 +47,10 @@ def nested_conditionals(tree: ast.Module) -> Iterator[ast.AST]:
 def tuples_of_several_values(tree: ast.Module) -> Iterator[ast.AST]:
     """Assignments `a, b, c = x, y, z`; a swap and `a, b = b, a + b` have two values."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            if isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > 2:
-                yield node
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        if isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > 2:
+            yield node
 
 
 def tuples_within_tuples(tree: ast.Module) -> Iterator[ast.AST]:

@@ -187,7 +187,8 @@ def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
         )
     if per_term and len(risk.losses) > 1:
         raise UnsupportedError(
-            f"per_term=True is about the terms of one loss; there are losses {risk.losses.output_keys}."
+            "per_term=True is about the terms of one loss; there are losses "
+            f"{risk.losses.output_keys}."
         )
     require_order(risk)
 

@@ -142,7 +142,9 @@ class CurvatureEstimator:
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
-        self.updates, self.examples, self.weight = 0, 0, 0.0
+        self.updates = 0
+        self.examples = 0
+        self.weight = 0.0
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
@@ -330,7 +332,9 @@ class CurvatureEstimator:
 
         def first() -> tuple[Sums, Totals] | OutsideReads:
             self._agree_on_reads()
-            batch, totals, outside = self._sums.fresh(), Totals(), None
+            batch = self._sums.fresh()
+            totals = Totals()
+            outside: OutsideReads | None = None
             try:
                 totals = show(batch.consume)
             except OutsideReads as error:

@@ -54,7 +54,9 @@ class SparseRows:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        index, weight, kept = self.index, self.weight, self.kept
+        index = self.index
+        weight = self.weight
+        kept = self.kept
         fits = index.ndim == 3 and not index.is_floating_point()
         if weight is not None:
             fits = fits and weight.shape == index.shape

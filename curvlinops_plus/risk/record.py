@@ -2,7 +2,8 @@
 
 Forward hooks keep a layer's detached input and the gradient edge of its output. Then vectors go
 back: autograd is asked for the gradients at all these edges at once (large ones arrive one by one),
-and not for those of parameters. Each layer's calls, with their gradients, are shown to a consumer as a `LayerBatch`.
+and not for those of parameters. Each layer's calls, with their gradients, are shown to a consumer
+as a `LayerBatch`.
 
 Two details without which results would be silently wrong:
 

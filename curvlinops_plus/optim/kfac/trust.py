@@ -79,7 +79,9 @@ class Trust:
     def __init__(
         self, estimator: CurvatureEstimator, batches: Sequence[tuple[Batch, PassStart]], exact: bool
     ) -> None:
-        self._estimator, self._batches, self._exact = estimator, batches, exact
+        self._estimator = estimator
+        self._batches = batches
+        self._exact = exact
         self._risk = estimator.risk.with_data(self)
 
     def __iter__(self) -> Iterator[Batch]:

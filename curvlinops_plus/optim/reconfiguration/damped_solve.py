@@ -293,7 +293,9 @@ class DampedSystem:
         if self.solver == "cg":
             return self._cg(b)
         M = self.matrix.to_dense()
-        solver, rank, condition = "cholesky", None, None
+        solver = "cholesky"
+        rank = None
+        condition = None
         try:
             if not self.shift > 0:  # only the eigenvalues tell whether the matrix is singular
                 raise SingularMatrixError("no damping")
