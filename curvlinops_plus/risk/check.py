@@ -27,6 +27,7 @@ from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.parameters import common_dtype
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
     eager,
@@ -448,8 +449,7 @@ def _norms(
 ) -> tuple[list[_Norms], float]:
     """Norms for each layer, and that of the vectors, with one wait for all of them."""
     keys = [key for layer in layers for key in layer.params]
-    is_double = any(layer.accumulation_dtype == torch.float64 for layer in layers)
-    dtype = torch.float64 if is_double else torch.float32
+    dtype = common_dtype(ours)
     expected = [theirs[key].to(dtype) for key in keys]
     gradients = [ours[key].to(dtype) for key in keys]
     differences = torch._foreach_sub(gradients, expected)  # pyright: ignore[reportPrivateImportUsage]

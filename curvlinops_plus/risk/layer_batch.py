@@ -472,9 +472,18 @@ class LayerBatch:
             assert isinstance(self.inputs, SparseRows)
             squares = self.inputs.squared(self.grads, QG)
             return squares if total is None else total.add_(squares)
-        is_dense = has_rows and not self.sparse
-        from_rows = is_dense and not self._many_positions
-        for piece in self._row_pieces() if is_dense else self.pieces():
+        from_rows = False
+        pieces = self.pieces()
+        if has_rows and not self.sparse:
+            *matrices, rows, columns = self.layer.groups[0].layout.matrix_shape
+            # Of all calls and matrices, per example.
+            numbers = sum([call.grads.shape[1:].numel() for call in self.calls])
+            positions = numbers // self.num_examples // rows
+            # Else a gradient is smaller than the rows that it is the sum of, in a basis or not.
+            from_rows = positions <= math.prod(matrices) * max(rows, columns)
+            size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
+            pieces = self._cut(size, positions * columns)
+        for piece in pieces:
             if from_rows:
                 total = piece._squares_of_rows(QG, QA, total)
                 continue
@@ -498,26 +507,6 @@ class LayerBatch:
         for g in self.grads:
             total = squared_gradients(g, a, QG, QA, has_ones, total)
         return total
-
-    def _row_pieces(self) -> Iterator[LayerBatch]:
-        columns = self.layer.groups[0].layout.matrix_shape[-1]
-        size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
-        return self._cut(size, self._shared_positions * columns)
-
-    @property
-    def _shared_positions(self) -> int:
-        """Of all calls and matrices, per example."""
-        # N · positions · b · o
-        numbers = sum([call.grads.shape[1:].numel() for call in self.calls])
-        return numbers // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
-
-    @property
-    def _many_positions(self) -> bool:
-        """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or
-        not.
-        """
-        *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
-        return self._shared_positions > math.prod(batch) * max(rows, columns)
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
