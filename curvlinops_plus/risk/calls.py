@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 
@@ -54,6 +56,37 @@ class RecordedCall:
     def out_axes(self) -> list[int]:
         """Where the module itself has the examples, for each of its outputs."""
         return [output.axis for output in self.outputs]
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        """Gradients of all outputs, also if it is just one."""
+        return [self.grads] if self.single else self.grads
+
+    @gradients.setter
+    def gradients(self, gradients: Sequence[Tensor]) -> None:
+        self.grads = gradients[0] if self.single else gradients
+
+    def of_examples(self, N: int, examples: range, vectors: slice) -> RecordedCall:
+        """The call for some of its N examples, which are neighbours, and some of the vectors."""
+
+        def rows_of(t: Tensor, axis: int = 0) -> Tensor:
+            positions = t.shape[axis] // N
+            return t.narrow(axis, examples.start * positions, len(examples) * positions)
+
+        part = copy(self)
+        if self.grads is not None:
+            part.gradients = [rows_of(g[vectors], 1) for g in self.gradients]
+        if self.in_axes is None:
+            part.args = (rows_of(self.args[0]),)
+            return part
+        num_rows = self.gradients[0].shape[1]
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for k, axis in zip(tensors, self.in_axes, strict=True):
+            if axis is not None and len(leaves[k]) == num_rows:
+                leaves[k] = rows_of(leaves[k])
+        part.args, part.kwargs = tree_unflatten(leaves, structure)
+        return part
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from warnings import warn
 
 import torch
@@ -27,6 +27,7 @@ from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.parameters import common_dtype
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
     eager,
@@ -90,17 +91,17 @@ def check_batch(
     due = kind not in checked.seen or risk.options.check == "every" or checked.batches in _REGULARLY
     if not risk.options.check or not due:
         return
-    norms = {
-        name: m
-        for name, m in risk.model.named_modules()
-        if m.training and isinstance(m, _BatchNorm)
-    }
-    if norms and recorder.repeatable:
+    batch_norms: dict[str, _BatchNorm] = {}
+    for name, module in risk.model.named_modules():
+        if module.training and isinstance(module, _BatchNorm):
+            batch_norms[name] = module
+    if batch_norms and recorder.repeatable:
         raise UnsupportedError(
-            f"{[*norms]} are batch norm in training mode: the examples of a batch depend on each "
-            "other. Call model.eval() first, or say EmpiricalRisk(..., check=False)."
+            f"{[*batch_norms]} are batch norm in training mode: the examples of a batch depend on "
+            "each other. Call model.eval() first, or say EmpiricalRisk(..., check=False)."
         )
-    if untracked := [name for name, norm in norms.items() if norm.running_mean is None]:
+    untracked = [name for name, norm in batch_norms.items() if norm.running_mean is None]
+    if untracked:
         _warn_once(
             risk,
             f"{untracked} are batch norm in training mode: the examples of a batch depend on each "
@@ -108,7 +109,7 @@ def check_batch(
             "autograd's.",
         )
         return
-    if _Check(risk, recorder, batch, outputs, list(norms.values())).passes():
+    if _BatchCheck(risk, recorder, batch, outputs, [*batch_norms.values()]).passes():
         checked.seen.add(kind)
 
 
@@ -118,12 +119,8 @@ def _warn_once(risk: EmpiricalRisk, message: str) -> None:
         warn(message, CurvatureWarning, stacklevel=level_of_user())
 
 
-class _CannotRun(Exception):
-    """A model does not run on a part of a batch."""
-
-
 @dataclass(eq=False)
-class _Check:
+class _BatchCheck:
     """One comparison; arguments as for `check_batch`.
 
     A row that is taken for another example's changes no sum over examples. So each example has a
@@ -131,7 +128,7 @@ class _Check:
     Factors are powers of two, which commute with rounding.
 
     Args:
-        norms: Batch norms in training mode, which use their running statistics meanwhile: layers,
+        batch_norms: Those in training mode, which use their running statistics meanwhile: layers,
             reads and axes stay the same.
     """
 
@@ -139,7 +136,7 @@ class _Check:
     recorder: Recorder
     batch: Batch
     outputs: Sequence[Tensor]
-    norms: Sequence[nn.Module] = ()
+    batch_norms: Sequence[nn.Module] = ()
     factors: Tensor = field(init=False, repr=False)
 
     def passes(self) -> bool:
@@ -160,17 +157,18 @@ class _Check:
                 if few is None:
                     break
                 try:
-                    return self._compare(few, chosen)
-                except (
-                    _CannotRun
-                ):  # the whole batch, which is run instead, raises what else is wrong
-                    break
+                    passed = self._compare(few, chosen)
                 except OutsideReads as error:
                     disagreement = disagreement or error
+                    continue
+                if passed is not None:
+                    return passed
+                # The whole batch, which is run instead, raises what else is wrong.
+                break
             if disagreement is not None:
                 raise disagreement
             try:
-                return self._compare(self.batch, list(range(N)))
+                return bool(self._compare(self.batch, list(range(N))))
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -190,16 +188,17 @@ class _Check:
         modules = kept_modules([*self.risk.model.modules()])
         gradients = torch.set_grad_enabled(self.recorder.backward)
         with self.recorder.disabled, gradients, eager, kept_random_state(), modules:
-            for norm in self.norms:
+            for norm in self.batch_norms:
                 norm.training = False
             yield
 
-    def _compare(self, few: Batch, chosen: Sequence[int]) -> bool:
-        """Run and record these examples, and compare what was recorded."""
+    def _compare(self, few: Batch, chosen: Sequence[int]) -> bool | None:
+        """Run and record these examples, and compare what was recorded; None if the model does not
+        run on them.
+        """
         params = self.risk.params
-        if not self.recorder.backward or all(
-            p.requires_grad and not p._backward_hooks for p in params.values()
-        ):
+        are_free = all(p.requires_grad and not p._backward_hooks for p in params.values())
+        if are_free or not self.recorder.backward:
             return self._compare_at(None, params, few, chosen)
         # Frozen ones have no gradients, and hooks are the user's.
         free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
@@ -207,30 +206,30 @@ class _Check:
 
     def _compare_at(
         self, model: nn.Module | None, params: dict[str, Tensor], few: Batch, chosen: Sequence[int]
-    ) -> bool:
+    ) -> bool | None:
         """The same, at these tensors in place of the parameters."""
-        main = self.recorder
-        small = main.beside(params)
-        before = RandomState.now(self.risk.device) if self.recorder.repeatable else None
+        small = self.recorder.beside(params)
+        is_part = few is not self.batch
+        random_state = RandomState.now(self.risk.device) if self.recorder.repeatable else None
         with small:
             try:
                 with small.recording(len(chosen)):
                     outputs = self.risk.run(few, model)[0]
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:
-                if few is self.batch:
-                    raise
-                raise _CannotRun from error
+            except Exception:
+                if is_part:
+                    return None
+                raise
             N = self.batch.num_examples
             expected = [(len(F) // N * len(chosen), *F.shape[1:]) for F in self.outputs]
-            if few is not self.batch and [f.shape for f in outputs] != expected:
-                raise _CannotRun
-            if before is not None:
+            if is_part and [f.shape for f in outputs] != expected:
+                return None
+            if random_state is not None:
                 self._compare_outputs(small, outputs, few, chosen)
-                _refuse_draws(self.risk, before)
+                _refuse_draws(self.risk, random_state)
             self._compare_kinds(small)
-            return not main.backward or self._compare_gradients(small, outputs, params)
+            return not small.backward or self._compare_gradients(small, outputs, params)
 
     # ------------------------------------------------------------------ outputs, and axes of inputs
     def _compare_outputs(
@@ -240,37 +239,41 @@ class _Check:
         random.
         """
         N = self.batch.num_examples
-        at = torch.tensor(chosen, device=self.risk.device)
-        rows = [F.unflatten(0, (N, -1)).index_select(0, at).flatten(0, 1) for F in self.outputs]
-        away = self._difference(outputs, rows)
-        if not away:
+        indices = torch.tensor(chosen, device=self.risk.device)
+        expected = [F.unflatten(0, (N, -1))[indices].flatten(0, 1) for F in self.outputs]
+        difference = self._difference(outputs, expected)
+        if not difference:
             return
         if few is self.batch:
-            raise _random(self.risk, away)
-        if refusal := small.refusal_of_one_row("the model does more with it than broadcast it"):
+            raise _random(self.risk, difference)
+        refusal = small.refusal_of_one_row("the model does more with it than broadcast it")
+        if refusal is not None:
             raise refusal
         with torch.no_grad(), small.disabled:
-            again = self.risk.run(self.batch)[0]
-        if different := self._difference(again, self.outputs):
-            raise _random(self.risk, different)
+            second_outputs = self.risk.run(self.batch)[0]
+        second_difference = self._difference(second_outputs, self.outputs)
+        if second_difference:
+            raise _random(self.risk, second_difference)
         raise UnsupportedError(
             f"The model's outputs for {len(chosen)} of {N} examples, by themselves, differ from "
-            f"those in the batch by {away:.1e} of the norm: the examples of a batch depend on each "
-            "other, so they have no gradients of their own. (Or code of the model depends on the "
-            "number of examples, as `len(x)`; or a tensor of the input has as many rows as there "
-            "are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) "
-            "continues without this check; results may be wrong."
+            f"those in the batch by {difference:.1e} of the norm: the examples of a batch depend "
+            "on each other, so they have no gradients of their own. (Or code of the model depends "
+            "on the number of examples, as `len(x)`; or a tensor of the input has as many rows as "
+            "there are examples, and is not one of rows for examples.) EmpiricalRisk(..., "
+            "check=False) continues without this check; results may be wrong."
         )
 
-    def _difference(self, outputs: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    def _difference(self, outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         """The relative difference of outputs if it is more than rounding, else 0."""
-        if [f.shape for f in outputs] != [F.shape for F in others]:
+        if [f.shape for f in outputs] != [F.shape for F in expected]:
             return 1.0
         with torch.no_grad():
-            flat = [torch.cat([t.flatten() for t in tensors]) for tensors in (outputs, others)]
-            away = relative_difference(*flat)
-        dtypes = [*self.recorder.dtypes, *[F.dtype for F in others]]
-        return away if away > TOLERANCE[min([dtype.itemsize for dtype in dtypes])] else 0.0
+            f = torch.cat([t.flatten() for t in outputs])
+            F = torch.cat([t.flatten() for t in expected])
+            difference = relative_difference(f, F)
+        dtypes = self.recorder.dtypes.union([F.dtype for F in expected])
+        coarsest = min([dtype.itemsize for dtype in dtypes])
+        return difference if difference > TOLERANCE[coarsest] else 0.0
 
     def _compare_kinds(self, small: Recorder) -> None:
         """Require that calls have the examples in the same inputs whatever the number of examples.
@@ -282,11 +285,9 @@ class _Check:
             return
         for layer in small.layers:
             for use in layer.uses:
-                here, there = (
-                    {kind for kind in r.kinds if kind[0] == use.name}
-                    for r in (small, self.recorder)
-                )
-                if there and not here <= there:
+                kinds = {kind for kind in self.recorder.kinds if kind[0] == use.name}
+                few_kinds = {kind for kind in small.kinds if kind[0] == use.name}
+                if kinds and not few_kinds <= kinds:
                     raise OutsideReads(
                         f"{layer.title} ({type(use.owner).__name__}) has the examples on other "
                         f"axes of its inputs in a batch of {small.num_examples} examples than in "
@@ -309,45 +310,31 @@ class _Check:
         live = [f for f in outputs if f.requires_grad]
         if not live:
             return False
-        generator = torch.Generator().manual_seed(2)
-        vectors: list[Tensor] = []
-        for f in live:
-            dtype = torch.promote_types(f.dtype, torch.float32)
-            vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
+        vectors = _random_vectors(live)
         self.factors = _factors(small.num_examples).to(self.risk.device)
         ours = self._by_rules(small, live, vectors)
         theirs = self._by_autograd(small, live, vectors, params)
         layers = [layer for layer in small.layers if layer not in small.ignored]
-        keys = [key for layer in layers for key in layer.params]
-        doubles = any(layer.accumulation_dtype == torch.float64 for layer in layers)
-        dtype = torch.float64 if doubles else torch.float32
-        a, b = ([sums[key].to(dtype) for key in keys] for sums in (ours, theirs))
-        differences = torch._foreach_sub(a, b)  # pyright: ignore[reportPrivateImportUsage]
-        sent = [v.to(dtype) for v in vectors]
-        norms = torch._foreach_norm([*differences, *b, *sent])  # pyright: ignore[reportPrivateImportUsage]
-        numbers = torch.stack(norms).tolist()  # one wait for all of them
-        away_of = dict(zip(keys, numbers[: len(keys)], strict=True))
-        size_of = dict(zip(keys, numbers[len(keys) : 2 * len(keys)], strict=True))
-        sizes = [math.hypot(*[size_of[key] for key in layer.params]) for layer in layers]
-        largest = max([size for size in sizes if math.isfinite(size)], default=0.0)
-        scale = math.hypot(*numbers[2 * len(keys) :])
-        all_told = True
-        wrong: list[tuple[Layer, float, float]] = []
-        for layer, size in zip(layers, sizes, strict=True):
-            away = math.hypot(*[away_of[key] for key in layer.params])
-            tolerance = rounding_of(layer, small)
-            # A gradient of which rounding is all that is left is compared with the others, or with
+        layer_norms, norm_sent = _norms(layers, ours, theirs, vectors)
+        sizes = [norms.size for norms in layer_norms]
+        largest = max(filter(math.isfinite, sizes), default=0.0)
+        all_above = True
+        wrong: list[_Norms] = []
+        for norms in layer_norms:
+            # ‖ours - theirs‖ ≤ τ ‖theirs‖ + floor, floor = 0.1 τ max_layers ‖theirs‖ + 10 ε ‖v‖: a
+            # gradient of which rounding is all that is left is compared with the others, or with
             # what was sent. What is not finite is refused with the statistic that it makes.
-            floor = (
-                0.1 * tolerance * largest + 10 * torch.finfo(layer.accumulation_dtype).eps * scale
-            )
-            if math.isfinite(away) and math.isfinite(size) and away > tolerance * size + floor:
-                wrong.append((layer, size, away))
-            self.risk.checked.errors[layer.name] = away / size if size > 0 else away
-            all_told = all_told and not size <= floor
+            layer, difference, size = norms
+            tolerance = rounding_of(layer, small)
+            epsilon = torch.finfo(layer.accumulation_dtype).eps
+            floor = 0.1 * tolerance * largest + 10 * epsilon * norm_sent
+            if math.isfinite(size) and tolerance * size + floor < difference < math.inf:
+                wrong.append(norms)
+            self.risk.checked.errors[layer.name] = difference / size if size > 0 else difference
+            all_above = all_above and not size <= floor
         if wrong:
             raise self._disagreement(small, wrong, ours)
-        return all_told
+        return all_above
 
     def _by_rules(
         self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]
@@ -372,27 +359,25 @@ class _Check:
 
         small.begin(add)
         small.send(live, [vectors], keep_graph=True)
-        like = {key: p for layer in small.layers for key, p in layer.params.items()}
-        return {
-            key: sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p)
-            for key, p in like.items()
-        }
+        for layer in small.layers:
+            for key, p in layer.params.items():
+                sums[key] = sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p)
+        return sums
 
     def _sum_of(self, batch: LayerBatch) -> dict[str, Tensor]:
         layer = batch.layer
         for call in batch.calls:
-            several = isinstance(call.grads, list)  # [1, few · positions, ...] each
-            call.grads = (
-                [self._scaled(g, 1) for g in call.grads] if several else self._scaled(call.grads, 1)
-            )
+            # [1, few · positions, ...] each
+            call.gradients = [self._scaled(g, 1) for g in call.gradients]
         # The examples are taken for positions of one: their sum is one product.
-        whole = LayerBatch(layer, batch.calls, 1)
-        if not whole.whole:
-            return {key: J[0, 0] for key, J in whole.param_grads().items()}
+        example = LayerBatch(layer, batch.calls, 1)
+        if not example.whole:
+            return {key: J[0, 0] for key, J in example.param_grads().items()}
         # As blocks read it; a bias by itself is the last column.
         columns = [group.layout.matrix_shape[-1] for group in layer.groups]
+        matrices = example.per_example_grads.split(columns, -1)
         sums: dict[str, Tensor] = {}
-        for group, J in zip(layer.groups, whole.per_example_grads.split(columns, -1), strict=True):
+        for group, J in zip(layer.groups, matrices, strict=True):
             sums |= group.layout.views(J.flatten())
         return sums
 
@@ -410,7 +395,10 @@ class _Check:
         gradients = gradients_of(live, list(params.values()), sent, False)
         sums: dict[str, Tensor] = {}
         for (key, p), g in zip(params.items(), gradients, strict=True):
-            g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            if g is None:
+                g = torch.zeros_like(p)
+            if g.is_sparse:
+                g = g.to_dense()
             sums[key] = g if power == 1 else g.float() / power
         return sums
 
@@ -418,39 +406,72 @@ class _Check:
         """Rows of the examples, each times the factor of its example."""
         positions = t.shape[axis] // len(self.factors)
         factors = self.factors.to(t.dtype)
-        factors = factors if positions == 1 else factors.repeat_interleave(positions)
+        if positions != 1:
+            factors = factors.repeat_interleave(positions)
         return t * factors.view(-1, *[1] * (t.ndim - axis - 1))
 
     def _disagreement(
-        self, small: Recorder, wrong: Sequence[tuple[Layer, float, float]], ours: dict[str, Tensor]
+        self, small: Recorder, wrong: Sequence[_Norms], ours: dict[str, Tensor]
     ) -> OutsideReads:
-        """The error about layers whose gradients by rule and by autograd differ.
-
-        Args:
-            wrong: Each with the norm by autograd, and that of the difference.
-        """
-        (layer, size, away), *others = wrong
+        """The error about layers whose gradients by rule and by autograd differ."""
+        layer = wrong[0].layer
         norm = math.hypot(*[float(ours[key].norm()) for key in layer.params])
-        called = layer in [small.layers[index] for index in small.by_layer]
-        causes = (
-            _CAUSES
-            if called
-            else "The layer was not called, so something else reads the parameters."
-        )
-        turned_off = (
-            "EmpiricalRisk(..., check=False)"
-            if self.recorder.repeatable
-            else "KFACOptimizer(..., check=False)"
-        )
-        also = f" So do those of {[other.name for other, *_ in others]}." if others else ""
+        causes = "The layer was not called, so something else reads the parameters."
+        if small.layers.index(layer) in small.by_layer:
+            causes = _CAUSES
+        owner = "EmpiricalRisk" if self.recorder.repeatable else "KFACOptimizer"
+        names = [norms.layer.name for norms in wrong[1:]]
+        also = f" So do those of {names}." if names else ""
         return OutsideReads(
             f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of "
             f"{list(layer.params)} for {small.num_examples} of {self.batch.num_examples} examples "
-            f"have norm {norm:.4g} by the layer's rule and {size:.4g} by autograd, and differ by "
-            f"{away:.2g}.{also} {causes} Leave them out of `params`, or restructure that part of "
-            f"the model. {turned_off} continues without this check; results may be wrong.",
-            [key for wrong_layer, *_ in wrong for key in wrong_layer.params],
+            f"have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and "
+            f"differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or "
+            f"restructure that part of the model. {owner}(..., check=False) continues without this "
+            "check; results may be wrong.",
+            [key for norms in wrong for key in norms.layer.params],
         )
+
+
+class _Norms(NamedTuple):
+    """Norms of what autograd gives for a layer, and of its difference from what the rule gives."""
+
+    layer: Layer
+    difference: float
+    size: float
+
+
+def _norms(
+    layers: Sequence[Layer],
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    vectors: Sequence[Tensor],
+) -> tuple[list[_Norms], float]:
+    """Norms for each layer, and that of the vectors, with one wait for all of them."""
+    keys = [key for layer in layers for key in layer.params]
+    dtype = common_dtype(ours)
+    expected = [theirs[key].to(dtype) for key in keys]
+    gradients = [ours[key].to(dtype) for key in keys]
+    differences = torch._foreach_sub(gradients, expected)  # pyright: ignore[reportPrivateImportUsage]
+    tensors = [*differences, *expected, *[v.to(dtype) for v in vectors]]
+    numbers = iter(torch.stack(torch._foreach_norm(tensors)).tolist())  # pyright: ignore[reportPrivateImportUsage]
+    difference_of = dict(zip(keys, numbers))
+    size_of = dict(zip(keys, numbers))
+    norms: list[_Norms] = []
+    for layer in layers:
+        difference = math.hypot(*[difference_of[key] for key in layer.params])
+        size = math.hypot(*[size_of[key] for key in layer.params])
+        norms.append(_Norms(layer, difference, size))
+    return norms, math.hypot(*numbers)
+
+
+def _random_vectors(outputs: Sequence[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    vectors: list[Tensor] = []
+    for f in outputs:
+        dtype = torch.promote_types(f.dtype, torch.float32)
+        vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
+    return vectors
 
 
 @lru_cache(64)
@@ -463,10 +484,8 @@ def _factors(number: int) -> Tensor:
 
 def rounding_of(layer: Layer, recorder: Recorder) -> float:
     """What passes as rounding for a layer's gradients."""
-    sizes = [dtype.itemsize for dtype in recorder.dtypes] + [
-        p.dtype.itemsize for p in layer.params.values()
-    ]
-    coarsest = min(sizes)
+    dtypes = recorder.dtypes.union([p.dtype for p in layer.params.values()])
+    coarsest = min([dtype.itemsize for dtype in dtypes])
     return with_short_products(_ROUNDING[coarsest], coarsest, layer.device)
 
 
@@ -485,17 +504,18 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     modes = tuple(m.training for m in risk.model.modules())
     if not risk.options.check or modes in risk.checked.modes:
         return
-    few = take_examples(batch, range(min(_FEW[0], batch.num_examples)))
+    few = take_examples(batch, range(min(_FEW[0], batch.num_examples))) or batch
     with kept_random_state(), kept_modules([*risk.model.modules()]), torch.no_grad():
         before = RandomState.now(risk.device)
         try:
-            first = risk.run(few or batch)[0]
+            outputs = risk.run(few)[0]
         except Exception:
-            few, first = None, risk.run(batch)[0]
-        for f, again in zip(first, risk.run(few or batch)[0], strict=True):
-            away = relative_difference(again, f) if again.shape == f.shape else 1.0
-            if away > TOLERANCE[f.element_size()]:
-                raise _random(risk, away)
+            few = batch
+            outputs = risk.run(few)[0]
+        for f, again in zip(outputs, risk.run(few)[0], strict=True):
+            difference = relative_difference(again, f) if again.shape == f.shape else 1.0
+            if difference > TOLERANCE[f.element_size()]:
+                raise _random(risk, difference)
         _refuse_draws(risk, before)
     # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     torch.clear_autocast_cache()
@@ -512,12 +532,12 @@ def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
         )
 
 
-def _random(risk: EmpiricalRisk, away: float) -> RuntimeError:
+def _random(risk: EmpiricalRisk, difference: float) -> RuntimeError:
     """The error about a model of which two evaluations differ."""
     random = training_modules(risk.model)
     cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
     return RuntimeError(
-        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's "
-        f"norm. {cause or 'Does it draw random numbers, or count its calls?'} "
+        f"Two evaluations of the model on the same examples differ, by {difference:.1e} of the "
+        f"output's norm. {cause or 'Does it draw random numbers, or count its calls?'} "
         "check_deterministic=False takes them as they come."
     )

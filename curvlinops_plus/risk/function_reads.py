@@ -30,7 +30,14 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
-from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
+from curvlinops_plus.risk.layers import (
+    FoundReads,
+    Layer,
+    ModuleUse,
+    Product,
+    find_layers,
+    find_uses,
+)
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -133,11 +140,11 @@ def find_functions(
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
             taken.add(call.bias)
-    products: list[tuple[Function, dict[str, str]]] = []
+    products: list[Product] = []
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
         keys = {name: key for name, key in named.items() if key is not None and key not in taken}
-        product = call.function if "weight" in keys else BIAS, keys
+        product = Product(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -173,7 +180,7 @@ def _enclosing_module(
         # The same module as before, or the next one further out.
         around = around[: around.index(before) + (key not in failed)]
     elif before is None and key in failed:
-        by_product = any(key in keys.values() for _, keys in previous.products)
+        by_product = any(key in product.keys.values() for product in previous.products)
         if not by_product:
             # What holds it has been run again.
             around = [name for name in around if name not in holders or name == ""]
@@ -540,13 +547,14 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     """
     if data is None:
         return None
-    products = []
+    products: list[Product] = []
     for described in data["products"]:
         options = _tuples(described["function"]["options"])
         function = Function(**described["function"] | {"options": options})
-        products.append((function, dict(described["keys"])))
-    named = {key for _, keys in products for key in keys.values()} | data["enclosing"].keys()
-    if missing := named - risk.params.keys():
+        products.append(Product(function, dict(described["keys"])))
+    keys = {key for product in products for key in product.keys.values()}
+    missing = (keys | data["enclosing"].keys()) - risk.params.keys()
+    if missing:
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
@@ -78,9 +76,10 @@ class LayerBatch:
     sparse: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        layer, role = self.layer, self.role
-        if role is None and len(layer.roles) == 1:
-            role = self.role = layer.roles[0]
+        layer = self.layer
+        if self.role is None and len(layer.roles) == 1:
+            self.role = layer.roles[0]
+        role = self.role
         self.sparse = role is not None and role.sparse
         self.whole = role is not None and not role.transposed
         self.keys = tuple(layer.params) if self.group is None else self.group.keys
@@ -100,64 +99,28 @@ class LayerBatch:
         """
         if len(self.layer.roles) <= 1:
             return [self]
-        modules = [{id(use.module) for use in role.uses} for role in self.layer.roles]
-        calls = [[call for call in self.calls if id(call.use.module) in own] for own in modules]
-        return [
-            replace(self, calls=own, role=role)
-            for own, role in zip(calls, self.layer.roles, strict=True)
-        ]
+        parts: list[LayerBatch] = []
+        for role in self.layer.roles:
+            modules = {use.module for use in role.uses}
+            calls = [call for call in self.calls if call.use.module in modules]
+            parts.append(replace(self, calls=calls, role=role))
+        return parts
 
-    def examples(self, chosen: slice | Tensor, vectors: slice | None = None) -> LayerBatch:
-        """Some of the examples, and some of the vectors if these are given."""
-        N, calls = self.num_examples, list[RecordedCall]()
+    def examples(self, chosen: slice, vectors: slice = slice(None)) -> LayerBatch:
+        """Some of the examples, which are neighbours, and some of the vectors."""
+        examples = range(self.num_examples)[chosen]
+        calls = [call.of_examples(self.num_examples, examples, vectors) for call in self.calls]
+        part = replace(self, calls=calls, num_examples=len(examples))
+        if self.mask is not None:
+            part.mask = self.mask[chosen]
+        if self.example_weights is not None:
+            part.example_weights = self.example_weights[chosen]
+        return part
 
-        def take(t: Tensor, axis: int) -> Tensor:
-            if isinstance(chosen, Tensor):
-                return t.index_select(axis, chosen)
-            return t[:, chosen] if axis else t[chosen]
-
-        def rows_of(t: Tensor, axis: int) -> Tensor:  # there may be several for each example
-            positions = t.shape[axis] // N
-            t = t if positions == 1 else t.unflatten(axis, (N, positions))
-            t = take(t, axis)
-            return t if positions == 1 else t.flatten(axis, axis + 1)
-
-        def gradients_of(g: Tensor) -> Tensor:
-            return rows_of(g if vectors is None else g[vectors], 1)
-
-        for call in self.calls:
-            args, kwargs, grads = call.args, call.kwargs, call.grads
-            if call.in_axes is None:
-                args = (rows_of(args[0], 0),)
-            else:
-                axes, rows = (
-                    iter(call.in_axes),
-                    (grads if isinstance(grads, Tensor) else grads[0]).shape[1],
-                )
-
-                def taken(t: Tensor, axes: Iterator[int | None] = axes, rows: int = rows) -> Tensor:
-                    return t if next(axes) is None or len(t) != rows else rows_of(t, 0)
-
-                args, kwargs = tree_map_only(Tensor, taken, (args, dict(kwargs)))
-            if isinstance(grads, list):
-                grads = [gradients_of(g) for g in grads]
-            elif grads is not None:
-                grads = gradients_of(grads)
-            part = copy(call)
-            part.args, part.kwargs, part.grads = args, kwargs, grads
-            calls.append(part)
-        number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
-        mask, weights = (
-            None if t is None else take(t, 0) for t in (self.mask, self.example_weights)
-        )
-        return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights)
-
-    def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
-        """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64
-        MiB by default.
-        """
+    def pieces(self) -> Iterator[LayerBatch]:
+        """The examples in pieces whose gradients, formed all at once, take about 64 MiB."""
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)
-        return self._cut(_PIECE_BYTES if max_bytes is None else max_bytes, numbers)
+        return self._cut(_PIECE_BYTES, numbers)
 
     def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
         """Pieces of `size` bytes if each example takes so many numbers, of one example at least."""
@@ -171,8 +134,8 @@ class LayerBatch:
     @property
     def num_vectors(self) -> int:
         """V, the number of vectors in this piece."""
-        grads = self.calls[0].grads
-        return 0 if grads is None else (grads if isinstance(grads, Tensor) else grads[0]).shape[0]
+        call = self.calls[0]
+        return 0 if call.grads is None else len(call.gradients[0])
 
     # ------------------------------------------------------------------------ rows of affine layers
     @cached_property
@@ -184,22 +147,25 @@ class LayerBatch:
         """
         if self.role is None:
             raise self._no_matrix()
-        found: list[Any] = []
+        parts: list[Any] = []
         for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
             a: Any = self._inputs[k] if self.weight else None
             if self.sparse:
-                found.append(a if mask is None else a.masked(mask))
+                parts.append(a if mask is None else a.masked(mask))
                 continue
-            a = a.to_dense() if isinstance(a, SparseRows) else a
+            if isinstance(a, SparseRows):
+                a = a.to_dense()
             if a is None or self.bias:
-                like, read = self._grads[k][0] if a is None else a, call.rule.reads(call.use.module)
-                ones = like.new_full((*like.shape[:-1], 1), float("bias" in call.use.keys))
-                ones = ones if read is None else ones * read.to(ones.dtype)[:, None]
+                rows = self._grads[k][0] if a is None else a
+                ones = rows.new_full((*rows.shape[:-1], 1), float("bias" in call.use.keys))
+                read = call.rule.reads(call.use.module)
+                if read is not None:
+                    ones = ones * read.to(ones.dtype)[:, None]
                 a = ones if a is None else torch.cat([a, ones], -1)
-            found.append(a if mask is None else a * _beside(mask, a.ndim))
-        if len(found) == 1:
-            return found[0]
-        return SparseRows.cat(found) if self.sparse else torch.cat(found, 1)
+            parts.append(a if mask is None else a * _beside(mask, a.ndim))
+        if len(parts) == 1:
+            return parts[0]
+        return SparseRows.cat(parts) if self.sparse else torch.cat(parts, 1)
 
     @cached_property
     def grads(self) -> Tensor:
@@ -210,16 +176,16 @@ class LayerBatch:
 
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
-        if self.weight and (call := self._only_call) is not None:
-            a = call.rule.mean_inputs(call.use.module, call.args[0])
-            a = a.unflatten(0, (self.num_examples, -1)).mean(1)
-            return (
-                torch.cat([a, torch.full_like(a[..., :1], "bias" in call.use.keys)], -1)
-                if self.bias
-                else a
-            )
-        assert isinstance(self.inputs, Tensor)
-        return self.inputs.sum(1) / self._kept.clamp(min=1)
+        call = self._only_call if self.weight else None
+        if call is None:
+            assert isinstance(self.inputs, Tensor)
+            return self.inputs.sum(1) / self._kept.clamp(min=1)
+        a = call.rule.mean_inputs(call.use.module, call.args[0])
+        a = a.unflatten(0, (self.num_examples, -1)).mean(1)
+        if self.bias:
+            ones = torch.full_like(a[..., :1], "bias" in call.use.keys)
+            a = torch.cat([a, ones], -1)
+        return a
 
     def bias_grads(self) -> Tensor:
         """Gradients of the bias for each example, [V, N, *b, o]: those of calls that add it, over
@@ -228,9 +194,8 @@ class LayerBatch:
         adding = [float("bias" in call.use.keys) for call in self.calls]
         if 0.0 not in adding:
             return self.grads.sum(2)
-        return torch.stack(
-            [g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]
-        ).sum(0)
+        parts = [g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]
+        return torch.stack(parts).sum(0)
 
     def stacked_inputs(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `input_gram` as one matrix [M, i], without the bias's ones.
@@ -240,9 +205,8 @@ class LayerBatch:
         call = self._only_call
         if call is None or not self.weight or self.sparse or self.example_weights is not None:
             return None
-        if (self.bias and "bias" not in call.use.keys) or type(
-            call.rule
-        ).input_gram is not AffineRule.input_gram:
+        adds_no_bias = self.bias and "bias" not in call.use.keys
+        if adds_no_bias or type(call.rule).input_gram is not AffineRule.input_gram:
             return None
         a = self._inputs[0]
         if isinstance(a, SparseRows) or a.ndim > 3:
@@ -258,40 +222,69 @@ class LayerBatch:
         With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals
         alone [*b, i]. An example counts as often as its weight says.
         """
-        weights, by_rule = (
-            self.example_weights,
-            self.weight and not (reduce or diagonal or self.sparse),
-        )
-        by_rule = by_rule and weights is None and not any(call.rule.sparse for call in self.calls)
+        is_plain = not (reduce or diagonal or self.sparse) and self.example_weights is None
+        by_rule = self.weight and is_plain and not any(call.rule.sparse for call in self.calls)
         if by_rule and all(mask is None for mask in self._masks):
-            total, number = torch.zeros(()), 0.0
-            for call in self.calls:
-                part, row_sum, rows = call.rule.input_gram(call.use.module, call.args[0])
-                read = call.rule.reads(call.use.module)
-                count = float(rows) if read is None else rows * read.to(part.dtype)[:, None, None]
-                if self.bias:
-                    adds = float("bias" in call.use.keys)
-                    part = F.pad(
-                        part, (0, 1, 0, 1)
-                    )  # one copy of what may be the largest matrix of all
-                    part[..., -1, :-1] = part[..., :-1, -1] = row_sum * adds
-                    part[..., -1:, -1:] = count * adds
-                total, number = part if call is self.calls[0] else total + part, number + count
-            return total, number
-        a: Any = self.inputs if self.sparse or not reduce else self.mean_inputs()
-        if weights is not None:  # sums of squares are weighted
-            root = weights.sqrt().to(a.dtype)
-            a = a.times(root) if self.sparse else a * _beside(root, a.ndim)
+            return self._gram_by_rule()
         if self.sparse:
-            total = a.mean_square() if reduce else a.square_sum()
-        else:
-            a = a if reduce else a.flatten(0, 1)
-            total = a.square().sum(0) if diagonal else gram(a)
-        kept = (self._kept > 0 if reduce else self._kept).to(total.dtype)  # [N, *b, 1]
-        number = (kept if weights is None else kept * _beside(weights.to(kept), kept.ndim)).sum(0)
-        return total, number.sum() if number.numel() == 1 else number if diagonal else number[
-            ..., None
-        ]
+            return self._square_sums(reduce)
+        return self._gram_of_rows(reduce, diagonal)
+
+    def _gram_by_rule(self) -> tuple[Tensor, Tensor | float]:
+        """`Σ_{n,s} a aᵀ` and the number of rows, from the calls' rules: all rows count."""
+        total: Tensor | None = None
+        number: Tensor | float = 0.0
+        for call in self.calls:
+            module = call.use.module
+            A, row_sum, rows = call.rule.input_gram(module, call.args[0])
+            read = call.rule.reads(module)
+            count = float(rows) if read is None else rows * read.to(A.dtype)[:, None, None]
+            if self.bias:
+                # [[Σ a aᵀ, Σ a], [Σ aᵀ, Σ 1]], in one copy of what may be the largest matrix.
+                adds = float("bias" in call.use.keys)
+                A = F.pad(A, (0, 1, 0, 1))
+                A[..., -1, :-1] = A[..., :-1, -1] = row_sum * adds
+                A[..., -1:, -1:] = count * adds
+            total = A if total is None else total + A
+            number = number + count
+        assert total is not None
+        return total, number
+
+    def _square_sums(self, reduce: bool) -> tuple[Tensor, Tensor]:
+        """`Σ_{n,s} a²` [i] of sparse rows, or with `reduce` `Σ_n ā²`, and the number of terms."""
+        a: Any = self.inputs
+        if self.example_weights is not None:
+            a = a.times(self._example_roots(a.dtype))
+        total = a.mean_square() if reduce else a.square_sum()
+        return total, self._count(reduce, total.dtype)
+
+    def _gram_of_rows(self, reduce: bool, diagonal: bool) -> tuple[Tensor, Tensor]:
+        """The sums of `input_gram` over dense rows, of which some may not count."""
+        a: Any = self.mean_inputs() if reduce else self.inputs
+        if self.example_weights is not None:
+            a = a * _beside(self._example_roots(a.dtype), a.ndim)
+        if not reduce:
+            a = a.flatten(0, 1)
+        total = a.square().sum(0) if diagonal else gram(a)
+        number = self._count(reduce, total.dtype)
+        if number.ndim and not diagonal:
+            number = number[..., None]
+        return total, number
+
+    def _example_roots(self, dtype: torch.dtype) -> Tensor:
+        """Roots of the examples' weights: squares are weighted."""
+        assert self.example_weights is not None
+        return self.example_weights.sqrt().to(dtype)
+
+    def _count(self, reduce: bool, dtype: torch.dtype) -> Tensor:
+        """How many rows count, or with `reduce` how many examples; 0-d, or [*b, 1] if matrices
+        differ.
+        """
+        counts = (self._kept > 0 if reduce else self._kept).to(dtype)
+        if self.example_weights is not None:
+            counts = counts * _beside(self.example_weights.to(counts), counts.ndim)
+        number = counts.sum(0)
+        return number.sum() if number.numel() == 1 else number
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
@@ -315,17 +308,18 @@ class LayerBatch:
         return g.square().sum(0) if diagonal else gram(g)
 
     def _no_matrix(self) -> UnsupportedError:
-        layer, owner = self.layer, type(self.layer.uses[0].owner).__name__
+        layer = self.layer
         if layer.roles:
             return UnsupportedError(
                 f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
                 f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
+        owner = type(layer.uses[0].owner).__name__
+        fact = "is shared by several modules" if layer.tied else "has no affine rule"
         return UnsupportedError(
-            f"{layer.title} ({owner}) "
-            f"{'is shared by several modules' if layer.tied else 'has no affine rule'}, so it has "
-            "no Kronecker factors. Use DiagonalBlock or FullBlock for it, or write an AffineRule "
-            f"and register it with @register_rule({owner})."
+            f"{layer.title} ({owner}) {fact}, so it has no Kronecker factors. Use DiagonalBlock or "
+            "FullBlock for it, or write an AffineRule and register it with "
+            f"@register_rule({owner})."
         )
 
     @cached_property
@@ -334,37 +328,33 @@ class LayerBatch:
         if self.role is None:
             raise self._no_matrix()
         call = self.calls[0]
-        every = (self.mask is None and not call.rule.sparse) or self._masks[0] is None
-        return (
-            call
-            if len(self.calls) == 1 and every and call.rule.reads(call.use.module) is None
-            else None
-        )
+        if len(self.calls) > 1 or self._masks[0] is not None:
+            return None
+        return call if call.rule.reads(call.use.module) is None else None
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
         """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for
         all.
         """
-        found: list[Tensor | None] = [None] * len(self.calls)
+        masks: list[Tensor | None] = []
         for k, call in enumerate(self.calls):
-            if not isinstance(call.rule, AffineRule) or (
-                self.mask is None and not call.rule.sparse
-            ):
-                continue
-            kept = self._inputs[k].kept if call.rule.sparse else None
-            if self.mask is not None and self.mask.shape[1] == self._positions(k):
-                kept = self.mask if kept is None else self.mask & kept
-            found[k] = kept
-        return found
+            mask = None
+            if isinstance(call.rule, AffineRule):
+                if call.rule.sparse:
+                    mask = self._inputs[k].kept
+                if self.mask is not None and self.mask.shape[1] == self._positions(k):
+                    mask = self.mask if mask is None else self.mask & mask
+            masks.append(mask)
+        return masks
 
     def _positions(self, k: int) -> int:
         """Positions of one call: rows of the module's input per example."""
-        if (call := self.calls[k]).grads is None:
+        call = self.calls[k]
+        if call.grads is None:
             return self._inputs[k].shape[1]
-        return (
-            call.rule.grads(call.use.module, call.grads[:1]).shape[1:3].numel() // self.num_examples
-        )
+        rows = call.rule.grads(call.use.module, call.grads[:1])
+        return rows.shape[1:3].numel() // self.num_examples
 
     @cached_property
     def _kept(self) -> Tensor:
@@ -372,15 +362,16 @@ class LayerBatch:
         1].
         """
         total: Any = 0.0
+        ndim = len(self.layer.groups[0].layout.matrix_shape)
         for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
-            N, read = self.num_examples, call.rule.reads(call.use.module)
-            kept = (
-                torch.full((N,), self._positions(k), device=self.layer.device)
-                if mask is None
-                else mask.sum(1)
-            )
-            kept = _beside(kept, len(self.layer.groups[0].layout.matrix_shape))
-            total = total + (kept if read is None else kept * read[:, None])
+            if mask is None:
+                shape = (self.num_examples,)
+                counts = torch.full(shape, self._positions(k), device=self.layer.device)
+            else:
+                counts = mask.sum(1)
+            counts = _beside(counts, ndim)
+            read = call.rule.reads(call.use.module)
+            total = total + (counts if read is None else counts * read[:, None])
         return total
 
     @cached_property
@@ -388,31 +379,30 @@ class LayerBatch:
         """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias;
         None of other rules.
         """
-        found = []
+        rows: list[Any] = []
         for call in self.calls:
-            a = (
-                call.rule.rows(call.use.module, call.args[0])
-                if isinstance(call.rule, AffineRule)
-                else None
-            )
-            shape = () if a is None or isinstance(a, SparseRows) else (-1, *a.shape[2:])
-            found.append(None if a is None else a.reshape(self.num_examples, *shape))
-        return found
+            if not isinstance(call.rule, AffineRule):
+                rows.append(None)
+                continue
+            a = call.rule.rows(call.use.module, call.args[0])
+            axes = () if isinstance(a, SparseRows) else (-1, *a.shape[2:])
+            rows.append(a.reshape(self.num_examples, *axes))
+        return rows
 
     @cached_property
     def _grads(self) -> list[Any]:
         """Gradients of the products of each call [V, N, S, *b, o], zero where they don't count;
         None of other rules.
         """
-        found = []
+        rows: list[Any] = []
         for call, mask in zip(self.calls, self._masks, strict=True):
             if not isinstance(call.rule, AffineRule):
-                found.append(None)
+                rows.append(None)
                 continue
             g = call.rule.grad_rows(call.use.module, call.grads)
             g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
-            found.append(g if mask is None else g * _beside(mask, g.ndim - 1))
-        return found
+            rows.append(g if mask is None else g * _beside(mask, g.ndim - 1))
+        return rows
 
     # -------------------------------------------------------------------- gradients of each example
     @cached_property
@@ -425,13 +415,12 @@ class LayerBatch:
         if self.whole:
             if not self.weight:
                 return self.bias_grads()[..., None]
+            # A cat along S would copy everything.
             total = outer_products(self._grads[0], self._inputs[0])
-            for g, a in zip(
-                self._grads[1:], self._inputs[1:], strict=True
-            ):  # a cat along S would copy everything
+            for g, a in zip(self._grads[1:], self._inputs[1:], strict=True):
                 total = total.add_(outer_products(g, a))
             return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
-        (group,) = self.layer.groups if self.group is None else (self.group,)
+        group = self.layer.groups[0] if self.group is None else self.group
         grads = self.param_grads()
         J = group.layout.gather([grads[key].flatten(0, 1) for key in group.keys])
         return J.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
@@ -450,13 +439,14 @@ class LayerBatch:
         if len(self.layer.roles) > 1 and self.role is None:
             parts = [part.inner_products(C) for part in self.roles() if part.calls]
             return sum(parts[1:], parts[0])
-        C, by_rows = C.to(self.layer.accumulation_dtype), self.whole and self.weight
-        if by_rows and isinstance(self.inputs, SparseRows):
+        C = C.to(self.layer.accumulation_dtype)
+        has_rows = self.whole and self.weight
+        if has_rows and isinstance(self.inputs, SparseRows):
             return self.inputs.inner_products(self.grads, C)
-        if not by_rows or C.ndim > 3 or self.grads.shape[2] > 1:
-            return torch.cat(
-                [piece.per_example_grads.flatten(2) @ C.flatten(1).T for piece in self.pieces()], 1
-            )
+        if not has_rows or C.ndim > 3 or self.grads.shape[2] > 1:
+            columns = C.flatten(1).T
+            parts = [piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()]
+            return torch.cat(parts, 1)
         parts = []
         for piece in self._cut(_PIECE_BYTES, sum(C.shape[1:]) + len(C) * min(C.shape[1:])):
             assert isinstance(piece.inputs, Tensor)
@@ -477,75 +467,67 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of
         sparse rows not at all, unless there is a basis of the columns.
         """
-        by_rows = self.whole and self.weight
-        if by_rows and self.sparse and QA is None:
+        has_rows = self.whole and self.weight
+        if has_rows and self.sparse and QA is None:
             assert isinstance(self.inputs, SparseRows)
-            found = self.inputs.squared(self.grads, QG)
-            return found if total is None else total.add_(found)
-        dense = by_rows and not self.sparse
-        from_rows = dense and not self._many_positions
-        for piece in self._row_pieces() if dense else self.pieces():
+            squares = self.inputs.squared(self.grads, QG)
+            return squares if total is None else total.add_(squares)
+        from_rows = False
+        pieces = self.pieces()
+        if has_rows and not self.sparse:
+            *matrices, rows, columns = self.layer.groups[0].layout.matrix_shape
+            # Of all calls and matrices, per example.
+            numbers = sum([call.grads.shape[1:].numel() for call in self.calls])
+            positions = numbers // self.num_examples // rows
+            # Else a gradient is smaller than the rows that it is the sum of, in a basis or not.
+            from_rows = positions <= math.prod(matrices) * max(rows, columns)
+            size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
+            pieces = self._cut(size, positions * columns)
+        for piece in pieces:
             if from_rows:
-                ones = self.bias and all(
-                    "bias" in call.use.keys for call in piece.calls
-                )  # else they are stored
-                a: Any = (
-                    piece.inputs
-                    if not ones
-                    else piece._inputs[0]
-                    if len(piece.calls) == 1
-                    else piece._inputs
-                )
-                a = torch.cat(a, 1) if isinstance(a, list) else a
-                for g in piece.grads:
-                    total = squared_gradients(g, a, QG, QA, ones, total)
+                total = piece._squares_of_rows(QG, QA, total)
                 continue
             grads = piece.per_example_grads
-            total = torch.zeros_like(grads[0, 0]) if total is None else total
+            if total is None:
+                total = torch.zeros_like(grads[0, 0])
             for J in grads:
                 squared_examples(J, QG, QA, total)
         assert total is not None
         return total
 
-    def _row_pieces(self) -> Iterator[LayerBatch]:
-        columns = self.layer.groups[0].layout.matrix_shape[-1]
-        size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
-        return self._cut(size, self._shared_positions * columns)
-
-    @property
-    def _shared_positions(self) -> int:
-        """Of all calls and matrices, per example."""
-        outputs = sum(
-            [call.grads.shape[1:].numel() for call in self.calls]
-        )  # examples · positions · b · o
-        return outputs // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
-
-    @property
-    def _many_positions(self) -> bool:
-        """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or
-        not.
-        """
-        *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
-        return self._shared_positions > math.prod(batch) * max(rows, columns)
+    def _squares_of_rows(
+        self, QG: Tensor | None, QA: Tensor | None, total: Tensor | None
+    ) -> Tensor | None:
+        """`total + Σ_{v,n} (Σ_s Q_Gᵀ g_{v,n,s} a_{n,s}ᵀ Q_A)²`."""
+        # Ones that all calls have need not be stored.
+        has_ones = self.bias and all("bias" in call.use.keys for call in self.calls)
+        a: Any = self.inputs
+        if has_ones:
+            a = self._inputs[0] if len(self.calls) == 1 else torch.cat(self._inputs, 1)
+        for g in self.grads:
+            total = squared_gradients(g, a, QG, QA, has_ones, total)
+        return total
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""
-        V, N, dtype, total = (
-            self.num_vectors,
-            self.num_examples,
-            self.layer.accumulation_dtype,
-            dict[str, Tensor](),
-        )
+        N = self.num_examples
+        dtype = self.layer.accumulation_dtype
+        total: dict[str, Tensor] = {}
         for k, call in enumerate(self.calls):
             for local, J in self._call_grads(k).items():
-                if (key := call.use.keys.get(local)) in self.keys:
-                    J = (J if J.shape[1] == N else J.unflatten(1, (N, -1)).sum(2)).to(dtype)
-                    total[key] = total[key] + J if key in total else J
-        for key in (
-            set(self.keys) - total.keys()
-        ):  # a module of a tied parameter that was not called in this batch
-            p = self.layer.params[key]
-            total[key] = torch.zeros(V, N, *p.shape, dtype=dtype, device=p.device)
+                key = call.use.keys.get(local)
+                if key not in self.keys:
+                    continue
+                if J.shape[1] != N:
+                    J = J.unflatten(1, (N, -1)).sum(2)
+                J = J.to(dtype)
+                total[key] = total[key] + J if key in total else J
+        # A module of a tied parameter may not be called in this batch.
+        for key in self.keys:
+            if key not in total:
+                p = self.layer.params[key]
+                shape = (self.num_vectors, N, *p.shape)
+                total[key] = torch.zeros(shape, dtype=dtype, device=p.device)
         return total
 
     def _call_grads(self, k: int) -> dict[str, Tensor]:
@@ -553,33 +535,26 @@ class LayerBatch:
         positions, *shape].
         """
         call = self.calls[k]
-        module, rule, g = call.use.module, call.rule, call.grads
+        module = call.use.module
+        rule = call.rule
         try:
             if isinstance(rule, AffineRule):
                 g = self._grads[k]
                 if call.use.keys.keys() == {"bias"}:
-                    return {
-                        "bias": g.sum(2).reshape(
-                            *g.shape[:2], *self.layer.params[call.use.keys["bias"]].shape
-                        )
-                    }
+                    bias = self.layer.params[call.use.keys["bias"]]
+                    return {"bias": g.sum(2).reshape(*g.shape[:2], *bias.shape)}
                 return rule.split(module, outer_products(g, self._inputs[k]), g)
-            g = (
-                [rule.masked(t, self.mask) for t in g]
-                if isinstance(g, list)
-                else rule.masked(g, self.mask)
-            )
+            gradients = [rule.masked(g, self.mask) for g in call.gradients]
+            grads = gradients if isinstance(call.grads, list) else gradients[0]
             return rule.example_grads(
-                module, call.args, call.kwargs, g, call.in_axes, call.out_axes
+                module, call.args, call.kwargs, grads, call.in_axes, call.out_axes
             )
         except RerunError as error:
-            raise OutsideReads(
-                f"{title(call.use.name)}: {error}", call.use.keys.values()
-            ) from error
+            message = f"{title(call.use.name)}: {error}"
+            raise OutsideReads(message, call.use.keys.values()) from error
         except NoExampleGradients as error:
-            raise NoExampleGradients(
-                f"{title(call.use.name)}: {error.fact}", error.advice
-            ) from error
+            fact = f"{title(call.use.name)}: {error.fact}"
+            raise NoExampleGradients(fact, error.advice) from error
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
             raise type(error)(f"{title(call.use.name)}: {error}") from error
 

@@ -9,10 +9,10 @@ with the transpose of the matrix that the head multiplies with.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
 from curvlinops_plus.linalg import Layout
+from curvlinops_plus.linalg.layout import Pattern
 from curvlinops_plus.risk.calls import title
 from curvlinops_plus.risk.parameters import common_dtype
 
@@ -38,7 +39,10 @@ class Role:
 
     uses: tuple[ModuleUse, ...]
     transposed: bool = False
-    sparse: bool = False
+    sparse: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sparse = all(map(_is_sparse, self.uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +102,8 @@ class Layer:
                     self.bias = self.bias or key
                 else:
                     self.weight = self.weight or key
-        self.accumulation_dtype, (first, *_) = common_dtype(self.params), self.params.values()
-        self.device = first.device
+        self.accumulation_dtype = common_dtype(self.params)
+        self.device = next(iter(self.params.values())).device
 
     @property
     def title(self) -> str:
@@ -116,7 +120,7 @@ def find_layers(
     model: nn.Module,
     params: Mapping[str, Tensor],
     separate_weight_and_bias: bool = False,
-    found: FoundReads | None = None,
+    reads: FoundReads | None = None,
     uses: list[ModuleUse] | None = None,
 ) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its
@@ -128,23 +132,23 @@ def find_layers(
         model: The model.
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
-        found: What is known of reads by functions, see `layers_of`.
+        reads: What is known of reads by functions, see `layers_of`.
         uses: What `find_uses` finds, if somebody has looked.
     """
     uses = find_uses(model, params) if uses is None else uses
-    if found is not None:
-        uses = _with_found(model, params, uses, found)
-    layers = []
-    pending = list(uses)
+    if reads is not None:
+        uses = _with_reads(model, params, uses, reads)
+    layers: list[Layer] = []
+    pending = [*uses]
     while pending:
-        members, reached = [pending.pop(0)], set()
-        while True:  # all modules connected through shared parameters
-            reached = {key for use in members for key in use.keys.values()}
-            joined = [use for use in pending if reached & set(use.keys.values())]
-            if not joined:
-                break
+        # All modules that are connected through shared parameters.
+        members: list[ModuleUse] = []
+        joined = pending[:1]
+        while joined:
             members += joined
             pending = [use for use in pending if use not in joined]
+            keys = {key for use in members for key in use.keys.values()}
+            joined = [use for use in pending if not keys.isdisjoint(use.keys.values())]
         layers.append(_make_layer(members, params, separate_weight_and_bias))
     names = [group.name for layer in layers for group in layer.groups]
     if len({*names}) < len(names):
@@ -156,14 +160,22 @@ def find_layers(
     return layers
 
 
+class Product(NamedTuple):
+    """A function that multiplies with parameters, or adds them, and the keys of its "weight" and
+    "bias".
+    """
+
+    function: Function
+    keys: dict[str, str]
+
+
 @dataclass(frozen=True, eq=False)
 class FoundReads:
     """What a forward pass showed of how parameters are read, beyond the types of modules.
 
     Attributes:
-        products: Functions that multiply with parameters, or add them, in addition to modules with
-            rules of their own, and instead of modules without; each with the keys of "weight" and
-            "bias".
+        products: Functions that read parameters in addition to modules with rules of their own, and
+            instead of modules without.
         enclosing: Keys of parameters that other functions read outside of the module that holds
             them, each with the name of the innermost module in which they all are, and that gives
             their gradients when it runs again.
@@ -171,43 +183,53 @@ class FoundReads:
             did not.
     """
 
-    products: Sequence[tuple[Function, dict[str, str]]] = ()
+    products: Sequence[Product] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def _with_found(
-    model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
+def _with_reads(
+    model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], reads: FoundReads
 ) -> list[ModuleUse]:
     """The uses of modules, each followed by products that read its parameters; modules that enclose
     reads come last.
     """
+    # Names of modules, each with the local names and keys of the parameters read inside.
     enclosing: dict[str, dict[str, str]] = {}
-    for key, name in found.enclosing.items():
+    for key, name in reads.enclosing.items():
         inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
-        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
-    merged, pending = list[ModuleUse](), [*found.products]
-    claimed = {key for _, keys in pending for key in keys.values()}
+        local = next(local for local, p in inside if p is params[key])
+        enclosing.setdefault(name, {})[local] = key
+    merged: list[ModuleUse] = []
+    pending = [*reads.products]
+    by_products = {key for product in pending for key in product.keys.values()}
     for use in uses:
-        own = {*use.keys.values()}
-        free = found.enclosing.keys() | (claimed if use.without_rule else set())
-        keys = {local: key for local, key in use.keys.items() if key not in free}
-        if use.without_rule and use.name in enclosing:  # it runs again anyway
+        read_elsewhere = {*reads.enclosing}
+        if use.without_rule:
+            read_elsewhere |= by_products
+        keys = {local: key for local, key in use.keys.items() if key not in read_elsewhere}
+        if use.without_rule and use.name in enclosing:
+            # It runs again anyway.
             enclosing[use.name] = keys | enclosing[use.name]
         elif keys:
-            merged.append(use if keys == use.keys else replace(use, keys=keys))
-        for product in [product for product in pending if not own.isdisjoint(product[1].values())]:
-            pending.remove(product)
-            function, keys = product
-            module, rule = function.module(
-                *(params[keys[n]] if n in keys else None for n in ("weight", "bias"))
-            )
-            name = next(iter(keys.values())).removesuffix(".weight")
-            merged.append(ModuleUse(name, module, rule, keys, use.owner, function))
+            merged.append(replace(use, keys=keys))
+        held = {*use.keys.values()}
+        for product in [*pending]:
+            if not held.isdisjoint(product.keys.values()):
+                pending.remove(product)
+                merged.append(_use_of_product(product, params, use.owner))
     for name, keys in enclosing.items():
         module = model.get_submodule(name)
         merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
     return merged
+
+
+def _use_of_product(product: Product, params: Mapping[str, Tensor], owner: nn.Module) -> ModuleUse:
+    keys = product.keys
+    tensors = {local: params[key] for local, key in keys.items()}
+    module, rule = product.function.module(tensors.get("weight"), tensors.get("bias"))
+    name = next(iter(keys.values())).removesuffix(".weight")
+    return ModuleUse(name, module, rule, keys, owner, product.function)
 
 
 def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: bool) -> Layer:
@@ -215,34 +237,38 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     patterns: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for use in roles[0].uses if roles else uses:
-        known = use.rule.patterns(use.module)
+        module_patterns = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
-        named = sorted(use.keys, key="bias".__eq__)  # it is the last column
-        patterns |= {
-            use.keys[local]: known[local] for local in named if use.keys[local] not in patterns
-        }
+        # The bias is the last column.
+        for local in sorted(use.keys, key="bias".__eq__):
+            patterns.setdefault(use.keys[local], module_patterns[local])
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a
         # flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
-    name, keys = uses[0].name, list(patterns)
-    blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = []
-    for label, own in blocks.items():
-        named = tuple([(key, patterns[key], params[key].shape) for key in own])
-        groups.append(Group(label, tuple(own), _layout(named, tuple(sizes.items()))))
+    name = uses[0].name
+    keys = tuple(patterns)
+    blocks = {key: (key,) for key in keys} if separate else {name or keys[0]: keys}
+    groups: list[Group] = []
+    for block, block_keys in blocks.items():
+        block_patterns = tuple([patterns[key] for key in block_keys])
+        shapes = tuple([params[key].shape for key in block_keys])
+        layout = _layout(block_keys, block_patterns, shapes, tuple(sizes.items()))
+        groups.append(Group(block, block_keys, layout))
     return Layer(name, tuple(uses), {key: params[key] for key in keys}, tuple(groups), roles)
 
 
 @lru_cache(4096)
 def _layout(
-    named: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]
+    keys: tuple[str, ...],
+    patterns: tuple[str, ...],
+    shapes: tuple[torch.Size, ...],
+    sizes: tuple[tuple[str, int], ...],
 ) -> Layout:
     """Some parameters as one matrix, by the patterns of their rule."""
-    used = {axis: n for axis, n in sizes if any(axis in _axes(pattern) for _, pattern, _ in named)}
-    return Layout(
-        {key: pattern for key, pattern, _ in named}, {key: shape for key, _, shape in named}, used
-    )
+    axes = {axis for pattern in patterns for axis in Pattern(pattern).names}
+    used = {axis: n for axis, n in sizes if axis in axes}
+    return Layout(dict(zip(keys, patterns)), dict(zip(keys, shapes)), used)
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
@@ -252,43 +278,38 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     to one role alone; as a separate block it would need the gradient factor of that role, which the
     nearest product does not have.
     """
-    for use in uses:
-        if not isinstance(use.rule, AffineRule):
-            return ()
-    if len(uses) == 1:
-        return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
-    weights = {
-        tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses
-    }
-    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
-        return (Role(tuple(uses), sparse=all(map(_is_sparse, uses))),)
-    if (
-        len(weights) > 1
-        or len(next(iter(weights))) != 1
-        or any(use.rule.sizes(use.module) for use in uses)
-    ):
+    if not all(isinstance(use.rule, AffineRule) for use in uses):
+        return ()
+    weights = {tuple([key for local, key in use.keys.items() if local != "bias"]) for use in uses}
+    are_biases = weights == {()} and len({use.keys["bias"] for use in uses}) == 1
+    if len(uses) == 1 or are_biases:
+        return (Role(tuple(uses)),)
+    is_one_weight = len(weights) == 1 and len(weights.pop()) == 1
+    if not is_one_weight or any(use.rule.sizes(use.module) for use in uses):
         return ()
     by_matrix: dict[str, list[ModuleUse]] = {}
     for use in uses:
         by_matrix.setdefault(_matrix_of(use), []).append(use)
+
+    def rank(matrix: str) -> tuple[bool, bool]:
+        has_bias = any("bias" in use.keys for use in by_matrix[matrix])
+        return not has_bias, _is_sparse(by_matrix[matrix][0])
+
     # A module with dense rows says what the matrix is: it may have a bias, which is one more
     # column.
-    (lead, _), *others = ordered = sorted(
-        by_matrix.items(),
-        key=lambda item: (not any("bias" in u.keys for u in item[1]), _is_sparse(item[1][0])),
-    )
-    flipped = " ".join(reversed(re.findall(r"\([^()]*\)|\w+", lead)))
-    if any(pattern != flipped for pattern, _ in others):
+    lead, *flipped = sorted(by_matrix, key=rank)
+    if any(matrix != Pattern(f"-> {lead}").transposed for matrix in flipped):
         return ()
-    for position, (_, members) in enumerate(ordered):
-        biases = {use.keys.get("bias") for use in members}
+    roles: list[Role] = []
+    for matrix in [lead, *flipped]:
+        biases = {use.keys.get("bias") for use in by_matrix[matrix]}
         # A separate block of a bias that only some of them add needs a gradient factor of its own.
         several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
-        if several or (biases != {None} and (position or (separate and len(ordered) > 1))):
+        elsewhere = matrix != lead or (separate and len(by_matrix) > 1)
+        if several or (biases != {None} and elsewhere):
             return ()
-    return tuple(
-        [Role(tuple(own), pattern != lead, all(map(_is_sparse, own))) for pattern, own in ordered]
-    )
+        roles.append(Role(tuple(by_matrix[matrix]), matrix != lead))
+    return tuple(roles)
 
 
 def _is_sparse(use: ModuleUse) -> bool:
@@ -300,13 +321,10 @@ def _matrix_of(use: ModuleUse) -> str:
     parameter.
     """
     local = next(local for local in use.keys if local != "bias")
-    left, right = use.rule.patterns(use.module)[local].split("->")
-    names = {axis: f"d{k}" for k, axis in enumerate(_axes(left))}
-    return " ".join(re.sub(r"[A-Za-z_]\w*", lambda found: names[found[0]], right).split())
-
-
-def _axes(pattern: str) -> list[str]:
-    return re.findall(r"[A-Za-z_]\w*", pattern)
+    pattern = Pattern(use.rule.patterns(use.module)[local])
+    positions = {axis: f"d{k}" for k, axis in enumerate(pattern.names)}
+    words = pattern.matrix.replace("(", " ( ").replace(")", " ) ").split()
+    return " ".join([positions.get(word, word) for word in words])
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,13 +353,11 @@ class ModuleUse:
         """The modules that hold the parameters, which may be parametrizations or children; local
         names; keys.
         """
-        found = []
+        holders: list[tuple[nn.Module, str, str]] = []
         for local, key in self.keys.items():
-            inside, _, name = (
-                ("", "", local) if local in module._parameters else local.rpartition(".")
-            )
-            found.append((module.get_submodule(inside), name, key))
-        return found
+            path, _, name = local.rpartition(".")
+            holders.append((module.get_submodule(path), name, key))
+        return holders
 
     @property
     def without_rule(self) -> bool:
@@ -353,34 +369,36 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     """The modules that read some parameters, and the function calls inside attention (key to the
     model's own).
     """
-    key_of = dict(zip(map(id, params.values()), params))
+    key_of = {id(p): key for key, p in params.items()}
     uses: list[ModuleUse] = []
-    claimed: set[nn.Module] = set()  # whose parameters another one answers for
+    # Modules whose parameters another one answers for.
+    claimed: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in claimed or not (module._parameters or module._modules):
             continue
         if module._modules and is_parametrized(module):
             claimed |= {*module.get_submodule("parametrizations").modules()}
         held = differentiable_parameters(module)
-        rule, in_parts = rule_of(module, held), set[int]()
+        rule = rule_of(module, held)
         for part in rule.parts(module):
             claimed.add(part.module)
-            in_parts |= {id(p) for p in part.params.values()}
-            if keys := _tracked(part.params, key_of):
-                full = ".".join([name, part.name]).lstrip(".")
-                uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        if keys := _tracked(held, key_of, in_parts):
+            keys = _tracked(part.params, key_of)
+            if keys:
+                part_name = f"{name}.{part.name}".lstrip(".")
+                uses.append(ModuleUse(part_name, part.module, part.rule, keys, module, LINEAR))
+            of_parts = {id(p) for p in part.params.values()}
+            held = {local: p for local, p in held.items() if id(p) not in of_parts}
+        keys = _tracked(held, key_of)
+        if keys:
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
-    return [read for use in uses if (read := _without_aliases(use, uses)).keys]
+    readers = [_without_aliases(use, uses) for use in uses]
+    return [use for use in readers if use.keys]
 
 
-def _tracked(
-    params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()
-) -> dict[str, str]:
-    """Local name to key, of those parameters that have one, `without` some."""
-    found = zip(params, map(id, params.values()))
-    return {local: key_of[at] for local, at in found if at in key_of and at not in without}
+def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:
+    """Local name to key, of those parameters that have one."""
+    return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
 
 
 def _without_aliases(use: ModuleUse, uses: list[ModuleUse]) -> ModuleUse:
@@ -391,7 +409,9 @@ def _without_aliases(use: ModuleUse, uses: list[ModuleUse]) -> ModuleUse:
     """
     if isinstance(use.rule, AffineRule):
         return use
-    inside = {id(m) for m in use.module.modules()} - {id(use.module)}
-    others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
-    read = {key for u in others for key in u.keys.values()}
+    inside = {*use.module.modules()} - {use.module}
+    read: set[str] = set()
+    for reader in uses:
+        if reader.owner in inside and isinstance(reader.rule, AffineRule):
+            read |= {*reader.keys.values()}
     return replace(use, keys={local: key for local, key in use.keys.items() if key not in read})
