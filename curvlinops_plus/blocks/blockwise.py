@@ -125,7 +125,7 @@ class BlockwiseLinearOperator(Deferred):
         if compute:
             self.compute()
         else:
-            self._compute_later()
+            self.parameters = fingerprint(self.risk)
 
     def _begin(
         self,
@@ -138,8 +138,12 @@ class BlockwiseLinearOperator(Deferred):
         """Have a plan and options, and no blocks."""
         risk = plan.risk
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
-        #: The layers with their approximations.
+        #: The layers with their approximations; the operator has the same risk and vectors.
         self.plan = plan
+        self.risk = risk
+        self.vectors = plan.vectors
+        self.separate_weight_and_bias = plan.separate_weight_and_bias
+        self.owned = plan.owned
         #: What multiples are, times the curvature.
         self.scale = 1.0
         self.check_deterministic = check_deterministic
@@ -161,11 +165,6 @@ class BlockwiseLinearOperator(Deferred):
         K = cls.__new__(cls)
         K._begin(plan)
         return K
-
-    risk = property(lambda self: self.plan.risk)
-    vectors = property(lambda self: self.plan.vectors)
-    separate_weight_and_bias = property(lambda self: self.plan.separate_weight_and_bias)
-    owned = property(lambda self: self.plan.owned)
 
     # ------------------------------------------------------------------------------------ computing
     def compute(self) -> Self:

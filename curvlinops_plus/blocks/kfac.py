@@ -150,31 +150,27 @@ class KFAC(Accumulator):
         for number, role in enumerate(batch.roles()):
             if not role.calls:
                 continue
+            # The sums are "A" and "G" of the first role, "A1" and "G1" of the second one.
+            suffix = number or ""
             input_form = self.forms.get("A")
             gradient_form = self.forms.get("G")
             if self.layer.roles[number].transposed:  # its factors change sides
                 input_form, gradient_form = gradient_form, input_form
             if batch.first and input_form is not None and self.weight_group is not None:
+                # Σ a aᵀ: of rows [M, i], or as the rule of the layer makes it.
                 weight = role.restrict(self.weight_group)
-                self._add_inputs(_named("A", number), weight, input_form.diagonal)
+                a = None if input_form.diagonal else weight.stacked_inputs(self.reduce)
+                if a is None:
+                    self.add(f"A{suffix}", *weight.input_gram(self.reduce, input_form.diagonal))
+                else:
+                    self.add_rows(f"A{suffix}", a, ones=weight.bias, count=float(len(a)))
             if batch.num_vectors and gradient_form is not None:
-                self._add_gradients(_named("G", number), role, gradient_form.diagonal)
-
-    def _add_inputs(self, name: str, batch: LayerBatch, diagonal: bool) -> None:
-        """Add `Σ a aᵀ`, by rows, or as the rule of the layer likes."""
-        rows = None if diagonal else batch.stacked_inputs(self.reduce)
-        if rows is not None:
-            self.add_rows(name, rows, ones=batch.bias, count=float(len(rows)))
-        else:
-            self.add(name, *batch.input_gram(self.reduce, diagonal))
-
-    def _add_gradients(self, name: str, batch: LayerBatch, diagonal: bool) -> None:
-        """Add `Σ g gᵀ`."""
-        rows = None if diagonal else batch.stacked_grads(self.reduce)
-        if rows is None:
-            self.add(name, batch.grad_gram(self.reduce, diagonal))
-        else:
-            self.add_rows(name, rows)
+                # Σ g gᵀ
+                g = None if gradient_form.diagonal else role.stacked_grads(self.reduce)
+                if g is None:
+                    self.add(f"G{suffix}", role.grad_gram(self.reduce, gradient_form.diagonal))
+                else:
+                    self.add_rows(f"G{suffix}", g)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         factors: dict[str, Factor] = {
@@ -253,7 +249,7 @@ class KFAC(Accumulator):
             return {"G": self._gradient_factor(0), "A": self.value("A")}
         pairs: list[tuple[Tensor, Tensor]] = []
         for number, role in enumerate(self.layer.roles):
-            name = _named("A", number)
+            name = f"A{number or ''}"
             if name in self.raw:  # a module may never have been called
                 A = self.value(name)
                 G = self._gradient_factor(number)
@@ -263,18 +259,13 @@ class KFAC(Accumulator):
 
     def _gradient_factor(self, number: int) -> Tensor:
         """`G` of a role."""
-        name = _named("G", number)
+        name = f"G{number or ''}"
         if name in self.raw:
             return self.value(name)
         form = self.forms["A" if self.layer.roles[number].transposed else "G"]
         layer = self.layer
         ones = torch.ones(form.shape[:-1], dtype=layer.accumulation_dtype, device=layer.device)
         return ones if form.diagonal else torch.diag_embed(ones)
-
-
-def _named(factor: str, role: int) -> str:
-    """The name of a sum: "A" and "G" of the first role, "A1" and "G1" of the second one."""
-    return f"{factor}{role or ''}"
 
 
 def _of_form(factor: Tensor, form: FactorForm) -> Tensor:

@@ -115,7 +115,8 @@ class FullBlock(Accumulator):
 
     def needs(self) -> Needs:
         size = _numbers(self) ** 2 * self.layer.accumulation_dtype.itemsize
-        return Needs(2 * size, size)  # the product of one batch is added to the sum
+        # The product of one batch is added to the sum.
+        return Needs(2 * size, size)
 
     def update(self, batch: LayerBatch) -> None:
         self.add("matrix", gram(batch.per_example_grads.flatten(2).flatten(0, 1)))
@@ -124,7 +125,8 @@ class FullBlock(Accumulator):
         return Dense(self.value("matrix"), Structure.PSD)
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
-        return [products(block, J.flatten(2).unsqueeze(-1))]  # not matrix by matrix
+        # One matrix [o·i, 1], also of a layer with several matrices [*b, o, i].
+        return [products(block, J.flatten(2).unsqueeze(-1))]
 
 
 class ScaledIdentity(Accumulator):
@@ -206,10 +208,13 @@ class KroneckerBlock(Accumulator):
     ) -> None:
         super().__init__(layer, group, scale)
         assert group is not None
-        *batch, o, i = self.shape = group.layout.matrix_shape
+        self.shape = group.layout.matrix_shape
         self.has_weight = layer.weight in group.keys
-        number = prod(batch) * layer.accumulation_dtype.itemsize
-        self.factor_bytes = {"G": number * o**2} | ({"A": number * i**2} if self.has_weight else {})
+        *batch, o, i = self.shape
+        itemsize = prod(batch) * layer.accumulation_dtype.itemsize
+        self.factor_bytes = {"G": itemsize * o**2}
+        if self.has_weight:
+            self.factor_bytes["A"] = itemsize * i**2
         for name, size in self.factor_bytes.items():
             if size > max_factor_bytes:
                 raise UnsupportedError(
@@ -229,7 +234,9 @@ class KroneckerBlock(Accumulator):
         return Needs(2 * size, size)
 
     def finish(self) -> LinearOperator | Accumulator:
-        return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
+        if self.has_weight:
+            return self.finish_weight()
+        return Dense(self.value("G"), Structure.PSD)
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         if not self.has_weight or is_one_product(J, batches):
@@ -289,22 +296,22 @@ class TNT(KroneckerBlock):
         self.add("A", contraction(batch, "A"))
 
     def finish_weight(self) -> LinearOperator:
-        G, A = self.value("G"), self.value("A")
+        G = self.value("G")
+        A = self.value("A")
         trace = G.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         return kronecker(G / torch.where(trace > 0, trace, torch.ones_like(trace)), A)
 
     def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
         if not isinstance(block, Kronecker):
             return [(block.trace, J.square().sum())]
-        G, A, matrices = block.G, block.A, J.flatten(0, 1)
-        of_G, of_A = (
-            A.traces()[..., None, None] * G.matrices(),
-            G.traces()[..., None, None] * A.matrices(),
-        )
+        # Partial traces: tr(A) G = Σ J Jᵀ and tr(G) A = Σ Jᵀ J.
+        G = block.G
+        A = block.A
+        J = J.flatten(0, 1)
         return [
-            (of_G, (matrices @ matrices.mT).sum(0)),
-            (of_A, (matrices.mT @ matrices).sum(0)),
-        ]  # partial traces
+            (A.traces()[..., None, None] * G.matrices(), (J @ J.mT).sum(0)),
+            (G.traces()[..., None, None] * A.matrices(), (J.mT @ J).sum(0)),
+        ]
 
 
 class NearestKronecker(KroneckerBlock):
@@ -374,10 +381,11 @@ class NearestKronecker(KroneckerBlock):
 
     def needs(self) -> Needs:
         factors = super().needs().kept
-        # The block in two forms and its decomposition, or KFAC's factors and those of a sweep.
-        return Needs(
-            3 * self.block_bytes * (self.formed and self.has_weight) + 2 * factors, factors
-        )
+        # KFAC's factors and those of a sweep, or the block in two forms and its decomposition.
+        computing = 2 * factors
+        if self.formed and self.has_weight:
+            computing += 3 * self.block_bytes
+        return Needs(computing, factors)
 
     def add_weight(self, batch: LayerBatch) -> None:
         if self.formed:
@@ -389,12 +397,13 @@ class NearestKronecker(KroneckerBlock):
 
     def finish_weight(self) -> LinearOperator | Accumulator:
         if self.formed:
-            F = (
-                self.value("F").unflatten(-1, self.shape[-2:]).unflatten(-3, self.shape[-2:])
-            )  # [*b, o, i, p, j]
+            # F [*b, o, i, p, j] with pairs of rows (o, p) and of columns (i, j)
+            matrix_shape = self.shape[-2:]
+            F = self.value("F").unflatten(-1, matrix_shape).unflatten(-3, matrix_shape)
             return kronecker(*nearest_to_matrix(F.transpose(-3, -2)))
         A = self.value("A")
-        A = A if A.ndim == len(self.shape) else torch.diag_embed(A)  # of sparse rows
+        if A.ndim < len(self.shape):  # of sparse rows
+            A = torch.diag_embed(A)
         return PowerStep(self.layer, self.group, self.scale, A, "A", self.power_iterations)
 
     def exact_parts_of_weight(self, block: LinearOperator, J: Tensor) -> Parts:
@@ -411,77 +420,76 @@ class PowerStep(Accumulator):
     iteration on `R(F)`.
 
     Args:
-        given: That factor.
+        factor: That factor.
         side: Which one it is, "G" or "A".
-        left: The number of remaining sweeps, this one included.
+        sweeps: The number of remaining sweeps, this one included.
     """
 
     affine = True
-    constants = ("given",)
 
     def __init__(
         self,
         layer: Layer,
         group: Group | None,
         scale: LossScale,
-        given: Tensor,
+        factor: Tensor,
         side: str,
-        left: int,
+        sweeps: int,
     ) -> None:
         super().__init__(layer, group, scale)
-        self.given, self.side, self.sweeps = given, side, left
+        self.factor = factor
+        self.side = side
+        self.best_side = "G" if side == "A" else "A"
+        self.sweeps = sweeps
 
     def update(self, batch: LayerBatch) -> None:
-        self.add("found", contraction(batch, "G" if self.side == "A" else "A", self.given))
+        self.add(self.best_side, contraction(batch, self.best_side, self.factor))
 
     def finish(self) -> LinearOperator | Accumulator:
-        square = self.given.square().sum((-2, -1), keepdim=True)
-        found = self.value("found") / torch.where(square > 0, square, torch.ones_like(square))
+        square = self.factor.square().sum((-2, -1), keepdim=True)
+        best = self.value(self.best_side) / torch.where(square > 0, square, torch.ones_like(square))
         if self.sweeps == 1:
-            return kronecker(*((found, self.given) if self.side == "A" else (self.given, found)))
-        found, _ = balanced(found, self.given)
-        return PowerStep(
-            self.layer,
-            self.group,
-            self.scale,
-            found,
-            "G" if self.side == "A" else "A",
-            self.sweeps - 1,
-        )
+            factors = {self.side: self.factor, self.best_side: best}
+            return kronecker(factors["G"], factors["A"])
+        best, _ = balanced(best, self.factor)
+        options = (best, self.best_side, self.sweeps - 1)
+        return PowerStep(self.layer, self.group, self.scale, *options)
 
 
-def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i]
-    """The block of two positive semi-definite factors."""
+def kronecker(G: Tensor, A: Tensor) -> Kronecker:
+    """The block of two positive semi-definite factors [*b, o, o] and [*b, i, i]."""
     G, A = balanced(G, A)
     return Kronecker(Dense(G, Structure.PSD), Dense(A, Structure.PSD))
 
 
-def contraction(batch: LayerBatch, name: str, other: Tensor | None = None) -> Tensor:
+def contraction(batch: LayerBatch, name: str, between: Tensor | None = None) -> Tensor:
     """`Σ_{v,n} J A Jᵀ`, [*b, o, o], for `name` "G", or `Σ_{v,n} Jᵀ G J`, [*b, i, i], for "A".
 
     Args:
-        other: The symmetric matrix between them; default: the identity.
+        between: The symmetric matrix between them; default: the identity.
 
     Cost: without weight sharing that of two Gram matrices, otherwise `o i (o + i)` operations per
     example and vector, or those of the rows where these are fewer.
     """
     if _by_rows(batch):
-        a, g = batch.inputs, batch.grads  # [N, S, *b, i], [V, N, S, *b, o]
-        assert isinstance(a, Tensor)
-        rows, x = (g, a[None]) if name == "G" else (a[None], g)
-        y = x if other is None else torch.einsum("vns...i,...ij->vns...j", x, other)
-        between = torch.einsum("vns...i,vnt...i->vn...st", y, x).sum(
-            0
-        )  # positions that share the weight
-        # It belongs to a vector if g is inside.
-        total = torch.einsum(
-            "vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, rows), rows
-        )
+        # J = Σ_s g_s a_sᵀ, so that J A Jᵀ = Σ_{s,t} (a_sᵀ A a_t) g_s g_tᵀ.
+        assert isinstance(batch.inputs, Tensor)
+        outer = batch.inputs[None]  # [1, N, S, *b, i]
+        inner = batch.grads  # [V, N, S, *b, o]
+        if name == "G":
+            outer, inner = inner, outer
+        left = inner
+        if between is not None:
+            left = torch.einsum("vns...i,...ij->vns...j", inner, between)
+        # Inner products of positions that share the weight, over all vectors if g is inside.
+        pairs = torch.einsum("vns...i,vnt...i->vn...st", left, inner).sum(0)
+        left = torch.einsum("n...st,vnt...o->vns...o", pairs, outer)
+        total = torch.einsum("vns...o,vns...p->...op", left, outer)
         return (total + total.mT) / 2
     total = None
     for piece in batch.pieces():
         J = piece.per_example_grads if name == "G" else piece.per_example_grads.mT
-        left = J if other is None else torch.einsum("vn...oi,...ij->vn...oj", J, other)
+        left = J if between is None else torch.einsum("vn...oi,...ij->vn...oj", J, between)
         part = torch.einsum("vn...oi,vn...pi->...op", left, J)
         total = part if total is None else total + part
     assert total is not None
@@ -492,8 +500,7 @@ def _by_rows(batch: LayerBatch) -> bool:
     """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
     if len(batch.layer.roles) > 1 or batch.layer.sparse:
         return False
-    S, (o, i) = (
-        batch.grads.shape[2],
-        (batch.group or batch.layer.groups[0]).layout.matrix_shape[-2:],
-    )
+    S = batch.grads.shape[2]
+    group = batch.group or batch.layer.groups[0]
+    o, i = group.layout.matrix_shape[-2:]
     return S * (o + i) <= max(o * i, o + i)

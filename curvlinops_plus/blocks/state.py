@@ -257,6 +257,8 @@ def take_state(K: Any, given: Any) -> None:
         )
     plan.risk.options = replace(K.risk.options, **state["options"])
     K.plan = plan
+    K.risk = plan.risk
+    K.vectors = plan.vectors
     if blocks is None:
         K._compute_later()
         return

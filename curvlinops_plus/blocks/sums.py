@@ -66,19 +66,16 @@ class Sums:
         self.layers = list(self.stages)
         self.device = self.layers[0].device.type
         self.withdrawn: set[Layer] = set()
-        self._forget()
+        self._begin(Totals())
 
-    def _forget(self) -> None:
-        self._count(Totals())
+    def _begin(self, totals: Totals) -> None:
+        """The sums of all layers are of data with these totals, and no step was begun."""
+        self.history = dict.fromkeys(self.layers, 0)
+        self.totals = {0: totals}
         self.step = Totals()
         self.decay = 1.0
         self.entered: set[int] = set()
         self.open = False  # whether a step was begun
-
-    def _count(self, totals: Totals) -> None:
-        """The sums of all layers are of data with these totals."""
-        self.history = dict.fromkeys(self.layers, 0)
-        self.totals = {0: totals}
 
     def consume(self, batch: LayerBatch) -> None:
         """Add what a layer received to all its stages."""
@@ -106,17 +103,17 @@ class Sums:
             totals: Of all data, which every layer was shown.
             names: Of the accumulators whose blocks this process keeps; None: of all.
         """
-        self._count(totals)
-        accumulators = list(self._accumulators())
-        add_over_processes(accumulators, processes)
+        accumulators = [a for (stage,) in self.stages.values() for a in stage.values()]
         for accumulator in accumulators:
             accumulator.totals = totals
             accumulator.complete = True
-        decompose_together(accumulators, processes)
+        if processes.world > 1:
+            add_over_processes(accumulators, processes)
+            decompose_together(accumulators, processes)
         del accumulators, accumulator
 
-        def finished(layer: Layer) -> dict[str, Any]:
-            (stage,) = self.stages.pop(layer)
+        def finished(stages: list[Stage]) -> dict[str, Any]:
+            stage = stages.pop()
             return {
                 name: accumulator.finish()
                 for name, accumulator in stage.items()
@@ -125,7 +122,8 @@ class Sums:
 
         layers = list(self.stages)
         with plain_mode(self.device):
-            results = side_by_side(finished, layers, lambda layer: costs_of(self.stages[layer][0]))
+            results = side_by_side(finished, list(self.stages.values()), costs_of)
+        self.stages = {}
         blocks: dict[str, LinearOperator] = {}
         for layer, of_layer in zip(layers, results, strict=True):
             stage: Stage = {}
@@ -141,8 +139,8 @@ class Sums:
     # ----------------------------------------------------------------------------- batches of steps
     def fresh(self) -> Self:
         """No sums, in the same bases."""
-        other = self._each(Accumulator.empty)
-        other._forget()
+        other = self.copied(Accumulator.empty)
+        other._begin(Totals())
         return other
 
     def see(self, show: DataShow, processes: Alone | None, totals: Totals | None = None) -> Totals:
@@ -158,7 +156,7 @@ class Sums:
         """
         if totals is None:
             totals = show(self.consume)
-        self._count(totals)
+        self._begin(totals)
         while waiting := self.waiting:
             whole = self if processes is None else self.over(processes)
             late = [layer for layer in whole.called if layer in waiting]
@@ -295,13 +293,14 @@ class Sums:
                 )
 
     # --------------------------------------------------------------------------- sums of other sums
-    def _each(self, make: Callable[[Accumulator], Accumulator]) -> Self:
-        """Others with accumulators made of these ones."""
+    def copied(self, make: Callable[[Accumulator], Accumulator] = Accumulator.copy) -> Self:
+        """The same, with accumulators made of these ones; changes of one are none of the other."""
         other = copy.copy(self)
-        other.stages = {
-            layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
-            for layer, stages in self.stages.items()
-        }
+        with plain_mode(self.device):
+            other.stages = {
+                layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
+                for layer, stages in self.stages.items()
+            }
         other.history = dict(self.history)
         other.totals = dict(self.totals)
         other.entered = set(self.entered)
@@ -309,16 +308,11 @@ class Sums:
         other.withdrawn = set(self.withdrawn)
         return other
 
-    def copied(self) -> Self:
-        """The same; changes of one are none of the other."""
-        with plain_mode(self.device):
-            return self._each(Accumulator.copy)
-
     def without_data(self) -> Self:
         """No sums in the same steps, which have called the same layers: for a process that shares
         those of another.
         """
-        other = self._each(Accumulator.empty)
+        other = self.copied(Accumulator.empty)
         other.totals = {
             key: Totals(called=set(totals.called), weights=totals.weights, steps=totals.steps)
             for key, totals in self.totals.items()
@@ -375,7 +369,7 @@ class Sums:
             return [factors, *[_in_basis(whole._following(layer), stage) for stage in corrections]]
 
         stages = side_by_side(
-            renewed_stages, whole.layers, lambda layer: costs_of(whole.stages[layer][0])
+            renewed_stages, whole.layers, lambda layer: costs_of(whole.stages[layer])
         )
         new = copy.copy(whole)
         new.stages = dict(zip(whole.layers, stages, strict=True))

@@ -27,8 +27,6 @@ def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) ->
     Args:
         accumulators: The same ones, in the same order, in all processes.
     """
-    if processes.world == 1:
-        return
     shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
     counts = [
         {name: n.cpu() if isinstance(n, Tensor) else n for name, n in a.counts.items()}
@@ -106,12 +104,12 @@ def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, proces
         factor.remember_eigh(eigenvalues, Q)
 
 
-def costs_of(stage: Stage) -> float:
-    """About how many operations `finish` of a stage takes, for `side_by_side`; 0: in the main
-    thread.
+def costs_of(stages: Sequence[Stage]) -> float:
+    """About how many operations `finish` of a layer's first stage takes, for `side_by_side`; 0: in
+    the main thread.
     """
     sizes: list[int] = []
-    for accumulator in stage.values():
+    for accumulator in stages[0].values():
         decomposes = type(accumulator).decompose is not Accumulator.decompose
         if not decomposes or accumulator.layer.device.type != "cpu":
             return 0.0
