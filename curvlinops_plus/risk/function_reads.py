@@ -140,7 +140,7 @@ def find_functions(
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
             taken.add(call.bias)
-    products: list[Product] = []
+    products = []
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
         keys = {name: key for name, key in named.items() if key is not None and key not in taken}
@@ -547,7 +547,7 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     """
     if data is None:
         return None
-    products: list[Product] = []
+    products = []
     for described in data["products"]:
         options = _tuples(described["function"]["options"])
         function = Function(**described["function"] | {"options": options})
