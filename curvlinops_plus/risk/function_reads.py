@@ -34,7 +34,7 @@ from curvlinops_plus.risk.layers import (
     FoundReads,
     Layer,
     ModuleUse,
-    Product,
+    ParameterProduct,
     find_layers,
     find_uses,
 )
@@ -144,7 +144,7 @@ def find_functions(
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
         keys = {name: key for name, key in named.items() if key is not None and key not in taken}
-        product = Product(call.function if "weight" in keys else BIAS, keys)
+        product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -551,7 +551,7 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     for described in data["products"]:
         options = _tuples(described["function"]["options"])
         function = Function(**described["function"] | {"options": options})
-        products.append(Product(function, dict(described["keys"])))
+        products.append(ParameterProduct(function, dict(described["keys"])))
     keys = {key for product in products for key in product.keys.values()}
     missing = (keys | data["enclosing"].keys()) - risk.params.keys()
     if missing:

@@ -161,7 +161,7 @@ def find_layers(
     return layers
 
 
-class Product(NamedTuple):
+class ParameterProduct(NamedTuple):
     """A function that multiplies with parameters, or adds them, and the keys of its "weight" and
     "bias".
     """
@@ -184,7 +184,7 @@ class FoundReads:
             did not.
     """
 
-    products: Sequence[Product] = ()
+    products: Sequence[ParameterProduct] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -225,7 +225,9 @@ def _with_reads(
     return merged
 
 
-def _use_of_product(product: Product, params: Mapping[str, Tensor], owner: nn.Module) -> ModuleUse:
+def _use_of_product(
+    product: ParameterProduct, params: Mapping[str, Tensor], owner: nn.Module
+) -> ModuleUse:
     keys = product.keys
     tensors = {local: params[key] for local, key in keys.items()}
     module, rule = product.function.module(tensors.get("weight"), tensors.get("bias"))
