@@ -27,7 +27,6 @@ from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.parameters import common_dtype
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
     eager,
@@ -88,8 +87,8 @@ def check_batch(
     checked = risk.checked
     checked.batches += 1
     kind = recorder.reads, frozenset(recorder.kinds), batch.num_examples > 1, recorder.backward
-    due = kind not in checked.seen or risk.options.check == "every" or checked.batches in _REGULARLY
-    if not risk.options.check or not due:
+    is_known = kind in checked.kinds and checked.batches not in _REGULARLY
+    if not risk.options.check or (is_known and risk.options.check != "every"):
         return
     batch_norms: dict[str, _BatchNorm] = {}
     for name, module in risk.model.named_modules():
@@ -110,12 +109,12 @@ def check_batch(
         )
         return
     if _BatchCheck(risk, recorder, batch, outputs, [*batch_norms.values()]).passes():
-        checked.seen.add(kind)
+        checked.kinds.add(kind)
 
 
 def _warn_once(risk: EmpiricalRisk, message: str) -> None:
-    if message not in risk.checked.said:
-        risk.checked.said.add(message)
+    if message not in risk.checked.warnings:
+        risk.checked.warnings.add(message)
         warn(message, CurvatureWarning, stacklevel=level_of_user())
 
 
@@ -239,9 +238,9 @@ class _BatchCheck:
         random.
         """
         N = self.batch.num_examples
-        indices = torch.tensor(chosen, device=self.risk.device)
-        expected = [F.unflatten(0, (N, -1))[indices].flatten(0, 1) for F in self.outputs]
-        difference = self._difference(outputs, expected)
+        index = torch.tensor(chosen, device=self.risk.device)
+        rows = [F.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1) for F in self.outputs]
+        difference = self._difference(outputs, rows)
         if not difference:
             return
         if few is self.batch:
@@ -316,10 +315,9 @@ class _BatchCheck:
         theirs = self._by_autograd(small, live, vectors, params)
         layers = [layer for layer in small.layers if layer not in small.ignored]
         layer_norms, norm_sent = _norms(layers, ours, theirs, vectors)
-        sizes = [norms.size for norms in layer_norms]
-        largest = max(filter(math.isfinite, sizes), default=0.0)
+        largest = max([norms.size for norms in layer_norms if norms.size < math.inf], default=0.0)
         all_above = True
-        wrong: list[_Norms] = []
+        wrong = []
         for norms in layer_norms:
             # ‖ours - theirs‖ ≤ τ ‖theirs‖ + floor, floor = 0.1 τ max_layers ‖theirs‖ + 10 ε ‖v‖: a
             # gradient of which rounding is all that is left is compared with the others, or with
@@ -377,7 +375,7 @@ class _BatchCheck:
         columns = [group.layout.matrix_shape[-1] for group in layer.groups]
         matrices = example.per_example_grads.split(columns, -1)
         sums: dict[str, Tensor] = {}
-        for group, J in zip(layer.groups, matrices, strict=True):
+        for group, J in zip(layer.groups, matrices):
             sums |= group.layout.views(J.flatten())
         return sums
 
@@ -394,7 +392,7 @@ class _BatchCheck:
         sent, power = small.in_range([self._scaled(v) for v in vectors], live)
         gradients = gradients_of(live, list(params.values()), sent, False)
         sums: dict[str, Tensor] = {}
-        for (key, p), g in zip(params.items(), gradients, strict=True):
+        for (key, p), g in zip(params.items(), gradients):
             if g is None:
                 g = torch.zeros_like(p)
             if g.is_sparse:
@@ -449,7 +447,8 @@ def _norms(
 ) -> tuple[list[_Norms], float]:
     """Norms for each layer, and that of the vectors, with one wait for all of them."""
     keys = [key for layer in layers for key in layer.params]
-    dtype = common_dtype(ours)
+    dtypes = {layer.accumulation_dtype for layer in layers}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     expected = [theirs[key].to(dtype) for key in keys]
     gradients = [ours[key].to(dtype) for key in keys]
     differences = torch._foreach_sub(gradients, expected)  # pyright: ignore[reportPrivateImportUsage]
@@ -457,7 +456,7 @@ def _norms(
     numbers = iter(torch.stack(torch._foreach_norm(tensors)).tolist())  # pyright: ignore[reportPrivateImportUsage]
     difference_of = dict(zip(keys, numbers))
     size_of = dict(zip(keys, numbers))
-    norms: list[_Norms] = []
+    norms = []
     for layer in layers:
         difference = math.hypot(*[difference_of[key] for key in layer.params])
         size = math.hypot(*[size_of[key] for key in layer.params])
@@ -467,7 +466,7 @@ def _norms(
 
 def _random_vectors(outputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    vectors: list[Tensor] = []
+    vectors = []
     for f in outputs:
         dtype = torch.promote_types(f.dtype, torch.float32)
         vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))

@@ -34,7 +34,7 @@ from curvlinops_plus.risk.layers import (
     FoundReads,
     Layer,
     ModuleUse,
-    Product,
+    ParameterProduct,
     find_layers,
     find_uses,
 )
@@ -140,11 +140,11 @@ def find_functions(
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
             taken.add(call.bias)
-    products: list[Product] = []
+    products = []
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
         keys = {name: key for name, key in named.items() if key is not None and key not in taken}
-        product = Product(call.function if "weight" in keys else BIAS, keys)
+        product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -547,11 +547,11 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
     """
     if data is None:
         return None
-    products: list[Product] = []
+    products = []
     for described in data["products"]:
         options = _tuples(described["function"]["options"])
         function = Function(**described["function"] | {"options": options})
-        products.append(Product(function, dict(described["keys"])))
+        products.append(ParameterProduct(function, dict(described["keys"])))
     keys = {key for product in products for key in product.keys.values()}
     missing = (keys | data["enclosing"].keys()) - risk.params.keys()
     if missing:

@@ -99,7 +99,7 @@ class LayerBatch:
         """
         if len(self.layer.roles) <= 1:
             return [self]
-        parts: list[LayerBatch] = []
+        parts = []
         for role in self.layer.roles:
             modules = {use.module for use in role.uses}
             calls = [call for call in self.calls if call.use.module in modules]
@@ -134,8 +134,10 @@ class LayerBatch:
     @property
     def num_vectors(self) -> int:
         """V, the number of vectors in this piece."""
-        call = self.calls[0]
-        return 0 if call.grads is None else len(call.gradients[0])
+        grads = self.calls[0].grads
+        if isinstance(grads, list):
+            grads = grads[0]
+        return 0 if grads is None else grads.shape[0]
 
     # ------------------------------------------------------------------------ rows of affine layers
     @cached_property
@@ -147,8 +149,8 @@ class LayerBatch:
         """
         if self.role is None:
             raise self._no_matrix()
-        parts: list[Any] = []
-        for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
+        parts = []
+        for k, (call, mask) in enumerate(zip(self.calls, self._masks)):
             a: Any = self._inputs[k] if self.weight else None
             if self.sparse:
                 parts.append(a if mask is None else a.masked(mask))
@@ -183,8 +185,7 @@ class LayerBatch:
         a = call.rule.mean_inputs(call.use.module, call.args[0])
         a = a.unflatten(0, (self.num_examples, -1)).mean(1)
         if self.bias:
-            ones = torch.full_like(a[..., :1], "bias" in call.use.keys)
-            a = torch.cat([a, ones], -1)
+            a = F.pad(a, (0, 1), value=float("bias" in call.use.keys))
         return a
 
     def bias_grads(self) -> Tensor:
@@ -194,7 +195,7 @@ class LayerBatch:
         adding = [float("bias" in call.use.keys) for call in self.calls]
         if 0.0 not in adding:
             return self.grads.sum(2)
-        parts = [g.sum(2) * adds for g, adds in zip(self._grads, adding, strict=True)]
+        parts = [g.sum(2) * adds for g, adds in zip(self._grads, adding)]
         return torch.stack(parts).sum(0)
 
     def stacked_inputs(self, reduce: bool = False) -> Tensor | None:
@@ -254,7 +255,7 @@ class LayerBatch:
         """`Σ_{n,s} a²` [i] of sparse rows, or with `reduce` `Σ_n ā²`, and the number of terms."""
         a: Any = self.inputs
         if self.example_weights is not None:
-            a = a.times(self._example_roots(a.dtype))
+            a = a.times(self.example_weights.sqrt().to(a.dtype))
         total = a.mean_square() if reduce else a.square_sum()
         return total, self._count(reduce, total.dtype)
 
@@ -262,7 +263,8 @@ class LayerBatch:
         """The sums of `input_gram` over dense rows, of which some may not count."""
         a: Any = self.mean_inputs() if reduce else self.inputs
         if self.example_weights is not None:
-            a = a * _beside(self._example_roots(a.dtype), a.ndim)
+            root = self.example_weights.sqrt().to(a.dtype)
+            a = a * _beside(root, a.ndim)
         if not reduce:
             a = a.flatten(0, 1)
         total = a.square().sum(0) if diagonal else gram(a)
@@ -270,11 +272,6 @@ class LayerBatch:
         if number.ndim and not diagonal:
             number = number[..., None]
         return total, number
-
-    def _example_roots(self, dtype: torch.dtype) -> Tensor:
-        """Roots of the examples' weights: squares are weighted."""
-        assert self.example_weights is not None
-        return self.example_weights.sqrt().to(dtype)
 
     def _count(self, reduce: bool, dtype: torch.dtype) -> Tensor:
         """How many rows count, or with `reduce` how many examples; 0-d, or [*b, 1] if matrices
@@ -337,7 +334,7 @@ class LayerBatch:
         """Positions of each call that count [N, S]: by the mask, and by a sparse rule; None for
         all.
         """
-        masks: list[Tensor | None] = []
+        masks = []
         for k, call in enumerate(self.calls):
             mask = None
             if isinstance(call.rule, AffineRule):
@@ -363,7 +360,7 @@ class LayerBatch:
         """
         total: Any = 0.0
         ndim = len(self.layer.groups[0].layout.matrix_shape)
-        for k, (call, mask) in enumerate(zip(self.calls, self._masks, strict=True)):
+        for k, (call, mask) in enumerate(zip(self.calls, self._masks)):
             if mask is None:
                 shape = (self.num_examples,)
                 counts = torch.full(shape, self._positions(k), device=self.layer.device)
@@ -379,7 +376,7 @@ class LayerBatch:
         """Rows of each call [N, S, *b, i], those that don't count too, without ones for a bias;
         None of other rules.
         """
-        rows: list[Any] = []
+        rows = []
         for call in self.calls:
             if not isinstance(call.rule, AffineRule):
                 rows.append(None)
@@ -394,8 +391,8 @@ class LayerBatch:
         """Gradients of the products of each call [V, N, S, *b, o], zero where they don't count;
         None of other rules.
         """
-        rows: list[Any] = []
-        for call, mask in zip(self.calls, self._masks, strict=True):
+        rows = []
+        for call, mask in zip(self.calls, self._masks):
             if not isinstance(call.rule, AffineRule):
                 rows.append(None)
                 continue
@@ -417,7 +414,7 @@ class LayerBatch:
                 return self.bias_grads()[..., None]
             # A cat along S would copy everything.
             total = outer_products(self._grads[0], self._inputs[0])
-            for g, a in zip(self._grads[1:], self._inputs[1:], strict=True):
+            for g, a in zip(self._grads[1:], self._inputs[1:]):
                 total = total.add_(outer_products(g, a))
             return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
         group = self.layer.groups[0] if self.group is None else self.group
@@ -476,7 +473,7 @@ class LayerBatch:
         pieces = self.pieces()
         if has_rows and not self.sparse:
             *matrices, rows, columns = self.layer.groups[0].layout.matrix_shape
-            # Of all calls and matrices, per example.
+            # N · positions of all calls and matrices · rows
             numbers = sum([call.grads.shape[1:].numel() for call in self.calls])
             positions = numbers // self.num_examples // rows
             # Else a gradient is smaller than the rows that it is the sum of, in a basis or not.
@@ -501,9 +498,10 @@ class LayerBatch:
         """`total + Σ_{v,n} (Σ_s Q_Gᵀ g_{v,n,s} a_{n,s}ᵀ Q_A)²`."""
         # Ones that all calls have need not be stored.
         has_ones = self.bias and all("bias" in call.use.keys for call in self.calls)
-        a: Any = self.inputs
         if has_ones:
             a = self._inputs[0] if len(self.calls) == 1 else torch.cat(self._inputs, 1)
+        else:
+            a: Any = self.inputs
         for g in self.grads:
             total = squared_gradients(g, a, QG, QA, has_ones, total)
         return total
@@ -537,6 +535,7 @@ class LayerBatch:
         call = self.calls[k]
         module = call.use.module
         rule = call.rule
+        name = title(call.use.name)
         try:
             if isinstance(rule, AffineRule):
                 g = self._grads[k]
@@ -550,13 +549,12 @@ class LayerBatch:
                 module, call.args, call.kwargs, grads, call.in_axes, call.out_axes
             )
         except RerunError as error:
-            message = f"{title(call.use.name)}: {error}"
-            raise OutsideReads(message, call.use.keys.values()) from error
+            raise OutsideReads(f"{name}: {error}", call.use.keys.values()) from error
         except NoExampleGradients as error:
-            fact = f"{title(call.use.name)}: {error.fact}"
-            raise NoExampleGradients(fact, error.advice) from error
-        except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
-            raise type(error)(f"{title(call.use.name)}: {error}") from error
+            raise NoExampleGradients(f"{name}: {error.fact}", error.advice) from error
+        # UnsupportedError is both.
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{name}: {error}") from error
 
 
 def _beside(t: Tensor, ndim: int) -> Tensor:

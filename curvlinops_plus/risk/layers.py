@@ -138,17 +138,18 @@ def find_layers(
     uses = find_uses(model, params) if uses is None else uses
     if reads is not None:
         uses = _with_reads(model, params, uses, reads)
-    layers: list[Layer] = []
+    layers = []
     pending = [*uses]
     while pending:
         # All modules that are connected through shared parameters.
-        members: list[ModuleUse] = []
-        joined = pending[:1]
-        while joined:
-            members += joined
-            pending = [use for use in pending if use not in joined]
+        members = [pending.pop(0)]
+        while True:
             keys = {key for use in members for key in use.keys.values()}
             joined = [use for use in pending if not keys.isdisjoint(use.keys.values())]
+            if not joined:
+                break
+            members += joined
+            pending = [use for use in pending if use not in joined]
         layers.append(_make_layer(members, params, separate_weight_and_bias))
     names = [group.name for layer in layers for group in layer.groups]
     if len({*names}) < len(names):
@@ -160,7 +161,7 @@ def find_layers(
     return layers
 
 
-class Product(NamedTuple):
+class ParameterProduct(NamedTuple):
     """A function that multiplies with parameters, or adds them, and the keys of its "weight" and
     "bias".
     """
@@ -183,7 +184,7 @@ class FoundReads:
             did not.
     """
 
-    products: Sequence[Product] = ()
+    products: Sequence[ParameterProduct] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -200,7 +201,7 @@ def _with_reads(
         inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
         local = next(local for local, p in inside if p is params[key])
         enclosing.setdefault(name, {})[local] = key
-    merged: list[ModuleUse] = []
+    merged = []
     pending = [*reads.products]
     by_products = {key for product in pending for key in product.keys.values()}
     for use in uses:
@@ -224,7 +225,9 @@ def _with_reads(
     return merged
 
 
-def _use_of_product(product: Product, params: Mapping[str, Tensor], owner: nn.Module) -> ModuleUse:
+def _use_of_product(
+    product: ParameterProduct, params: Mapping[str, Tensor], owner: nn.Module
+) -> ModuleUse:
     keys = product.keys
     tensors = {local: params[key] for local, key in keys.items()}
     module, rule = product.function.module(tensors.get("weight"), tensors.get("bias"))
@@ -249,23 +252,20 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     name = uses[0].name
     keys = tuple(patterns)
     blocks = {key: (key,) for key in keys} if separate else {name or keys[0]: keys}
-    groups: list[Group] = []
+    groups = []
     for block, block_keys in blocks.items():
-        block_patterns = tuple([patterns[key] for key in block_keys])
-        shapes = tuple([params[key].shape for key in block_keys])
-        layout = _layout(block_keys, block_patterns, shapes, tuple(sizes.items()))
+        described = tuple([(key, patterns[key], params[key].shape) for key in block_keys])
+        layout = _layout(described, tuple(sizes.items()))
         groups.append(Group(block, block_keys, layout))
     return Layer(name, tuple(uses), {key: params[key] for key in keys}, tuple(groups), roles)
 
 
 @lru_cache(4096)
 def _layout(
-    keys: tuple[str, ...],
-    patterns: tuple[str, ...],
-    shapes: tuple[torch.Size, ...],
-    sizes: tuple[tuple[str, int], ...],
+    described: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]
 ) -> Layout:
-    """Some parameters as one matrix, by the patterns of their rule."""
+    """Some parameters as one matrix, from their keys, the patterns of their rule, and shapes."""
+    keys, patterns, shapes = zip(*described)
     axes = {axis for pattern in patterns for axis in Pattern(pattern).names}
     used = {axis: n for axis, n in sizes if axis in axes}
     return Layout(dict(zip(keys, patterns)), dict(zip(keys, shapes)), used)
@@ -278,37 +278,34 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     to one role alone; as a separate block it would need the gradient factor of that role, which the
     nearest product does not have.
     """
-    if not all(isinstance(use.rule, AffineRule) for use in uses):
-        return ()
+    for use in uses:
+        if not isinstance(use.rule, AffineRule):
+            return ()
+    if len(uses) == 1:
+        return (Role(tuple(uses)),)
     weights = {tuple([key for local, key in use.keys.items() if local != "bias"]) for use in uses}
-    are_biases = weights == {()} and len({use.keys["bias"] for use in uses}) == 1
-    if len(uses) == 1 or are_biases:
+    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
         return (Role(tuple(uses)),)
     is_one_weight = len(weights) == 1 and len(weights.pop()) == 1
     if not is_one_weight or any(use.rule.sizes(use.module) for use in uses):
         return ()
-    by_matrix: dict[str, list[ModuleUse]] = {}
-    for use in uses:
-        by_matrix.setdefault(_matrix_of(use), []).append(use)
-
-    def rank(matrix: str) -> tuple[bool, bool]:
-        has_bias = any("bias" in use.keys for use in by_matrix[matrix])
-        return not has_bias, _is_sparse(by_matrix[matrix][0])
-
     # A module with dense rows says what the matrix is: it may have a bias, which is one more
     # column.
-    lead, *flipped = sorted(by_matrix, key=rank)
+    by_matrix: dict[str, list[ModuleUse]] = {}
+    for use in sorted(uses, key=lambda use: ("bias" not in use.keys, _is_sparse(use))):
+        by_matrix.setdefault(_matrix_of(use), []).append(use)
+    lead, *flipped = by_matrix
     if any(matrix != Pattern(f"-> {lead}").transposed for matrix in flipped):
         return ()
-    roles: list[Role] = []
-    for matrix in [lead, *flipped]:
-        biases = {use.keys.get("bias") for use in by_matrix[matrix]}
+    roles = []
+    for matrix, members in by_matrix.items():
+        biases = {use.keys.get("bias") for use in members}
         # A separate block of a bias that only some of them add needs a gradient factor of its own.
         several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
         elsewhere = matrix != lead or (separate and len(by_matrix) > 1)
         if several or (biases != {None} and elsewhere):
             return ()
-        roles.append(Role(tuple(by_matrix[matrix]), matrix != lead))
+        roles.append(Role(tuple(members), matrix != lead))
     return tuple(roles)
 
 
@@ -353,7 +350,7 @@ class ModuleUse:
         """The modules that hold the parameters, which may be parametrizations or children; local
         names; keys.
         """
-        holders: list[tuple[nn.Module, str, str]] = []
+        holders = []
         for local, key in self.keys.items():
             path, _, name = local.rpartition(".")
             holders.append((module.get_submodule(path), name, key))

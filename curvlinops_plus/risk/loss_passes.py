@@ -70,7 +70,7 @@ def gradient_pass(risk: EmpiricalRisk) -> tuple[dict[str, Tensor], Totals]:
     return sums, totals
 
 
-def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
+def require_same(risk: EmpiricalRisk, before: Totals, after: Totals) -> None:
     """Compare the totals of two passes: the order of the examples does not matter, everything else
     does.
 
@@ -80,7 +80,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     """
     losses = [
         sum(loss.weight * float(number) for loss, number in zip(risk.losses, totals.losses))
-        for totals in (first, second)
+        for totals in (before, after)
     ]
     if not math.isfinite(sum(losses)):
         raise NumericsError(
@@ -88,7 +88,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
         )
     tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 5e-5
     same = math.isclose(*losses, rel_tol=tolerance, abs_tol=1e-6)
-    if same and first.examples == second.examples:
+    if same and before.examples == after.examples:
         return
     cause = (
         "Does the data change from pass to pass (random augmentation, drop_last with shuffling), "
@@ -97,8 +97,8 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     if random := training_modules(risk.model):
         cause = f"These modules are in training mode: {random}; call model.eval()."
     raise RuntimeError(
-        f"Two passes over the data disagree: total loss {losses[0]:.8g} over {first.examples} "
-        f"examples and {losses[1]:.8g} over {second.examples}. {cause} check_deterministic=False "
+        f"Two passes over the data disagree: total loss {losses[0]:.8g} over {before.examples} "
+        f"examples and {losses[1]:.8g} over {after.examples}. {cause} check_deterministic=False "
         "turns this check off."
     )
 

@@ -183,7 +183,7 @@ class ModelParameters:
                 for number, hook in before.items():
                     if (getattr(hook, "__module__", None) or "").startswith(_FSDP):
                         del table[number]
-        whole_values = {name: whole for name, (_, whole) in self._spread.items()}
+        whole_values = {name: p for name, (_, p) in self._spread.items()}
         try:
             with (
                 replaced_parameters(self._spread_places, whole_values),
@@ -206,8 +206,8 @@ class ModelParameters:
         """Key to the whole of a parameter of the model; itself if it is not spread over
         processes.
         """
-        whole = {id(part): p for part, p in self._spread.values()}
-        return {key: whole.get(id(p), p) for key, p in params.items()}
+        whole_of = {id(part): p for part, p in self._spread.values()}
+        return {key: whole_of.get(id(p), p) for key, p in params.items()}
 
     def renew(self) -> None:
         """Take over the present values of parameters that are spread over processes. Collective, if
@@ -215,8 +215,8 @@ class ModelParameters:
         """
         self.require_in_place()
         with torch.no_grad():
-            for part, whole in self._spread.values():
-                whole.requires_grad_(part.requires_grad).copy_(part.full_tensor())
+            for part, p in self._spread.values():
+                p.requires_grad_(part.requires_grad).copy_(part.full_tensor())
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError, a model that holds other tensors than when this was made."""
@@ -428,13 +428,13 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def example_axes(
-    modules: Mapping[str, nn.Module], given: Mapping[str, int] | None
+    modules: Mapping[str, nn.Module], axis_of: Mapping[str, int] | None
 ) -> dict[str, int]:
     """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user
     says.
 
     Args:
-        given: Names of modules, or globs of names, to axes.
+        axis_of: Names of modules, or globs of names, to axes.
 
     Raises:
         TypeError: If they are no such dict.
@@ -447,13 +447,13 @@ def example_axes(
             attention = module.self_attn
         if vars(attention).get("batch_first") is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
-    if given is None:
+    if axis_of is None:
         return axes
-    if not isinstance(given, Mapping) or not all(type(axis) is int for axis in given.values()):
+    if not isinstance(axis_of, Mapping) or not all(type(axis) is int for axis in axis_of.values()):
         raise TypeError(
-            f"example_axis={given!r} is no dict from names of modules to axes, as {{'name': 1}}."
+            f"example_axis={axis_of!r} is no dict from names of modules to axes, as {{'name': 1}}."
         )
-    for glob, axis in given.items():
+    for glob, axis in axis_of.items():
         matching = [name for name in modules if fnmatchcase(name, glob)]
         if not matching:
             raise ValueError(
@@ -615,8 +615,8 @@ def changed_parameters(before: Fingerprint, now: Fingerprint, tolerance: float) 
     return changed
 
 
-def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str, Any]]) -> None:
-    """Refuse processes that differ in parameters, losses, options, or `more`. Collective.
+def require_replicas(risk: Any, over_data: bool, same: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuse processes that differ in parameters, losses, options, or `same`. Collective.
 
     Args:
         over_data: Whether the data are read now: then buffers are compared, too. Batches of
@@ -631,4 +631,4 @@ def require_replicas(risk: Any, over_data: bool, more: Callable[[], Mapping[str,
     for name, option in vars(risk.options).items():
         if name not in ("check", "progressbar"):
             facts[f"{name}="] = option
-    risk.processes.same(facts | dict(more()))
+    risk.processes.same(facts | dict(same()))

@@ -452,9 +452,10 @@ class Checked:
 
     Attributes:
         in_modules: Whether the model was seen to read its parameters in its modules.
-        seen: What was called in batches that were compared with plain autograd, where no gradient
+        kinds: What was called in batches that were compared with plain autograd, where no gradient
             was zero.
         batches: How many batches there were.
+        warnings: Messages that were given, each once.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         reads: How functions read parameters, outside of modules with rules; None before they were
             looked for.
@@ -464,9 +465,9 @@ class Checked:
     """
 
     in_modules: bool = False
-    seen: set[Any] = field(default_factory=set)
+    kinds: set[Any] = field(default_factory=set)
     batches: int = 0
-    said: set[str] = field(default_factory=set)
+    warnings: set[str] = field(default_factory=set)
     reads: FoundReads | None = None
     shift: bool | None = None
     batch_norm: bool = True
