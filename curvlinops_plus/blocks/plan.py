@@ -348,17 +348,19 @@ def memory_of(plan: Iterable[LayerPlan]) -> Memory:
     """
     layers: dict[str, Needs] = {}
     for entry in plan:
-        own = [accumulator.needs() for accumulator in entry.accumulators().values()]
-        known = [needs for needs in own if needs is not None]
-        if len(known) < len(own):
-            raise UnsupportedError(
-                f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it "
-                "takes. Define its method `needs()`, which returns Needs(computing, kept) in "
-                "bytes, or leave out `max_bytes`."
-            )
-        layers[entry.layer.name] = Needs(
-            sum(needs.computing for needs in known), sum(needs.kept for needs in known)
-        )
+        computing = 0
+        kept = 0
+        for accumulator in entry.accumulators().values():
+            needs = accumulator.needs()
+            if needs is None:
+                raise UnsupportedError(
+                    f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it "
+                    "takes. Define its method `needs()`, which returns Needs(computing, kept) in "
+                    "bytes, or leave out `max_bytes`."
+                )
+            computing += needs.computing
+            kept += needs.kept
+        layers[entry.layer.name] = Needs(computing, kept)
     return Memory(layers)
 
 
@@ -399,15 +401,16 @@ def owners_of(plan: Sequence[LayerPlan], world: int) -> dict[str, int]:
     whoever has least.
     """
     accumulators = {name: a for entry in plan for name, a in entry.accumulators().items()}
-    sizes = [
-        sum(group.layout.dim for group in a.groups) if (needs := a.needs()) is None else needs.kept
-        for a in accumulators.values()
-    ]
+    sizes: list[int] = []
+    for accumulator in accumulators.values():
+        needs = accumulator.needs()
+        parameters = sum(group.layout.dim for group in accumulator.groups)
+        sizes.append(parameters if needs is None else needs.kept)
     ranks = schedule(sizes, world)
-    of_blocks = {
-        group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups
-    }
-    return dict(zip(accumulators, ranks, strict=True)) | of_blocks
+    owners = dict(zip(accumulators, ranks, strict=True))
+    for name, accumulator in accumulators.items():
+        owners |= dict.fromkeys([group.name for group in accumulator.groups], owners[name])
+    return owners
 
 
 def gib(size: int) -> str:

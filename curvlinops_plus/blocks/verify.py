@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -262,13 +263,12 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
             for key, p in params.items():
                 gradients[key] = at_least_float32(p.new_zeros(_VECTORS, N, *p.shape))
-            for k, vector in enumerate(vectors):
-                for n in range(min(number, N)):
-                    sent, power = recorder.in_range(_of_example(n, vector, N), outputs)
-                    arrived = gradients_of(outputs, [*params.values()], sent, True)
-                    for stored, g in zip(gradients.values(), arrived, strict=True):
-                        if g is not None:
-                            stored[k, n] = at_least_float32(g.to_dense()) / power
+            for k, n in product(range(_VECTORS), range(min(number, N))):
+                sent, power = recorder.in_range(_of_example(n, vectors[k], N), outputs)
+                arrived = gradients_of(outputs, [*params.values()], sent, True)
+                for stored, g in zip(gradients.values(), arrived, strict=True):
+                    if g is not None:
+                        stored[k, n] = at_least_float32(g.to_dense()) / power
 
     with recorder, eager, torch.set_grad_enabled(K.vectors.backward):
         risk.at(params, run)
@@ -406,8 +406,8 @@ def _loss_error(loss: OutputLoss, f: Tensor, y: Any, class_axis: int | None, N: 
     # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the
     # loss itself.
     kind = Likelihood if likelihood.no_ggn else type(likelihood)
-    product = kind.hessian_product(likelihood, F, Y, direction[None])[0]
-    ours = likelihood.restore(product, f.shape, N, class_axis)
+    ours = kind.hessian_product(likelihood, F, Y, direction[None])[0]
+    ours = likelihood.restore(ours, f.shape, N, class_axis)
     with torch.enable_grad():
         free = f.detach().to(F.dtype).requires_grad_()
         if class_axis is None:
