@@ -58,11 +58,11 @@ class _MadeByOperators(ABCMeta):
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if args or "layer" in options:
             return super().__call__(*args, **options)
-        name, given = cls.__name__, ", ".join(f"{key}={value!r}" for key, value in options.items())
-        using = f"{name}.using({given or '...'})"
+        name = cls.__name__
+        listed = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise TypeError(
-            f"{name}({given}) is made by operators, for each layer. Give them the class itself, "
-            f"curvature(risk, {name}), and with options {using}."
+            f"{name}({listed}) is made by operators, for each layer. Give them the class itself, "
+            f"curvature(risk, {name}), and with options {name}.using({listed or '...'})."
         )
 
 
@@ -114,7 +114,9 @@ class Accumulator(metaclass=_MadeByOperators):
     constants: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
-        self.layer, self.group, self.scale = layer, group, scale
+        self.layer = layer
+        self.group = group
+        self.scale = scale
         #: The sums by name, and the names of those of which only the lower triangle is there.
         self.raw: dict[str, Tensor] = {}
         self.halves: set[str] = set()
@@ -149,7 +151,8 @@ class Accumulator(metaclass=_MadeByOperators):
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
-        self.raw, self.halves = sums, set()
+        self.raw = sums
+        self.halves = set()
 
     # ------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -176,11 +179,12 @@ class Accumulator(metaclass=_MadeByOperators):
         if name in self.raw:
             self.raw[name] += value
         else:
-            self.raw[name] = value.clone()  # the caller's tensor may be shared
-        if (
-            count is not None
-        ):  # in single precision large numbers stop growing, and whole ones would decay in it
-            count = count.double() if isinstance(count, Tensor) else count
+            # The caller's tensor may be shared.
+            self.raw[name] = value.clone()
+        if count is not None:
+            # In single precision large numbers stop growing, and whole ones would decay in it.
+            if isinstance(count, Tensor):
+                count = count.double()
             self.counts[name] = self.counts.get(name, 0.0) + count
 
     def add_rows(
@@ -195,7 +199,8 @@ class Accumulator(metaclass=_MadeByOperators):
             count: As for `add`.
         """
         rows = at_least_float32(rows)
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if ones else rows
+        if ones:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         if name not in self.raw:
             self.raw[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
         add_gram(rows.to(self.raw[name].dtype), self.raw[name])
@@ -212,13 +217,15 @@ class Accumulator(metaclass=_MadeByOperators):
         if name not in self.raw:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         total = self.sums[name]
-        like: Any = {"dtype": total.dtype, "device": total.device}
-        out = total if self.complete else None  # what is added to later is not written to
+        # What is added to later is not written to.
+        out = total if self.complete else None
+        factor = self.counts[name] if name in self.counts else self.scale(self.totals)
+        factor = torch.as_tensor(factor, dtype=total.dtype, device=total.device)
         if name in self.counts:
-            count = torch.as_tensor(self.counts[name], **like)
-            value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
+            count = torch.where(factor > 0, factor, torch.ones_like(factor))
+            value = torch.div(total, count, out=out)
         else:
-            value = torch.mul(total, torch.as_tensor(self.scale(self.totals), **like), out=out)
+            value = torch.mul(total, factor, out=out)
         if self.complete:
             self.counts[name] = 1.0
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each
@@ -276,16 +283,21 @@ class Accumulator(metaclass=_MadeByOperators):
     # ------------------------------------------------------------------------------------- for sums
     def empty(self) -> Self:
         """The same without anything added to it."""
-        other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
+        # As `copy.copy`, which takes several times as long.
+        other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other.sums, other.counts, other.totals, other.decomposed = {}, {}, Totals(), {}
+        other.sums = {}
+        other.counts = {}
+        other.totals = Totals()
+        other.decomposed = {}
         return other
 
     def copy(self) -> Self:
         """The same; changes of one are none of the other."""
         other = self.empty()
         other.sums = {name: total.clone() for name, total in self.sums.items()}
-        other.counts, other.totals = dict(self.counts), self.totals
+        other.counts = dict(self.counts)
+        other.totals = self.totals
         return other
 
     def change_basis(self, before: Accumulator) -> None:
@@ -312,25 +324,25 @@ class Accumulator(metaclass=_MadeByOperators):
 
     def state_dict(self) -> dict[str, Any]:
         """Sums, divisors and what they depend on, in copies."""
-        counts = {
-            name: x.clone() if isinstance(x, Tensor) else float(x)
-            for name, x in self.counts.items()
-        }
-        constants = {
-            name: t.clone() for name in self.constants if (t := getattr(self, name)) is not None
-        }
         sums = {name: total.detach().clone() for name, total in self.sums.items()}
+        counts: dict[str, Tensor | float] = {}
+        for name, count in self.counts.items():
+            counts[name] = count.clone() if isinstance(count, Tensor) else float(count)
+        tensors = {name: getattr(self, name) for name in self.constants}
+        constants = {name: t.clone() for name, t in tensors.items() if t is not None}
         return {"sums": sums, "counts": counts, "constants": constants}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         device = self.layer.device
         self.sums = {name: total.to(device, copy=True) for name, total in state["sums"].items()}
-        for name, x in state["counts"].items():
-            self.counts[name] = x.to(device, torch.float64) if isinstance(x, Tensor) else x
+        for name, count in state["counts"].items():
+            if isinstance(count, Tensor):
+                count = count.to(device, torch.float64)
+            self.counts[name] = count
         for name in self.constants:
-            t = state["constants"].get(name)
-            setattr(self, name, None if t is None else t.to(device, copy=True))
+            constant = state["constants"].get(name)
+            setattr(self, name, None if constant is None else constant.to(device, copy=True))
 
 
 def is_one_product(J: Tensor, batches: Sequence[LayerBatch]) -> bool:
@@ -338,18 +350,18 @@ def is_one_product(J: Tensor, batches: Sequence[LayerBatch]) -> bool:
     product.
     """
     roles = batches[0].layer.roles
-    return J.shape[:2] == (1, 1) and (
-        not roles or (len(roles) == 1 and batches[0].grads.shape[2] == 1)
-    )
+    if len(roles) > 1 or J.shape[:2] != (1, 1):
+        return False
+    return not roles or batches[0].grads.shape[2] == 1
 
 
 def products(block: LinearOperator, J: Tensor) -> tuple[Tensor, Tensor]:
     """A product with the block, and with `Σ vec(J) vec(J)ᵀ` of each of the `*b` matrices: for
     `exact_parts`.
     """
-    X = torch.randn(
-        J.shape[2:], generator=torch.Generator().manual_seed(3), dtype=torch.float64
-    ).to(J)
+    generator = torch.Generator().manual_seed(3)
+    X = torch.randn(J.shape[2:], generator=generator, dtype=torch.float64).to(J)
+    # Σ ⟨J, X⟩ J
     inner = (J * X).sum((-2, -1), keepdim=True)
     return block @ X.flatten(), (inner * J).sum((0, 1)).flatten()
 
@@ -358,23 +370,24 @@ class Approximation:
     """An accumulator class together with options: what `curvature` takes for each layer."""
 
     def __init__(self, kind: type[Accumulator], options: Mapping[str, Any] | None = None) -> None:
-        self.kind, self.options = kind, dict(options or {})
+        self.kind = kind
+        self.options = dict(options or {})
 
     @classmethod
-    def of(cls, given: Any) -> Approximation:
+    def of(cls, choice: Any) -> Approximation:
         """Accept an `Approximation` or an `Accumulator` class.
 
         Raises:
             ValueError: For anything else.
         """
-        if isinstance(given, Approximation):
-            return given
-        if isinstance(given, type) and issubclass(given, Accumulator):
-            return cls(given)
-        name = given.__name__ if isinstance(given, type) else repr(given)
-        advice = (
-            " Not its name: from curvlinops_plus import KFAC." if isinstance(given, str) else ""
-        )
+        if isinstance(choice, Approximation):
+            return choice
+        if isinstance(choice, type) and issubclass(choice, Accumulator):
+            return cls(choice)
+        name = choice.__name__ if isinstance(choice, type) else repr(choice)
+        advice = ""
+        if isinstance(choice, str):
+            advice = " Not its name: from curvlinops_plus import KFAC."
         raise ValueError(
             f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, "
             "DiagonalBlock, FullBlock, or one with options such as "

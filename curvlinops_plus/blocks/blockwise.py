@@ -115,7 +115,7 @@ class BlockwiseLinearOperator(Deferred):
         offload: str | torch.device | None = None,
         compute: bool = True,
     ) -> None:
-        plan = Plan.of(risk, approximation, default, vectors, separate_weight_and_bias, owned)
+        plan = Plan(risk, approximation, default, vectors, separate_weight_and_bias, owned)
         if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
             raise ValueError(
                 f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps "
@@ -331,9 +331,9 @@ class BlockwiseLinearOperator(Deferred):
                 "Dampings of factors need a positive multiple of the curvature; this is "
                 f"{float(self.scale):g} times it. Damp the whole matrix, with a number."
             )
-        dampings = partial(self._factor_dampings, damping, min_damping)
-        found = dampings() if self.plan.owners is None else self.risk.processes.together(dampings)
-        return self.operator.inverse(found, retry_double_precision=retry_double_precision)
+        choose = partial(self._factor_dampings, damping, min_damping)
+        dampings = choose() if self.plan.owners is None else self.risk.processes.together(choose)
+        return self.operator.inverse(dampings, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:
         """Dampings of blocks by a pair, or by a number that is split over factors (Martens & Grosse
@@ -345,21 +345,21 @@ class BlockwiseLinearOperator(Deferred):
         products = {name: block for name, block in blocks.items() if isinstance(block, Kronecker)}
         if isinstance(damping, tuple):
             return {name: damping if name in products else damping[1] for name in blocks}
-        found: dict[str, Any] = self.operator.per_block(damping)
+        dampings: dict[str, Any] = self.operator.per_block(damping)
         for entry in self.plan:
             names = [group.name for group in entry.layer.groups]
             for name in names:
                 if (block := products.get(name)) is not None:
-                    pair = heuristic_damping(
-                        block.A, block.G, resolve(found[name], block), min_damping
-                    )
-                    found |= {**dict.fromkeys(names, pair[1]), name: pair}
-        return found
+                    number = resolve(dampings[name], block)
+                    pair = heuristic_damping(block.A, block.G, number, min_damping)
+                    dampings |= {**dict.fromkeys(names, pair[1]), name: pair}
+        return dampings
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
         # Also if the blocks are computed anew; the model stays where it is.
         moved = self._with(self.operator.to(device=device, dtype=dtype))
-        moved.device, moved.dtype = device or self.device, dtype or self.dtype
+        moved.device = device or self.device
+        moved.dtype = dtype or self.dtype
         return moved
 
     def offload(self, where: str | torch.device = "cpu") -> Self:
@@ -414,14 +414,17 @@ class BlockwiseLinearOperator(Deferred):
         If modules that share parameters have further ones of the same name, these have the module's
         name in front.
         """
-        keys, found = list(self.risk.params), dict[str, dict[str, int]]()
+        keys = list(self.risk.params)
+        mapping: dict[str, dict[str, int]] = {}
         for entry in self.plan:
-            own = found.setdefault(entry.layer.name, {})
+            positions = mapping.setdefault(entry.layer.name, {})
             for use in entry.layer.uses:
-                for local, key in use.keys.items():
-                    at = keys.index(key)
-                    own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
-        return found
+                for name, key in use.keys.items():
+                    position = keys.index(key)
+                    if positions.get(name, position) != position:
+                        name = f"{use.name}.{name}"
+                    positions[name] = position
+        return mapping
 
     def verify(self, num_examples: int = 3, stored: bool = True) -> Verification:
         """Check rules, approximations and losses on a few examples, and the operator's blocks,
@@ -448,21 +451,22 @@ class BlockwiseLinearOperator(Deferred):
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load`
         (safetensors). Collective if processes keep blocks apart: each gets all of them.
         """
-        whole = None if self._operator is None else self._operator.gather()
-        return about(self) | (
-            {} if whole is None else {"blocks": {n: pack(b) for n, b in whole.blocks.items()}}
-        )
+        state = about(self)
+        if self._operator is not None:
+            blocks = self._operator.gather().blocks
+            state["blocks"] = {name: pack(block) for name, block in blocks.items()}
+        return state
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before
         they are computed.
         """
-        computed = {} if self._operator is None else self._operator.blocks
         parts: dict[str, dict[str, Any]] = {"state": about(self)}
-        if self._operator is not None:
-            parts["state"]["blocks"] = {}
+        if self._operator is None:
+            return parts | {f"block {name}": {} for name in self.plan.kept_blocks}
+        parts["state"]["blocks"] = {}
         for name in self.plan.kept_blocks:
-            parts[f"block {name}"] = {name: pack(computed[name])} if computed else {}
+            parts[f"block {name}"] = {name: pack(self._operator.blocks[name])}
         return parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -539,29 +543,24 @@ class BlockwiseLinearOperator(Deferred):
                     "it: from_state_dict(..., loss=...), which is loss_func=... of "
                     "KFACLinearOperator and the like."
                 ) from error
-        params = params_of(state, model) if params is None else params
+        if params is None:
+            params = params_of(state, model)
         risk = EmpiricalRisk(
             model, loss, () if data is None else data, params, **state["options"], **risk_options
         )
         risk.reads = rebuild_reads(risk, plan["reads"])
-        separate, known = plan["separate_weight_and_bias"], [*APPROXIMATIONS, *approximations]
-        names = {
-            layer.name for layer in layers_of(risk, separate)
-        }  # what differs is told when the state is taken
-        of_layers = {
-            name: Approximation(*from_data(own["approximation"], known, "approximations=[...]"))
-            for name, own in plan["layers"].items()
-            if name in names
-        }
-        vectors = vectors_of(plan["vectors"]) if vectors is None else vectors
-        options: Any = {
-            "vectors": vectors,
-            "separate_weight_and_bias": separate,
-            "owned": owned,
-            "compute": False,
-        }
-        K = cls.__new__(cls)
-        BlockwiseLinearOperator.__init__(K, risk, of_layers, **options)
+        separate = plan["separate_weight_and_bias"]
+        kinds = [*APPROXIMATIONS, *approximations]
+        of_layers: dict[str, Approximation] = {}
+        for layer in layers_of(risk, separate):
+            # Where layers differ, `take_state` says so.
+            if layer.name in plan["layers"]:
+                data_of_layer = plan["layers"][layer.name]["approximation"]
+                kind, options = from_data(data_of_layer, kinds, "approximations=[...]")
+                of_layers[layer.name] = Approximation(kind, options)
+        if vectors is None:
+            vectors = vectors_of(plan["vectors"])
+        K = cls.of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
         take_state(K, state)
         return K
 

@@ -89,24 +89,26 @@ class EKFAC(KFAC):
         self.basis_rtol = basis_rtol
 
     def needs(self) -> Needs:
-        first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
         bases = sum(form.kept for form in self.forms.values() if not form.diagonal)
-        kept = bases + itemsize * sum(p.numel() for p in self.layer.params.values())
-        return Needs(first.computing + kept, kept)
+        eigenvalues = sum(p.numel() for p in self.layer.params.values())
+        kept = bases + self.layer.accumulation_dtype.itemsize * eigenvalues
+        return Needs(super().needs().computing + kept, kept)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        found = self.decomposed
-        if not found:
+        bases = self.decomposed
+        if not bases:
             matrices = self.decompositions()
             if self.complete:  # each factor ends with its own decomposition
                 self.sums = {}
-            found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
-        return Correction(self.layer, self.scale, found.get("G"), found.get("A"))
+            bases = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
+        return Correction(self.layer, self.scale, bases.get("G"), bases.get("A"))
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         parts = [(block.trace, J.square().sum())]
-        if isinstance(block, Eigendecomposed):  # its diagonal in its own basis, if that is one
-            Q, columns = block.basis, J.flatten(2).flatten(0, 1).T
+        if isinstance(block, Eigendecomposed):
+            # Its diagonal in its own basis, and that this is one: Q Qᵀ J = J.
+            Q = block.basis
+            columns = J.flatten(2).flatten(0, 1).T
             parts = [
                 (block.values, (Q.T @ columns).square().sum(1)),
                 (Q @ (Q.T @ columns), columns),
@@ -147,7 +149,8 @@ class Correction(Accumulator):
         self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None
     ) -> None:
         super().__init__(layer, None, scale)
-        self.QG, self.QA = QG, QA
+        self.QG = QG
+        self.QA = QA
 
     def update(self, batch: LayerBatch) -> None:
         for group in self.layer.groups:
@@ -182,7 +185,8 @@ class Correction(Accumulator):
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
                 total = multiplied(total, (before.QA.mT @ self.QA).square())
             self.sums[group.name] = total
-        self.counts, self.totals = dict(before.counts), before.totals
+        self.counts = dict(before.counts)
+        self.totals = before.totals
 
 
 def _eigenvectors(Q: Tensor | None, size: int, batch: Sequence[int], like: Tensor) -> Factor:

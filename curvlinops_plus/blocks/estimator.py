@@ -123,7 +123,7 @@ class CurvatureEstimator:
         self.leave_out_uncalled = leave_out_uncalled
         #: The layers with their approximations. How functions read parameters is known after the
         #: first batch.
-        self.plan = Plan.of(risk, approximation, default, vectors, separate_weight_and_bias)
+        self.plan = Plan(risk, approximation, default, vectors, separate_weight_and_bias)
         self.risk = self.plan.risk
         self.vectors = self.plan.vectors
         self.reset()

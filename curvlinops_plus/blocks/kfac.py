@@ -74,11 +74,11 @@ def factor_forms(layer: Layer, max_bytes: int) -> dict[str, FactorForm]:
     for group in layer.groups:
         *batch, o, i = group.layout.matrix_shape
         for name, d in {"G": o, "A": i}.items() if layer.weight in group.keys else [("G", o)]:
-            row = prod(batch) * layer.accumulation_dtype.itemsize * d
-            diagonal = (name == "A" and layer.sparse) or row * d > max_bytes
-            forms[name] = FactorForm(
-                (*batch, d, d), diagonal, row * d, row if diagonal else row * d
-            )
+            diagonal_bytes = prod(batch) * layer.accumulation_dtype.itemsize * d
+            matrix_bytes = diagonal_bytes * d
+            diagonal = (name == "A" and layer.sparse) or matrix_bytes > max_bytes
+            kept = diagonal_bytes if diagonal else matrix_bytes
+            forms[name] = FactorForm((*batch, d, d), diagonal, matrix_bytes, kept)
     return forms
 
 
@@ -127,10 +127,10 @@ class KFAC(Accumulator):
             raise ValueError(
                 f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'."
             )
-        self.reduce, weight = kfac_approx == "reduce", layer.weight
+        self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is
         #: tracked.
-        self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
+        self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes)
 

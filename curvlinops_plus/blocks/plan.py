@@ -17,7 +17,7 @@ from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.rule import EnclosedRule
-from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, Vectors, as_vectors
+from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import (
     describe_reads,
@@ -51,9 +51,8 @@ class Plan:
     """The layers of a risk with the approximations that they get; it does not change.
 
     Attributes:
-        risk: Whose layers they are, as far as they are known.
-        vectors: What is sent back.
-        approximation, default, separate_weight_and_bias, owned: As for `curvature`.
+        risk: Whose layers they are, as far as they are known; with all that the vectors need.
+        approximation, default, vectors, separate_weight_and_bias, owned: As for `curvature`.
         entries: The layers with their approximations.
         reads: How functions read parameters, as the risk knew it when the plan was made.
         owners: Accumulator and block name to the rank of the only process that keeps it; None if
@@ -61,28 +60,15 @@ class Plan:
     """
 
     risk: EmpiricalRisk
-    vectors: Vectors
     approximation: Any
     default: Any
-    separate_weight_and_bias: bool
-    owned: bool
-
-    @classmethod
-    def of(
-        cls,
-        risk: EmpiricalRisk,
-        approximation: Any,
-        default: Any,
-        vectors: Vectors | str | None = None,
-        separate_weight_and_bias: bool = False,
-        owned: bool = False,
-    ) -> Self:
-        """The plan for a risk; vectors may be named, and the risk gets options that they need."""
-        vectors = as_vectors(vectors)
-        risk = risk.for_vectors(vectors)
-        return cls(risk, vectors, approximation, default, separate_weight_and_bias, owned)
+    vectors: Any = None
+    separate_weight_and_bias: bool = False
+    owned: bool = False
 
     def __post_init__(self) -> None:
+        self.vectors = as_vectors(self.vectors)
+        self.risk = self.risk.for_vectors(self.vectors)
         layers = layers_of(self.risk, self.separate_weight_and_bias)
         self.entries = assigned(layers, self.approximation, self.default)
         if not self.vectors.backward:
@@ -138,9 +124,9 @@ class Plan:
 
     def of_risk(self, risk: EmpiricalRisk) -> Self:
         """The same layers of another object for the same risk."""
-        other = copy.copy(self)
-        other.risk = risk
-        return other
+        moved = copy.copy(self)
+        moved.risk = risk
+        return moved
 
     def only(self, names: Collection[str]) -> Self:
         """The plan of these layers alone; of all, if it has none of these."""
@@ -148,9 +134,9 @@ class Plan:
         if not entries or len(entries) == len(self.entries):
             return self
         keys = [key for entry in entries for key in entry.layer.params]
-        other = self.of_risk(self.risk.restricted(keys))
-        other.entries = entries
-        return other
+        part = self.of_risk(self.risk.restricted(keys))
+        part.entries = entries
+        return part
 
     # ------------------------------------------------------------------------------------ its facts
     def confirm(self) -> None:
@@ -188,10 +174,11 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
     if isinstance(approximation, Mapping):
         rules = {key: Approximation.of(value) for key, value in approximation.items()}
         approximation = default
-    rest, plan = Approximation.of(approximation), list[LayerPlan]()
+    without_rule = Approximation.of(approximation)
+    plan: list[LayerPlan] = []
     for layer in layers:
         keys = _matching_keys(layer, rules) if rules else []
-        chosen = rules[keys[0]] if keys else rest
+        chosen = rules[keys[0]] if keys else without_rule
         if chosen.kind.affine and not layer.affine:
             if keys and keys[0] in [use.name for use in layer.uses]:
                 why = _why_not_affine(layer)
@@ -264,13 +251,10 @@ def _type_name(layer: Layer) -> str:
 def _why_not_affine(layer: Layer) -> str:
     if layer.tied:
         names = [use.name for use in layer.uses]
-        biases = {use.keys.get("bias") for use in layer.uses}
-        what = (
-            "as different matrices"
-            if len(biases) == 1
-            else "with different biases, or as different matrices"
-        )
-        return f"its parameter is shared by {names} {what}"
+        difference = "as different matrices"
+        if len({use.keys.get("bias") for use in layer.uses}) > 1:
+            difference = "with different biases, or as different matrices"
+        return f"its parameter is shared by {names} {difference}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
         return (
@@ -300,13 +284,12 @@ def plan_table(plan: Iterable[LayerPlan]) -> str:
         sizes = ", ".join("x".join(map(str, group.layout.matrix_shape)) for group in layer.groups)
         modules = "+".join(type(use.owner).__name__ for use in layer.uses)
         rules = "+".join(type(use.rule).__name__ for use in layer.uses)
-        name, params = layer.name or "(model)", ", ".join(layer.params)
-        remark = entry.approximation.kind.remark(layer, **entry.approximation.options)
-        approximation = (
-            f"{entry.approximation!r}, {remark}" if remark else repr(entry.approximation)
-        )
+        params = ", ".join(layer.params)
+        approximation = repr(entry.approximation)
+        if remark := entry.approximation.kind.remark(layer, **entry.approximation.options):
+            approximation += f", {remark}"
         why = _why_not_affine(layer) if entry.approximation is INSTEAD else ""
-        rows.append((name, modules, rules, params, approximation, sizes, why))
+        rows.append((layer.name or "(model)", modules, rules, params, approximation, sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
     return "\n".join(f"  {line}" for line in table(rows))
 
@@ -351,8 +334,8 @@ class Memory:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "computing", "kept")]
         rows += [
-            (name or "(model)", gib(own.computing), gib(own.kept))
-            for name, own in self.layers.items()
+            (name or "(model)", gib(needs.computing), gib(needs.kept))
+            for name, needs in self.layers.items()
         ]
         return "\n".join(table([*rows, ("all, GiB", gib(self.computing), gib(self.kept))]))
 
@@ -365,17 +348,19 @@ def memory_of(plan: Iterable[LayerPlan]) -> Memory:
     """
     layers: dict[str, Needs] = {}
     for entry in plan:
-        own = [accumulator.needs() for accumulator in entry.accumulators().values()]
-        known = [needs for needs in own if needs is not None]
-        if len(known) < len(own):
-            raise UnsupportedError(
-                f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it "
-                "takes. Define its method `needs()`, which returns Needs(computing, kept) in "
-                "bytes, or leave out `max_bytes`."
-            )
-        layers[entry.layer.name] = Needs(
-            sum(needs.computing for needs in known), sum(needs.kept for needs in known)
-        )
+        computing = 0
+        kept = 0
+        for accumulator in entry.accumulators().values():
+            needs = accumulator.needs()
+            if needs is None:
+                raise UnsupportedError(
+                    f"{entry.layer.title}: {entry.approximation!r} does not say how much memory it "
+                    "takes. Define its method `needs()`, which returns Needs(computing, kept) in "
+                    "bytes, or leave out `max_bytes`."
+                )
+            computing += needs.computing
+            kept += needs.kept
+        layers[entry.layer.name] = Needs(computing, kept)
     return Memory(layers)
 
 
@@ -416,15 +401,16 @@ def owners_of(plan: Sequence[LayerPlan], world: int) -> dict[str, int]:
     whoever has least.
     """
     accumulators = {name: a for entry in plan for name, a in entry.accumulators().items()}
-    sizes = [
-        sum(group.layout.dim for group in a.groups) if (needs := a.needs()) is None else needs.kept
-        for a in accumulators.values()
-    ]
+    sizes: list[int] = []
+    for accumulator in accumulators.values():
+        needs = accumulator.needs()
+        parameters = sum(group.layout.dim for group in accumulator.groups)
+        sizes.append(parameters if needs is None else needs.kept)
     ranks = schedule(sizes, world)
-    of_blocks = {
-        group.name: rank for a, rank in zip(accumulators.values(), ranks) for group in a.groups
-    }
-    return dict(zip(accumulators, ranks, strict=True)) | of_blocks
+    owners = dict(zip(accumulators, ranks, strict=True))
+    for name, accumulator in accumulators.items():
+        owners |= dict.fromkeys([group.name for group in accumulator.groups], owners[name])
+    return owners
 
 
 def gib(size: int) -> str:

@@ -57,7 +57,7 @@ VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
 
 
 # -------------------------------------------------------------------------------------------- plans
-def as_data(given: Approximation | Vectors) -> dict[str, Any]:
+def as_data(choice: Approximation | Vectors) -> dict[str, Any]:
     """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
 
     Example:
@@ -66,15 +66,17 @@ def as_data(given: Approximation | Vectors) -> dict[str, Any]:
         >>> as_data(MonteCarlo(3, seed=1))
         {'kind': 'MonteCarlo', 'options': {'samples': 3, 'seed': 1}}
     """
-    if isinstance(given, Approximation):
-        kind, options = given.kind, given.options
-    elif is_dataclass(given):  # fields that are not shown don't change the numbers
-        kind, options = (
-            type(given),
-            {field.name: getattr(given, field.name) for field in fields(given) if field.repr},
-        )
+    kind: type = type(choice)
+    options: Mapping[str, Any]
+    if isinstance(choice, Approximation):
+        kind = choice.kind
+        options = choice.options
+    elif is_dataclass(choice):
+        # Fields that are not shown don't change the numbers.
+        names = [field.name for field in fields(choice) if field.repr]
+        options = {name: getattr(choice, name) for name in names}
     else:
-        kind, options = type(given), vars(given)
+        options = vars(choice)
     return {"kind": kind.__name__, "options": plain(options)}
 
 
@@ -90,15 +92,14 @@ def plain(option: Any) -> Any:
         return {str(key): plain(item) for key, item in option.items()}
     if isinstance(option, (list, tuple)):
         return [plain(item) for item in option]
-    for kind, made in {
-        bool: bool,
-        str: str,
-        Integral: int,
-        Real: float,
-    }.items():  # numbers of NumPy, too
+    if option is None or isinstance(option, bool):
+        return option
+    # Numbers of NumPy, too.
+    kinds: dict[type, Any] = {str: str, Integral: int, Real: float}
+    for kind, plain_kind in kinds.items():
         if isinstance(option, kind):
-            return made(option)
-    return {"repr": repr(option)} if option is not None else None
+            return plain_kind(option)
+    return {"repr": repr(option)}
 
 
 def from_data(
@@ -109,7 +110,9 @@ def from_data(
     Raises:
         ValueError: If the class is not among the known ones, or an option was not plain data.
     """
-    kinds, kind, options = {each.__name__: each for each in known}, data["kind"], data["options"]
+    kinds = {kind.__name__: kind for kind in known}
+    kind = data["kind"]
+    options = data["options"]
     if kind not in kinds:
         raise ValueError(
             f"{kind} is not part of curvlinops_plus. Pass it: from_state_dict(..., {argument})."
@@ -124,26 +127,24 @@ def from_data(
     return kinds[kind], dict(options)
 
 
-def difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
+def difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
     """Where two nested values differ first, and both parts; tensors up to the rounding of another
     dtype.
     """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in [*one, *(key for key in other if key not in one)]:
-            if found := difference(
-                one.get(key), other.get(key), f"{where}, {key!r}" if where else str(key)
-            ):
-                return found
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            inside = f"{where}, {key!r}" if where else str(key)
+            if mismatch := difference(a.get(key), b.get(key), inside):
+                return mismatch
         return None
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.shape == other.shape and torch.allclose(
-            one.cpu().double(), other.cpu().double(), rtol=1e-6
-        )
-    elif isinstance(one, list) and isinstance(other, list):
-        same = len(one) == len(other) and not any(difference(a, b) for a, b in zip(one, other))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.shape == b.shape
+        same = same and torch.allclose(a.cpu().double(), b.cpu().double(), rtol=1e-6)
+    elif isinstance(a, list) and isinstance(b, list):
+        same = len(a) == len(b) and not any(map(difference, a, b))
     else:
-        same = type(one) is type(other) and one == other
-    return None if same else (where, one, other)
+        same = type(a) is type(b) and a == b
+    return None if same else (where, a, b)
 
 
 def plan_as_data(K: Any, plan: Plan) -> dict[str, Any]:
@@ -174,12 +175,11 @@ def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] |
     """The model's parameters that a state is of, in the order of its vectors; None if not all keys
     are the model's own names.
     """
-    owned, keys = dict(modules_of(model)[""].named_parameters()), keys_of(state["plan"])
-    return (
-        {key: owned[key] for key in state["fingerprint"] if key in keys}
-        if keys <= owned.keys()
-        else None
-    )
+    named = dict(modules_of(model)[""].named_parameters())
+    keys = keys_of(state["plan"])
+    if not keys <= named.keys():
+        return None
+    return {key: named[key] for key in state["fingerprint"] if key in keys}
 
 
 # ---------------------------------------------------------------------------------------- operators
@@ -216,9 +216,9 @@ def checked(state: Any) -> Mapping[str, Any]:
     return state
 
 
-def take_state(K: Any, given: Any) -> None:
+def take_state(K: Any, state: Any) -> None:
     """What `load_state_dict` of an operator does."""
-    state = checked(given)
+    state = checked(state)
     data = state["plan"]
     plan = K.plan.of_risk(copy.copy(K.risk))  # the caller's stays as it is
     # To have looked and found nothing is not the same as not to have looked.
@@ -314,9 +314,8 @@ def save(state: Any, path: str | PathLike[str]) -> None:
 
     def write() -> None:
         tensors: dict[str, Tensor] = {}
-        tree = json.dumps(
-            _detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors)
-        )
+        content = state if isinstance(state, Mapping) else state.state_dict()
+        tree = json.dumps(_detach(content, "", tensors))
         if processes.rank == 0:
             # An operator that was loaded from this path goes on with the old file: its tensors are
             # mapped from it.
@@ -366,13 +365,11 @@ def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = copied(node)
         return {"$tensor": path}
     if isinstance(node, Mapping):
-        names = {key: str(key).replace("%", "%25").replace("/", "%2F") for key in node}
-        return {
-            "$dict": [
-                [key, _detach(x, f"{path}/{names[key]}".lstrip("/"), tensors)]
-                for key, x in node.items()
-            ]
-        }
+        pairs: list[list[Any]] = []
+        for key, item in node.items():
+            name = str(key).replace("%", "%25").replace("/", "%2F")
+            pairs.append([key, _detach(item, f"{path}/{name}".lstrip("/"), tensors)])
+        return {"$dict": pairs}
     if isinstance(node, (list, tuple)):
         items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]
         return {"$tuple" if isinstance(node, tuple) else "$list": items}
@@ -422,12 +419,16 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """The state in bytes."""
-        apart = hasattr(self.thing, "state_parts")
-        parts = self.thing.state_parts() if apart else {"state": self.thing.state_dict()}
-        found = {name: BytesIO() for name in parts}
-        for name, buffer in found.items():
-            torch.save(parts[name], buffer)
-        return {name: buffer.getvalue() for name, buffer in found.items()}
+        if hasattr(self.thing, "state_parts"):
+            parts = self.thing.state_parts()
+        else:
+            parts = {"state": self.thing.state_dict()}
+        as_bytes: dict[str, Any] = {}
+        for name, part in parts.items():
+            buffer = BytesIO()
+            torch.save(part, buffer)
+            as_bytes[name] = buffer.getvalue()
+        return as_bytes
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state.

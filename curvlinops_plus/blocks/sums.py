@@ -158,10 +158,10 @@ class Sums:
             totals = show(self.consume)
         self._begin(totals)
         while waiting := self.waiting:
-            whole = self if processes is None else self.over(processes)
-            late = [layer for layer in whole.called if layer in waiting]
+            overall = self if processes is None else self.over(processes)
+            late = [layer for layer in overall.called if layer in waiting]
             # Without a term there are no gradients.
-            if not late or not float(whole.totals_of(late[0]).loss_count) > 0:
+            if not late or not float(overall.totals_of(late[0]).loss_count) > 0:
                 break
             if processes is None:
                 raise UnsupportedError(
@@ -170,9 +170,9 @@ class Sums:
                     "these agree on them in that update only. Use KFAC for this layer, or begin "
                     "with batches that call it."
                 )
-            decompose_together(whole._of(late, -1), processes)
+            decompose_together(overall._of(late, -1), processes)
             with plain_mode(self.device):
-                added = {layer: whole._following(layer) for layer in late}
+                added = {layer: overall._following(layer) for layer in late}
             for layer, stage in added.items():
                 self.stages[layer].append(stage)
             show(lambda batch, added=added: _update(added.get(batch.layer, {}), batch))
@@ -227,11 +227,13 @@ class Sums:
         if self.decay == 1:
             return
         accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
-        if tensors := [total for a in accumulators for total in a.raw.values()]:
-            with plain_mode(self.device):
-                torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
         for accumulator in accumulators:
             accumulator.counts = {n: self.decay * count for n, count in accumulator.counts.items()}
+        tensors = [total for a in accumulators for total in a.raw.values()]
+        if not tensors:
+            return
+        with plain_mode(self.device):
+            torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
 
     def _join(
         self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0
@@ -279,7 +281,8 @@ class Sums:
         sums = [(a, name, total) for a in self._accumulators() for name, total in a.raw.items()]
         if not sums:
             return
-        norms = torch._foreach_norm([total for _, _, total in sums])  # pyright: ignore[reportPrivateImportUsage]
+        tensors = [total for _, _, total in sums]
+        norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
         # If the sum of squares is finite, so are all entries; else look at them, since it may have
         # overflown by itself.
         if isfinite(torch.stack(norms).square().sum()):
@@ -347,12 +350,12 @@ class Sums:
         """
         if processes.world == 1:
             return self
-        whole = self.copied()
-        add_over_processes(list(whole._accumulators()), processes)
+        overall = self.copied()
+        add_over_processes(list(overall._accumulators()), processes)
         parts = [totals.plain() for totals in (self.step, *self._totals_by_layer())]
-        whole.step, *of_layers = map(Totals.union, zip(*processes.gather(parts), strict=True))
-        whole._set_totals(of_layers)
-        return whole
+        overall.step, *of_layers = map(Totals.union, zip(*processes.gather(parts), strict=True))
+        overall._set_totals(of_layers)
+        return overall
 
     def renewed(self, processes: Alone) -> tuple[Self, Self]:
         """These sums, and those over all processes, with eigenvalues in the bases that follow from
@@ -360,20 +363,21 @@ class Sums:
 
         Collective.
         """
-        whole = self.over(processes)
-        corrected = [layer for layer, stages in whole.stages.items() if len(stages) > 1]
-        decompose_together(whole._of(corrected, 0), processes)
+        overall = self.over(processes)
+        corrected = [layer for layer, stages in overall.stages.items() if len(stages) > 1]
+        decompose_together(overall._of(corrected, 0), processes)
 
         def renewed_stages(layer: Layer) -> list[Stage]:
-            factors, *corrections = whole.stages[layer]
-            return [factors, *[_in_basis(whole._following(layer), stage) for stage in corrections]]
+            factors, *corrections = overall.stages[layer]
+            carried = [_in_basis(overall._following(layer), stage) for stage in corrections]
+            return [factors, *carried]
 
         stages = side_by_side(
-            renewed_stages, whole.layers, lambda layer: costs_of(whole.stages[layer])
+            renewed_stages, overall.layers, lambda layer: costs_of(overall.stages[layer])
         )
-        new = copy.copy(whole)
-        new.stages = dict(zip(whole.layers, stages, strict=True))
-        return (new if whole is self else self._in_bases_of(new)), new
+        new = copy.copy(overall)
+        new.stages = dict(zip(overall.layers, stages, strict=True))
+        return (new if overall is self else self._in_bases_of(new)), new
 
     def _in_bases_of(self, other: Sums) -> Self:
         """The same sums, with eigenvalues in the bases of others of the same plan, where these have
@@ -381,10 +385,10 @@ class Sums:
         """
         new = copy.copy(self)
         new.stages = {}
-        pairs = zip(self.stages.items(), other.stages.values(), strict=True)
-        for (layer, (factors, *corrections)), (_, *bases) in pairs:
-            before = [*corrections, *[None] * len(bases)]
-            carried = map(_in_basis, bases, before)
+        for layer, theirs in zip(self.stages, other.stages.values(), strict=True):
+            factors, *corrections = self.stages[layer]
+            bases = theirs[1:]
+            carried = map(_in_basis, bases, [*corrections, *[None] * len(bases)])
             new.stages[layer] = [factors, *carried, *corrections[len(bases) :]]
         return new
 

@@ -50,7 +50,8 @@ class Sweeps:
         self.layers = [entry.layer for entry in K.plan]
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
-        groups, self._max_bytes = [K.plan], max_kept_bytes
+        self._max_bytes = max_kept_bytes
+        groups = [K.plan]
         if K.max_bytes is not None:
             groups, spare = groups_within(K.plan, K.max_bytes)
             self._max_bytes = min(max_kept_bytes, spare)

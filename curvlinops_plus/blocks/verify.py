@@ -14,8 +14,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo, Totals
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.check import rounding_of
@@ -45,12 +45,15 @@ from curvlinops_plus.risk.preserve import (
 )
 from curvlinops_plus.risk.record import Recorder
 
-BLOCK_CHECK, LOSS_CHECK, STORED_CHECK = "(b) blocks", "(c) loss Hessian", "(d) stored blocks"
+BLOCK_CHECK = "(b) blocks"
+LOSS_CHECK = "(c) loss Hessian"
+STORED_CHECK = "(d) stored blocks"
 # Layer, check and relative error.
 Row = tuple[str, str, float]
-# Of (b): how many vectors are sent, and how many numbers gradients of several examples may have,
-# else it is one.
-_VECTORS, _GRADIENTS = 3, 2**28
+# Of (b): how many vectors are sent.
+_VECTORS = 3
+# How many numbers the gradients of several examples may have, else one example is used.
+_GRADIENTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,15 @@ class Verification:
     tolerance: float
 
     def __str__(self) -> str:
-        by_check: dict[str, list[tuple[float, str]]] = {}
+        errors: dict[str, list[tuple[float, str]]] = {}
         compared = [row for row in self.rows if not math.isnan(row[2])]
         for layer, check, error in compared:
-            by_check.setdefault(check, []).append((error, layer))
-        worst = [(check, len(found), *max(found)) for check, found in by_check.items()]
-        lines = table(
-            [(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst]
-        )
+            errors.setdefault(check, []).append((error, layer))
+        cells: list[tuple[str, ...]] = []
+        for check, of_layers in errors.items():
+            error, layer = max(of_layers)
+            cells.append((check, f"{error:.1e}", f"worst of {len(of_layers)}, {layer}"))
+        lines = table(cells)
         for check in (BLOCK_CHECK, STORED_CHECK):
             if missing := [row[0] for row in self.rows if row[1] == check and math.isnan(row[2])]:
                 lines.append(f"{check}: {len(missing)} not compared, {', '.join(missing)}")
@@ -84,12 +88,11 @@ class Verification:
 
     def table(self) -> str:
         """One line per layer and check."""
-        numbers = [
-            "not compared" if math.isnan(error) else f"{error:.1e}" for *_, error in self.rows
-        ]
-        return "\n".join(
-            table([(*row[:2], number) for row, number in zip(self.rows, numbers, strict=True)])
-        )
+        cells: list[tuple[str, ...]] = []
+        for layer, check, error in self.rows:
+            number = "not compared" if math.isnan(error) else f"{error:.1e}"
+            cells.append((layer, check, number))
+        return "\n".join(table(cells))
 
 
 @untraced
@@ -129,39 +132,40 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
     risk.renew()
     with preserve_state(risk.model, risk.data), torch.inference_mode(False):
         require_rereadable(risk.data, "`verify()` needs a few examples of its own")
-        whole = replace(next(iter(risk.batches("verify"))), weight=None)
-        few = take_examples(whole, range(min(num_examples, whole.num_examples))) or whole
+        complete = replace(next(iter(risk.batches("verify"))), weight=None)
+        few = take_examples(complete, range(min(num_examples, complete.num_examples))) or complete
         single = risk.with_data([])
         single.options = replace(risk.options, mask=None, weight=None, check="every")
         single.checked.shift = risk.checked.shift
         layers = [entry.layer for entry in K.plan]
         recorder = Recorder(single, layers, MonteCarlo(1, 0), LossWeights(risk, plain=True))
-        for batch in (few, whole):
+        for batch in (few, complete):
             try:
                 with recorder.hooked():
                     recorder.observe(batch, Draws(0), lambda layer_batch: None)
                 break
-            except OutsideReads as error:  # a table is as long as a few examples do not explain
-                if batch is whole or few is whole:
+            except OutsideReads as error:
+                # A table may be as long as a few examples do not explain.
+                if batch is complete or few is complete:
                     raise VerificationError(f"check (a) gradients: {error}") from error
         rows = [
-            (name or "(model)", "(a) gradients", away)
-            for name, away in single.checked.errors.items()
+            (name or "(model)", "(a) gradients", error)
+            for name, error in single.checked.errors.items()
         ]
         rows += _block_rows(K, single, batch, num_examples, tolerance)
         with torch.no_grad():
             outputs = risk.run(few)
-        for one, *output in zip(risk.losses, *outputs, strict=True):
-            error = _loss_error(one, (output[0], output[1], output[2]), few.num_examples)
-            where = one.title if one.key is not None else ""
+        for loss, f, y, class_axis in zip(risk.losses, *outputs, strict=True):
+            error = _loss_error(loss, f, y, class_axis, few.num_examples)
+            title = loss.title if loss.key is not None else ""
             if not error <= tolerance:
                 raise VerificationError(
-                    f"{where or f'loss {type(one.loss).__name__}'}, check {LOSS_CHECK}: products "
+                    f"{title or f'loss {type(loss.loss).__name__}'}, check {LOSS_CHECK}: products "
                     f"with the loss Hessian differ from plain autodiff by {error:.1e} of their "
                     f"norm, more than {tolerance:g}. Is the registered likelihood that of this "
                     "loss, with all its options?"
                 )
-            rows.append((where or "(model)", LOSS_CHECK, error))
+            rows.append((title or "(model)", LOSS_CHECK, error))
     if stored:
         rows += _stored_rows(K, tolerance)
     return Verification(tuple(rows), tolerance)
@@ -180,22 +184,24 @@ def _block_rows(
     size = _VECTORS * sum(p.numel() for p in risk.params.values())
     if few.num_examples > 1 and few.num_examples * size > _GRADIENTS:
         few = take_examples(few, [0]) or few
-    batches, gradients, roundings = _record(K, risk, few, number)
-    sizes = {key: float(g.norm()) for key, g in gradients.items()}
-    largest = max(sizes.values(), default=0.0)
-    mine = {*K.plan.kept_blocks}
+    record = _record(K, risk, few, number)
+    rounding = max(record.rounding, tolerance)
+    # A block is made of products of two gradients.
+    allowed = 2 * rounding
+    norms = {key: float(g.norm()) for key, g in record.gradients.items()}
+    # Of a smaller gradient there may be nothing but rounding.
+    least_norm = record.epsilon / rounding * max(norms.values(), default=0.0)
+    kept_blocks = {*K.plan.kept_blocks}
     rows: list[Row] = []
     for entry in K.plan:
-        eps, rounding = roundings[entry.layer]
-        allowed = 2 * max(rounding, tolerance)  # a block is made of products of two gradients
-        least = (
-            eps / max(rounding, tolerance) * largest
-        )  # below it rounding may be all that is left of a gradient
-        shown = [batch for batch in batches if batch.layer is entry.layer]
-        errors = _block_errors(K, entry, shown, gradients) if shown else {}
-        for group in [group for group in entry.layer.groups if group.name in mine]:
-            tells = not gradients or math.hypot(*[sizes[key] for key in group.keys]) > least
-            error = errors.get(group.name, math.nan) if tells else math.nan
+        batches = [batch for batch in record.batches if batch.layer is entry.layer]
+        errors = _block_errors(K, entry, batches, record.gradients) if batches else {}
+        for group in entry.layer.groups:
+            if group.name not in kept_blocks:
+                continue
+            error = errors.get(group.name, math.nan)
+            if norms and not math.hypot(*[norms[key] for key in group.keys]) > least_norm:
+                error = math.nan
             if error > allowed:
                 raise VerificationError(
                     f"{entry.layer.title}, check {BLOCK_CHECK}: of the block {group.name!r} that "
@@ -208,32 +214,38 @@ def _block_rows(
     return rows
 
 
-def _record(
-    K: Any, risk: EmpiricalRisk, few: Batch, number: int
-) -> tuple[list[LayerBatch], dict[str, Tensor], dict[Layer, tuple[float, float]]]:
-    """What layers receive when three vectors are sent, and gradients [V, N, *shape] by key of the
-    plain model.
+class _Record(NamedTuple):
+    """What layers receive when three vectors are sent, and the gradients of the plain model.
 
-    Also for each layer the rounding of a number, and that of a gradient which the self-check
-    allows.
+    Attributes:
+        batches: What layers receive.
+        gradients: [V, N, *shape] by key; empty if nothing is sent back.
+        epsilon: The rounding of a number in the model's coarsest precision.
+        rounding: That of a gradient which the self-check allows.
+    """
+
+    batches: list[LayerBatch]
+    gradients: dict[str, Tensor]
+    epsilon: float
+    rounding: float
+
+
+def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
+    """Run the model once for the layers, and once without hooks.
 
     Approximations don't know which vectors are sent, so random ones are. The gradients know no
-    layers: there is a backward pass to the parameters for each vector and example. Without vectors
-    there are none.
+    layers: there is a backward pass to the parameters for each vector and example.
     """
-    free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-    layers, N = [entry.layer for entry in K.plan], few.num_examples
-    recorder = Recorder(risk, layers, K.vectors, params=free)
-    kept, gradients = Kept(sys.maxsize, {*layers}), dict[str, Tensor]()
-    roundings: dict[Layer, tuple[float, float]] = {}
+    params: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
+    N = few.num_examples
+    layers = [entry.layer for entry in K.plan]
+    recorder = Recorder(risk, layers, K.vectors, params=params)
+    kept = Kept(sys.maxsize, {*layers})
+    gradients: dict[str, Tensor] = {}
 
     def run(model: nn.Module) -> None:
         with recorder.recording(N):
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
-        for layer in layers:
-            dtypes = [*recorder.dtypes, *[p.dtype for p in layer.params.values()]]
-            coarsest = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point])
-            roundings[layer] = coarsest, rounding_of(layer, recorder)
         recorder.begin(kept.add)
         if not outputs:
             recorder.show_inputs()
@@ -245,67 +257,63 @@ def _record(
         ]
         for v in tree_leaves(vectors):
             v.view(N, -1)[number:] = 0
-        recorder.send(outputs, vectors, _VECTORS, at_once=2)  # two at once, and one by itself
+        # Two vectors at once, and one by itself.
+        recorder.send(outputs, vectors, _VECTORS, at_once=2)
         with recorder.disabled:
             outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
-            for key, rows in _gradients(outputs, vectors, N, free, recorder).items():
-                gradients[key] = torch.stack(rows).unflatten(0, (len(vectors), N))
+            for key, p in params.items():
+                gradients[key] = at_least_float32(p.new_zeros(_VECTORS, N, *p.shape))
+            for k, n in product(range(_VECTORS), range(min(number, N))):
+                sent, power = recorder.in_range(_of_example(n, vectors[k], N), outputs)
+                arrived = gradients_of(outputs, [*params.values()], sent, True)
+                for stored, g in zip(gradients.values(), arrived, strict=True):
+                    if g is not None:
+                        stored[k, n] = at_least_float32(g.to_dense()) / power
 
     with recorder, eager, torch.set_grad_enabled(K.vectors.backward):
-        risk.at(free, run)
-    return kept.batches, gradients, roundings
+        risk.at(params, run)
+        # The recorder forgets them at its end.
+        dtypes = [*recorder.dtypes, *[p.dtype for p in params.values()]]
+        epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        rounding = max(rounding_of(layer, recorder) for layer in layers)
+    return _Record(kept.batches, gradients, epsilon, rounding)
 
 
-def _gradients(
-    outputs: Sequence[Tensor],
-    vectors: Sequence[Sequence[Tensor]],
-    N: int,
-    params: Mapping[str, Tensor],
-    recorder: Recorder,
-) -> dict[str, list[Tensor]]:
-    """By key the gradient for each vector and each example by itself, in this order."""
-    gradients: dict[str, list[Tensor]] = {key: [] for key in params}
-    nothing = [None] * len(params)
-    for vector in vectors:
-        for n in range(N):
-            alone = [torch.zeros_like(v) for v in vector]
-            for of_one, v in zip(alone, vector, strict=True):
-                of_one.view(N, -1)[n] = v.view(N, -1)[n]
-            sent, power = recorder.in_range(alone, outputs)
-            some = any(bool(v.any()) for v in alone)
-            arrived = gradients_of(outputs, [*params.values()], sent, True) if some else nothing
-            for (key, p), g in zip(params.items(), arrived, strict=True):
-                dense = torch.zeros_like(p) if g is None else g.to_dense()
-                gradients[key].append(at_least_float32(dense) / power)
-    return gradients
+def _of_example(n: int, vector: Sequence[Tensor], N: int) -> list[Tensor]:
+    """What of a vector is sent to the outputs of example n; zero elsewhere."""
+    parts = [torch.zeros_like(v) for v in vector]
+    for part, v in zip(parts, vector, strict=True):
+        part.view(N, -1)[n] = v.view(N, -1)[n]
+    return parts
 
 
 def _block_errors(
-    K: Any, entry: LayerPlan, shown: Sequence[LayerBatch], gradients: Mapping[str, Tensor]
+    K: Any, entry: LayerPlan, batches: Sequence[LayerBatch], gradients: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Block name to the error of what is exact: of all examples, and of the largest single
     gradient.
     """
-    layer, N = entry.layer, shown[0].num_examples
+    layer = entry.layer
+    N = batches[0].num_examples
     J: dict[str, Tensor] = {}  # [V, N, *b, rows, columns]
     for group in layer.groups:
         shape = (N, *group.layout.matrix_shape)
-        J[group.name] = torch.zeros(0, *shape, dtype=layer.accumulation_dtype, device=layer.device)
         if gradients:
-            rows = group.layout.gather([gradients[key].flatten(0, 1) for key in group.keys])
-            J[group.name] = rows.reshape(-1, *shape).to(layer.accumulation_dtype)
-    samples = [(shown, J)]
+            matrices = group.layout.gather([gradients[key].flatten(0, 1) for key in group.keys])
+        else:
+            matrices = torch.zeros(0, *shape, device=layer.device)
+        J[group.name] = matrices.reshape(-1, *shape).to(layer.accumulation_dtype)
+    samples = [(batches, J)]
     if gradients:
-        squares = torch.stack([rows.square().flatten(2).sum(-1) for rows in J.values()]).sum(
-            0
-        )  # [V, N]
-        n = int(squares[0].argmax())
-        alone = shown[0].examples(slice(n, n + 1), slice(0, 1))
-        samples.append(([alone], {name: rows[:1, n : n + 1] for name, rows in J.items()}))
+        # Σ J² [V, N] over all parameters of the layer
+        squares = torch.stack([matrices.square().flatten(2).sum(-1) for matrices in J.values()])
+        n = int(squares.sum(0)[0].argmax())
+        single = batches[0].examples(slice(n, n + 1), slice(0, 1))
+        samples.append(([single], {name: g[:1, n : n + 1] for name, g in J.items()}))
     errors: dict[str, float] = {}
     with plain_mode(layer.device.type):
-        for batches, of_groups in samples:
-            for name, ours, theirs in _exact_parts(K, entry, batches, of_groups):
+        for sample in samples:
+            for name, ours, theirs in _exact_parts(K, entry, *sample):
                 lost = bool(theirs.isfinite().all()) and not bool(ours.isfinite().all())
                 error = math.inf if lost else relative_difference(ours, theirs)
                 errors[name] = max(error, errors.get(name, 0.0))
@@ -346,7 +354,8 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     and states. Random vectors depend on the order of the data, so these have to be a list. In
     several processes that would be collective.
     """
-    data, operator = K.risk.data, K._operator
+    data = K.risk.data
+    operator = K._operator
     ordered = not K.vectors.random or isinstance(data, (list, tuple))
     not_compared = [(name or "(model)", STORED_CHECK, math.nan) for name in K.plan.kept_blocks]
     if operator is None or not K.of_data or K.risk.processes.world > 1 or not ordered:
@@ -360,16 +369,13 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
     layers = {group.name: entry.layer for entry in K.plan for group in entry.layer.groups}
     for name, block in again.blocks.items():
         mine = operator.blocks[name]
-        v = torch.randn(block.shape[1], generator=torch.Generator().manual_seed(4)).to(
-            block.device, block.dtype
-        )
-        # Eigenvectors of equal eigenvalues may be others.
-        pair = (
-            (mine.trace, block.trace)
-            if isinstance(block, Eigendecomposed)
-            else (mine @ v, block @ v)
-        )
-        error = relative_difference(*pair)
+        if isinstance(block, Eigendecomposed):
+            # Eigenvectors of equal eigenvalues may be others.
+            error = relative_difference(mine.trace, block.trace)
+        else:
+            v = torch.randn(block.shape[1], generator=torch.Generator().manual_seed(4))
+            v = v.to(block.device, block.dtype)
+            error = relative_difference(mine @ v, block @ v)
         if not error <= 2 * tolerance:
             raise VerificationError(
                 f"{layers[name].title}, check {STORED_CHECK}: the operator's block {name!r} "
@@ -383,36 +389,36 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
 
 
 # --------------------------------------------------------------------------------- (c) loss Hessian
-def _loss_error(one: OutputLoss, read: tuple[Tensor, Any, int | None], N: int) -> float:
+def _loss_error(loss: OutputLoss, f: Tensor, y: Any, class_axis: int | None, N: int) -> float:
     """(c): `H v` of the likelihood against double backward of the loss that the user gave.
 
     It is compared at outputs of at most 1: where a loss is saturated, rounding may leave nothing of
     it.
     """
-    (f, y, class_axis), likelihood = read, one.require_likelihood()
+    likelihood = loss.require_likelihood()
     if isinstance(likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
         return 0.0
-    f = f / f.detach().abs().amax().clamp(min=1) if f.numel() else f
+    if f.numel():
+        f = f / f.detach().abs().amax().clamp(min=1)
     with torch.no_grad():
         F, Y = likelihood.canonical(f, y, N, class_axis)
     direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
     # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the
     # loss itself.
-    product = (
-        partial(Likelihood.hessian_product, likelihood)
-        if likelihood.no_ggn
-        else likelihood.hessian_product
-    )
-    ours = likelihood.restore(product(F, Y, direction[None])[0], f.shape, N, class_axis)
+    kind = Likelihood if likelihood.no_ggn else type(likelihood)
+    ours = kind.hessian_product(likelihood, F, Y, direction[None])[0]
+    ours = likelihood.restore(ours, f.shape, N, class_axis)
     with torch.enable_grad():
         free = f.detach().to(F.dtype).requires_grad_()
-        value = one.loss(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
-        value = value * likelihood.count(F, Y) if likelihood.reduction == "mean" else value
-        along = likelihood.restore(direction, f.shape, N, class_axis)
+        if class_axis is None:
+            value = loss.loss(free, y)
+        else:
+            value = loss.loss(free.flatten(0, -2), y.flatten())
+        if likelihood.reduction == "mean":
+            value = value * likelihood.count(F, Y)
+        direction = likelihood.restore(direction, f.shape, N, class_axis)
         (gradient,) = torch.autograd.grad(value, free, create_graph=True)
-        theirs = (
-            torch.autograd.grad(gradient, free, along)[0]
-            if gradient.requires_grad
-            else torch.zeros_like(free)
-        )
-    return relative_difference(ours, theirs) if bool(theirs.isfinite().all()) else float("inf")
+        theirs = torch.zeros_like(free)
+        if gradient.requires_grad:
+            (theirs,) = torch.autograd.grad(gradient, free, direction)
+    return relative_difference(ours, theirs) if bool(theirs.isfinite().all()) else math.inf
