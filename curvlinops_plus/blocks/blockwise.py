@@ -20,8 +20,8 @@ from curvlinops_plus.blocks.plan import (
 )
 from curvlinops_plus.blocks.state import (
     APPROXIMATIONS,
-    about,
     checked,
+    description_of,
     from_data,
     params_of,
     take_state,
@@ -451,7 +451,7 @@ class BlockwiseLinearOperator(Deferred):
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load`
         (safetensors). Collective if processes keep blocks apart: each gets all of them.
         """
-        state = about(self)
+        state = description_of(self)
         if self._operator is not None:
             blocks = self._operator.gather().blocks
             state["blocks"] = {name: pack(block) for name, block in blocks.items()}
@@ -461,7 +461,7 @@ class BlockwiseLinearOperator(Deferred):
         """The same in parts, "state" and one for each block that this process keeps; empty before
         they are computed.
         """
-        parts: dict[str, dict[str, Any]] = {"state": about(self)}
+        parts: dict[str, dict[str, Any]] = {"state": description_of(self)}
         if self._operator is None:
             return parts | {f"block {name}": {} for name in self.plan.kept_blocks}
         parts["state"]["blocks"] = {}

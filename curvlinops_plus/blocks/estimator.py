@@ -14,7 +14,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import Plan, plan_table
-from curvlinops_plus.blocks.state import about, checked, difference, plain, take_state
+from curvlinops_plus.blocks.state import checked, description_of, difference, plain, take_state
 from curvlinops_plus.blocks.sums import Sums
 from curvlinops_plus.blocks.together import decompose_factors
 from curvlinops_plus.blocks.users_pass import ShowDrawn, UsersPass, called_once
@@ -541,7 +541,7 @@ class CurvatureEstimator:
         if not other.updates:
             return
         mine, theirs = (
-            {**about(BlockwiseLinearOperator.of_plan(e.plan))["plan"], "decay": e.decay}
+            {**description_of(BlockwiseLinearOperator.of_plan(e.plan))["plan"], "decay": e.decay}
             for e in (self, other)
         )
         if mismatch := difference(mine, theirs):
@@ -571,7 +571,7 @@ class CurvatureEstimator:
         blank = BlockwiseLinearOperator.of_plan(self.plan)
         blank._compute_later()
         return {
-            **about(blank),
+            **description_of(blank),
             "decay": self.decay,
             "updates": max(updates),
             "examples": sum(examples),

@@ -40,7 +40,9 @@ class LayerPlan:
 
     def accumulators(self, scale: LossScale = lambda totals: 1.0) -> dict[str, Accumulator]:
         """One accumulator per block, or one for all blocks of the layer under the layer's name."""
-        kind, options, layer = self.approximation.kind, self.approximation.options, self.layer
+        kind = self.approximation.kind
+        options = self.approximation.options
+        layer = self.layer
         if kind.per_group:
             return {group.name: kind(layer, group, scale, **options) for group in layer.groups}
         return {layer.name: kind(layer, None, scale, **options)}

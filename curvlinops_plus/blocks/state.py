@@ -183,7 +183,7 @@ def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] |
 
 
 # ---------------------------------------------------------------------------------------- operators
-def about(K: Any) -> dict[str, Any]:
+def description_of(K: Any) -> dict[str, Any]:
     """The state of an operator without its blocks."""
     names = ("num_data", "num_per_example_loss_terms", "progressbar")
     return {
