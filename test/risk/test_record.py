@@ -56,7 +56,7 @@ def test_large_gradients_do_not_wait(
     limit: int, during: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers but the first one are shown while the backward pass goes on, and then forgotten."""
-    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
     risk = EmpiricalRisk(net, nn.MSELoss(), [(torch.rand(3, 4), torch.rand(3, 4))], check=False)
     going_back: list[bool] = []
 
@@ -67,6 +67,55 @@ def test_large_gradients_do_not_wait(
     record_file.sweep(risk, layers_of(risk), MonteCarlo(1, 0), consume)
     assert sum(going_back) == during
     assert len(going_back) == 5
+
+
+class CalledInVain(nn.Module):
+    """Calls a layer twice, and goes on with one of the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(2 * x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("limit", [2**22, 0])
+def test_calls_that_reach_no_output_have_gradient_zero(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = CalledInVain().double()
+    X = torch.rand(5, 4, dtype=torch.float64)
+    data = [(X, torch.rand(5, 1, dtype=torch.float64))]
+    monkeypatch.setattr(record_file, "_MANY_NUMBERS", limit)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data, check=False)
+    G = curvature(risk, FullBlock).to_dense()
+    # The Hessian of the mean of 5 squares of a function that is linear in weight and bias.
+    J = torch.cat([X, torch.ones(5, 1, dtype=torch.float64)], 1)
+    close(G, 2 / 5 * J.T @ J, 1e-12)
+
+
+class Taught(nn.Module):
+    """Also calls its layer with other tensors in place, as with the average of a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = {name: 2 * p.detach() for name, p in self.layer.named_parameters()}
+        return self.layer(x) + torch.func.functional_call(self.layer, others, (3 * x,))
+
+
+def test_calls_with_other_tensors_are_no_calls_of_the_layer() -> None:
+    torch.manual_seed(0)
+    X = torch.rand(5, 4, dtype=torch.float64)
+    data = [(X, torch.rand(5, 1, dtype=torch.float64))]
+    risk = EmpiricalRisk(Taught().double(), nn.MSELoss(), data, check=False)
+    J = torch.cat([X, torch.ones(5, 1, dtype=torch.float64)], 1)
+    close(curvature(risk, FullBlock).to_dense(), 2 / 5 * J.T @ J, 1e-12)
 
 
 class Square(torch.autograd.Function):
