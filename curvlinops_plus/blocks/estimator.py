@@ -226,7 +226,7 @@ class CurvatureEstimator:
             recorder is not None
             and recorder.layers is layers
             and recorder.ignored == ignored
-            and not recorder.is_hooked
+            and not recorder.is_open
         )
         if recorder is None or not fits:
             recorder = self._recorder = Recorder(

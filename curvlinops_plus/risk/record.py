@@ -129,6 +129,7 @@ class Recorder:
         disabled: Context in which modules that run are not recorded, and their outputs not
             replaced.
         doubt: Why a pass of others was not recorded to its end.
+        is_open: Whether the context is entered, also where there are no modules to hook.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Recorder:
         self.example_axis = risk.options.example_axis or {}
         self.disabled = Depth()
         self.calls: list[RecordedCall] = []
+        self.is_open = False
         self._handles: list[Any] = []
         self._recording = False
         self._thread = threading.get_ident()
@@ -241,11 +243,6 @@ class Recorder:
         return totals
 
     # ------------------------------------------------------------------------------------- contexts
-    @property
-    def is_hooked(self) -> bool:
-        """Whether hooks are on the modules."""
-        return bool(self._handles)
-
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Context in which the hooks are on the modules, and PyTorch is in the modes for it."""
@@ -257,6 +254,7 @@ class Recorder:
                 yield
 
     def __enter__(self) -> Recorder:
+        self.is_open = True
         for index, use in self._uses:
             if use.function is not None:
                 continue
@@ -276,6 +274,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.is_open = False
         self._reset(0)
 
     @contextmanager

@@ -17,10 +17,12 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
+    Empirical,
     EmpiricalRisk,
     Exact,
     UnsupportedError,
 )
+from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import preserve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
@@ -170,3 +172,48 @@ def test_what_recording_refuses_is_said_behind_the_users_pass(way: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"layer 'first' ran under torch.no_grad"):
         way(running, batch(0))
     assert not any(m._forward_hooks for m in running.risk.model.modules())
+
+
+class ByFunctions(nn.Module):
+    """Reads its parameters by functions alone, or by a module besides."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 4))
+        self.head = nn.Linear(3, 3) if head else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.linear(x, self.matrix))
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_that_wait_for_their_targets_are_kept_apart(
+    head: bool, order: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = ByFunctions(head).double()
+    batches = [
+        (torch.rand(5, 4, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64))
+        for _ in range(3)
+    ]
+    updated, waiting = (
+        CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), vectors=Empirical())
+        for _ in range(2)
+    )
+    for each in batches:
+        updated.update(each)
+    waiting.update(batches[0])
+    passes = []
+    for X, _ in batches[1:]:
+        users_pass = waiting.users_pass(waiting.risk.read_input(X, False))
+        users_pass.begin()
+        users_pass.end(model(X))
+        passes.append(users_pass)
+    for k in order:
+        passes[k].add(batches[1 + k][1])
+    close(waiting.operator.to_dense(), updated.operator.to_dense(), 1e-12)
+    X = torch.cat([X for X, _ in batches])
+    block = waiting.operator.blocks["matrix"]
+    assert isinstance(block, Kronecker)
+    close(block.A.matrices(), X.T @ X / 15, 1e-12)
