@@ -445,7 +445,7 @@ def example_axes(
         attention = module
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             attention = module.self_attn
-        if vars(attention).get("batch_first") is False:
+        if getattr(attention, "batch_first", None) is False:
             axes |= {inner: 1 for inner, _ in module.named_modules(prefix=name)}
     if axis_of is None:
         return axes

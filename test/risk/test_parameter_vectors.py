@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from curvlinops_plus import GGN, EmpiricalRisk
+from curvlinops_plus.risk.parameters import example_axes
 
 DATA = [(torch.ones(4, 3), torch.zeros(4, 2))]
 
@@ -130,3 +131,16 @@ def test_another_module_around_one_with_parameters_is_noticed() -> None:
     model[0] = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"parameters or modules \['0'\]"):
         risk.vector()
+
+
+def test_axes_of_examples_are_read_from_classes_and_instances() -> None:
+    class TimeFirst(nn.Module):
+        batch_first = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+    model = nn.Sequential(TimeFirst(), nn.GRU(3, 2), nn.GRU(2, 2, batch_first=True))
+    axes = example_axes(dict(model.named_modules()), {"2": 0})
+    assert axes == {"0": 1, "0.inner": 1, "1": 1, "2": 0}
