@@ -47,10 +47,14 @@ class RecordedCall:
     layer: int
     expanded: bool
     outputs: Sequence[Output]
-    versions: Sequence[tuple[Tensor, int]]
+    versions: Sequence[tuple[Tensor, int]] = ()
     single: bool = True
     first_edge: int = 0
     grads: Any = None
+
+    def note_versions(self, tensors: Sequence[Tensor]) -> None:
+        """Remember the inputs as they are now."""
+        self.versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
     @property
     def out_axes(self) -> list[int]:

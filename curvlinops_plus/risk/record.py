@@ -534,47 +534,48 @@ class Recorder:
                 may tell them apart.
         """
         index, use, rule = read
-        N = self.num_examples
         fold = outputs[0].fold
-
-        def moves(t: Tensor, on: int) -> bool:
-            return on != 0 and t.ndim > on and (use.function is not None or t.shape[on] in (1, N))
-
-        def examples_first(t: Tensor, on: int) -> Tensor:
-            if fold is not None:
-                t = t.unflatten(0, (-1, fold))
-            if moves(t, on):
-                t = t.movedim(on, 0)
-            if expanded and t.ndim and len(t) == 1:
-                t = t.expand(N, *t.shape[1:])
-            return t
-
-        in_axes: list[int | None] | None = None
-        kwargs: dict[str, Any] = {}
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
-            x = rule.input_of(use.module, *inputs).detach()
-            tensors = [x]
+            read_tensor = rule.input_of(use.module, *inputs).detach()
+            x = read_tensor
             if axis or expanded or fold is not None:
-                x = examples_first(x, axis)
+                x, _ = self._examples_first(use, x, axis, fold, expanded)
             if len(x) != rows:
-                shapes = f"got {list(tensors[0].shape)} and returned {list(outputs[0].shape)}"
+                shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
                 raise self._not_by_example(use, shapes)
-            args: tuple[Any, ...] = (x,)
-        else:
-            in_axes = []
-            leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
-            places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            tensors = [leaves[k].detach() for k in places]
-            axes = rule.axes(use.module, axis, tensors, True)
-            for k, t, on in zip(places, tensors, axes, strict=True):
-                leaves[k] = examples_first(t, on)
-                example_axis = on if moves(t, on) else 0
-                by_example = example_axis or (t.ndim > 0 and len(leaves[k]) == rows)
-                in_axes.append(example_axis if by_example else None)
-            args, kwargs = tree_unflatten(leaves, structure)
-        self.kinds.add((use.name, expanded, tuple(in_axes or ())))
-        versions = [(t, t._version) for t in tensors if not t.is_inference()]
-        return RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs, versions)
+            call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
+            call.note_versions([read_tensor])
+            self.kinds.add((use.name, expanded, ()))
+            return call
+        leaves, structure = tree_flatten((tuple(inputs[0]), dict(inputs[1])))
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[k].detach() for k in places]
+        axes = rule.axes(use.module, axis, tensors, True)
+        in_axes: list[int | None] = []
+        for k, t, on in zip(places, tensors, axes, strict=True):
+            leaves[k], moved_from = self._examples_first(use, t, on, fold, expanded)
+            by_example = moved_from or (t.ndim > 0 and len(leaves[k]) == rows)
+            in_axes.append(moved_from if by_example else None)
+        args, kwargs = tree_unflatten(leaves, structure)
+        call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
+        call.note_versions(tensors)
+        self.kinds.add((use.name, expanded, tuple(in_axes)))
+        return call
+
+    def _examples_first(
+        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, expanded: bool
+    ) -> tuple[Tensor, int]:
+        """An input with the examples on the first axis, and the axis that they were moved from."""
+        N = self.num_examples
+        if fold is not None:
+            t = t.unflatten(0, (-1, fold))
+        moves = axis != 0 and t.ndim > axis
+        moves = moves and (use.function is not None or t.shape[axis] in (1, N))
+        if moves:
+            t = t.movedim(axis, 0)
+        if expanded and t.ndim and len(t) == 1:
+            t = t.expand(N, *t.shape[1:])
+        return t, axis if moves else 0
 
     def _not_by_example(self, use: ModuleUse, fact: str) -> OutsideReads:
         """The error about rows of a layer that don't belong to examples."""

@@ -437,3 +437,19 @@ def test_the_first_operators_load_neither_compiler_nor_sympy() -> None:
         [sys.executable, "-c", FIRST_OPERATOR], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["known", "unknown"]
+
+
+def test_data_that_were_made_in_inference_mode() -> None:
+    """Autograd can't save such tensors for a backward pass; they are copied."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    with torch.inference_mode():
+        made = torch.rand(5, 3), torch.rand(5, 2)
+    plain = tuple(torch.tensor(t.tolist()) for t in made)
+    v = torch.rand(8)
+    products = []
+    for batch in (made, plain):
+        risk = EmpiricalRisk(model, nn.MSELoss(), [batch])
+        products.append([GGN(risk) @ v, curvature(risk) @ v, *risk.gradient().values()])
+    for product, expected in zip(*products, strict=True):
+        torch.testing.assert_close(product, expected)
