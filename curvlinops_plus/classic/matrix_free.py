@@ -113,8 +113,9 @@ class FisherMCLinearOperator(GGN):
     The draws are those of KFAC and EKFAC with the same seed; two products see the same matrix.
 
     Args:
-        model_func, loss_func, params, data, progressbar, check_deterministic, num_data,
-            batch_size_fn: As for `GGNLinearOperator`; the loss needs a likelihood.
+        model_func, loss_func, params, data, num_data, batch_size_fn: As for `GGNLinearOperator`;
+            the loss needs a likelihood.
+        progressbar, check_deterministic: As for `GGNLinearOperator`.
         seed: Where the draws start.
         mc_samples: Draws per example.
         chunk_size: As for `GGNLinearOperator`.
@@ -310,8 +311,9 @@ class GGNFactorLinearOperator(GGNFactor):
     `B Bᵀ = GGN`.
 
     Args:
-        model_func, loss_func, params, data, progressbar, check_deterministic, num_data,
-            batch_size_fn: As for `GGNLinearOperator`; the loss needs a likelihood.
+        model_func, loss_func, params, data, num_data, batch_size_fn: As for `GGNLinearOperator`;
+            the loss needs a likelihood.
+        progressbar, check_deterministic: As for `GGNLinearOperator`.
         vectors: Which matrix, see `GGNFactor`.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of
             copies.
