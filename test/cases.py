@@ -22,8 +22,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from helpers import Written, unchanged
-from reference import Reference
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +43,8 @@ from curvlinops_plus import (
     curvature,
 )
 from test.fuzz.modules import Conv1D
+from test.helpers import Written, unchanged
+from test.reference import Reference
 
 # ---------------------------------------------------------------------------------------- comparing
 

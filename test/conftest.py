@@ -5,19 +5,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-# Test folders are no packages (pytest's importlib mode): `import cases` and `import reference` are
-# found here.
-sys.path.insert(0, str(Path(__file__).parent))
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
 # What runs first loads what others find loaded.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import normal, seeded
 from torch import nn
 
 from curvlinops_plus import (
@@ -23,6 +22,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.estimate import logdet
 from curvlinops_plus.linalg import Dense, Structure
+from test.helpers import normal, seeded
 
 M = normal(8, 8) @ normal(8, 8).T + torch.eye(8, dtype=torch.float64)
 A = Dense(M, Structure.PSD)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem, unchanged
-from helpers import F64, Written, normal
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +47,8 @@ from curvlinops_plus import (
     curvature,
     register_rule,
 )
+from test.cases import close, problem, unchanged
+from test.helpers import F64, Written, normal
 
 KFACS = [KFACLinearOperator, EKFACLinearOperator]
 EXACT = [GGNLinearOperator, HessianLinearOperator, EFLinearOperator, FisherMCLinearOperator]

@@ -6,8 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
-from helpers import normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -18,7 +16,9 @@ from curvlinops_plus import (
     self_influence,
 )
 from curvlinops_plus.linalg import Dense
+from test.cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from test.fuzz.limits import small_buffers
+from test.helpers import normal
 
 
 def rows_of(p: Problem, per_term: bool = False) -> list[Tensor]:

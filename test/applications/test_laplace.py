@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
-from helpers import F64, normal, seeded
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, MultivariateNormal, Normal
 from torch.func import functional_call, jacrev
@@ -27,7 +25,9 @@ from curvlinops_plus import (
     Laplace,
     curvature,
 )
+from test.cases import close, unchanged
 from test.fuzz.limits import small_buffers
+from test.helpers import F64, normal, seeded
 
 N, C = 12, 3
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -22,6 +20,8 @@ from curvlinops_plus import (
     curvature,
     merge,
 )
+from test.cases import unchanged
+from test.helpers import F64, normal
 
 
 def mlp() -> nn.Module:

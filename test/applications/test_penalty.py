@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -19,6 +18,7 @@ from curvlinops_plus import (
     QuadraticPenalty,
     curvature,
 )
+from test.helpers import normal
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from curvlinops_plus import EKFAC, GGN, KFAC, DiagonalBlock, EmpiricalRisk, curvature
 from curvlinops_plus import prune as pruned
+from test.cases import close
+from test.helpers import normal
 
 
 def network() -> tuple[Any, EmpiricalRisk]:

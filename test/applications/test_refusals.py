@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -30,6 +29,7 @@ from curvlinops_plus import (
     prune,
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
+from test.helpers import F64, normal
 
 X, Y, CLASSES = normal(12, 2), normal(12, 3, seed=1), torch.arange(12) % 3
 MSE, CE, COUNTS, BINARY = (

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import nn
 
 from curvlinops_plus import (
@@ -19,6 +17,8 @@ from curvlinops_plus import (
     per_example_gradients,
     self_influence,
 )
+from test.cases import close
+from test.helpers import normal
 
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0]).double()
 X = normal(6, 3)

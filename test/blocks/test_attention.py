@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, Net, Problem, close, make
 from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
     FullBlock,
 )
+from test.cases import APPROXIMATIONS, Net, Problem, close, make
 
 E, HEADS = 4, 2
 

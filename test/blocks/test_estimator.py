@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -31,6 +30,7 @@ from curvlinops_plus import (
     save,
 )
 from curvlinops_plus.linalg import HeuristicDamping
+from test.helpers import Written
 
 SINGLE_PASS = {
     "KFAC": KFAC,

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, same
-from helpers import seeded
 from torch import nn
 
 from curvlinops_plus import (
@@ -21,6 +19,8 @@ from curvlinops_plus import (
     KFACLinearOperator,
     curvature,
 )
+from test.cases import close, same
+from test.helpers import seeded
 
 
 def network() -> nn.Sequential:

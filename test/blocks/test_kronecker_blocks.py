@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FEW, NETS, close, problem, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -36,6 +35,7 @@ from curvlinops_plus.blocks import per_example
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.nearest import nearest_to_matrix
 from curvlinops_plus.risk import layer_batch
+from test.cases import FEW, NETS, close, problem, same
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
 in_some_form = pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, close, problem
-from helpers import Written
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOperator, Kronecker
+from test.cases import APPROXIMATIONS, close, problem
+from test.helpers import Written
 
 ROWS, D, N, S = 50_000, 16, 8, 32
 TABLE = ROWS * D

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, VECTORS, close, problem
 from torch import Tensor
 
 from curvlinops_plus import (
@@ -21,6 +20,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.linalg import LinearOperator
+from test.cases import APPROXIMATIONS, VECTORS, close, problem
 
 quiet = pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")
 

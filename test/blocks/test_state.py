@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, Problem, close, fresh, problem, same, unchanged
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -42,6 +41,7 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks import state as states
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal
 from curvlinops_plus.risk import Vectors
+from test.cases import APPROXIMATIONS, FEW, Problem, close, fresh, problem, same, unchanged
 
 both = pytest.mark.parametrize(
     "kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"]

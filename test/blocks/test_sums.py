@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem, same
-from helpers import Written
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,6 +26,8 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.layer import ConvRule, convolution_gram, register_rule
+from test.cases import close, problem, same
+from test.helpers import Written
 
 KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, ScaledIdentity]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NETS, problem
 
 from curvlinops_plus import (
     EKFAC,
@@ -20,6 +19,7 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks.sweeps import Kept
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.record import sweep
+from test.cases import NETS, problem
 
 KINDS = [
     EKFAC,

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, Net, Problem, close, make, problem, unchanged
-from helpers import Written
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -23,6 +21,8 @@ from curvlinops_plus import (
     FullBlock,
     curvature,
 )
+from test.cases import APPROXIMATIONS, Net, Problem, close, make, problem, unchanged
+from test.helpers import Written
 
 TIED = ["tied", "tied transformer", "tied in one role", "tied autoencoder", "tied with two biases"]
 

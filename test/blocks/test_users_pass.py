@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -24,6 +23,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import preserve
+from test.cases import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
 T, CE = 3, nn.functional.cross_entropy

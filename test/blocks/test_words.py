@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem
-from helpers import Written, normal, seeded
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -38,6 +36,8 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.verify import LOSS_CHECK
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator
+from test.cases import close, problem
+from test.helpers import Written, normal, seeded
 
 MODELS: dict[str, Any] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, close, problem
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -19,6 +18,7 @@ from curvlinops_plus import (
     RelativeDamping,
     SingularMatrixError,
 )
+from test.cases import APPROXIMATIONS, close, problem
 
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 NETS = ["mlp", "strided cnn", "weights only", "biases only"]

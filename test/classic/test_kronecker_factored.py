@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Problem, close, problem, same, unchanged
 from torch import Tensor
 
 import curvlinops_plus
@@ -34,6 +33,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import Vectors
+from test.cases import Problem, close, problem, same, unchanged
 
 CLASSES = {KFACLinearOperator: KFAC, EKFACLinearOperator: EKFAC}
 both = pytest.mark.parametrize("kind", CLASSES, ids=["KFAC", "EKFAC"])

@@ -5,16 +5,12 @@ them.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-# `together` is found here by the tests and by processes, which begin with the same path.
-sys.path.insert(0, str(Path(__file__).parent))
-from together import World
+from test.distributed.together import World
 
 SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (3, 8)]
 WORLDS = {

@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import APPROXIMATIONS, problem
-from cases import NETS as MADE
-from together import close, require, said
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -34,6 +31,9 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import BlockDiagonal, Sum
 from curvlinops_plus.linalg.packing import pack
+from test.cases import APPROXIMATIONS, problem
+from test.cases import NETS as MADE
+from test.distributed.together import close, require, said
 
 NETS = ["strided cnn", "called twice", "tied", "language model", "called rarely"]
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import problem, unchanged
-from together import close, everywhere, require, said, small
 from torch import nn
 
 from curvlinops_plus import (
@@ -25,6 +23,8 @@ from curvlinops_plus import (
     curvature,
     estimate,
 )
+from test.cases import problem, unchanged
+from test.distributed.together import close, everywhere, require, said, small
 
 WHERE = (
     r": .* in process 0, and .* in process 1\. Everything but the data has to be the same in all\."

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, problem
-from together import close, require, said
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
@@ -27,6 +25,8 @@ from curvlinops_plus import (
     Processes,
     curvature,
 )
+from test.cases import APPROXIMATIONS, problem
+from test.distributed.together import close, require, said
 
 # It needs streams there, which CPUs have not.
 runs = pytest.mark.skipif(

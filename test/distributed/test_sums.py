@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, VECTORS, problem
-from cases import NETS as MADE
-from together import by_one, close, require, said, shifted, small
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -25,6 +22,9 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import parameters
+from test.cases import APPROXIMATIONS, VECTORS, problem
+from test.cases import NETS as MADE
+from test.distributed.together import by_one, close, require, said, shifted, small
 
 NETS = [
     "strided cnn",

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import APPROXIMATIONS, VECTORS, problem
-from together import close, everywhere, flat, shifted, small
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +23,8 @@ from curvlinops_plus import (
     NumericsError,
     Processes,
 )
+from test.cases import APPROXIMATIONS, VECTORS, problem
+from test.distributed.together import close, everywhere, flat, shifted, small
 
 
 def same(one: CurvatureEstimator, several: CurvatureEstimator, when: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from curvlinops_plus import CurvatureWarning, Processes
 from test.mutants import reach
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -41,9 +41,9 @@ class World:
         # Imports take seconds; a server that has made them forks the processes. It reads its path
         # from the environment.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["together", "cases"])
+        context.set_forkserver_preload(["test.distributed.together", "test.cases"])
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+        os.environ["PYTHONPATH"] = str(ROOT)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -100,7 +100,6 @@ def _serve(
     wait = timedelta(seconds=timeout)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", wait, number, rank)
     groups = {world: dist.new_group(range(world), timeout=wait) for world in worlds}
-    modules: dict[Path, Any] = {}
     while True:
         try:
             path, test, options, world, records = pipe.recv()
@@ -109,15 +108,9 @@ def _serve(
         error, names = None, set[str]()
         with reach.recording(names) if records else nullcontext():
             try:
-                if path not in modules:
-                    spec = importlib.util.spec_from_file_location(path.stem, path)
-                    assert spec is not None
-                    assert spec.loader is not None
-                    modules[path] = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-                    spec.loader.exec_module(modules[path])
-                getattr(modules[path], test)(
-                    Processes(groups.get(world, dist.group.WORLD)), **options
-                )
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                run = getattr(importlib.import_module(name), test)
+                run(Processes(groups.get(world, dist.group.WORLD)), **options)
             except Exception as caught:
                 error = "".join(traceback.format_exception(caught))
         pipe.send((error, names))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, Counted, seeded, with_eigenvalues
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from curvlinops_plus.estimate import (
     top_eigenpairs,
 )
 from curvlinops_plus.linalg import Dense, Structure
+from test.helpers import F64, Counted, seeded, with_eigenvalues
 
 SPECTRA = {
     "flat": torch.linspace(1, 2, 100, dtype=F64),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from helpers import F64, Counted, seeded
 from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
@@ -33,6 +32,7 @@ from curvlinops_plus.estimate import (
     xtrace,
 )
 from curvlinops_plus.linalg import Dense, Kronecker, Structure
+from test.helpers import F64, Counted, seeded
 
 
 def psd(n: int, seed: int = 0) -> Tensor:

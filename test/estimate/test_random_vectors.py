@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, normal, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,6 +23,7 @@ from curvlinops_plus.estimate import (
     xtrace,
 )
 from curvlinops_plus.estimate.matrix import random_vector, random_vectors
+from test.helpers import F64, normal, seeded
 
 SEEDS = 300
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, Counted, seeded, with_eigenvalues
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
@@ -25,6 +24,7 @@ from curvlinops_plus.estimate import (
 )
 from curvlinops_plus.estimate.lanczos import lanczos, quadrature
 from curvlinops_plus.linalg import Dense, Structure
+from test.helpers import F64, Counted, seeded, with_eigenvalues
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()
 INDEFINITE = torch.cat([torch.linspace(-1, 1, 150), torch.tensor([-2.0, 4.0])]).double()

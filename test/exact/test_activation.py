@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import ActivationHessianLinearOperator
+from test.cases import close, unchanged
+from test.helpers import F64, normal
 
 
 class Block(nn.Module):

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
-from helpers import F64, normal, refuses_cdist
-from middles import Net, Once, clipped, reversed_by_hook, stopped, without_tangents
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn.functional import one_hot
@@ -30,6 +27,9 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.errors import UnsupportedError
+from test.cases import close, unchanged
+from test.helpers import F64, normal, refuses_cdist
+from test.middles import Net, Once, clipped, reversed_by_hook, stopped, without_tangents
 
 
 def matrices(model: nn.Module, data: list[Any]) -> dict[str, Tensor]:

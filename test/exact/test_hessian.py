@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -20,6 +18,8 @@ from curvlinops_plus import (
     Jacobian,
 )
 from curvlinops_plus.errors import UnsupportedError
+from test.cases import close, unchanged
+from test.helpers import F64, normal
 
 
 def net() -> nn.Sequential:

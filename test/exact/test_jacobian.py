@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NETS, PROBLEMS, Problem, close, problem, unchanged
-from helpers import normal
-from middles import without_tangents
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -23,6 +20,9 @@ from curvlinops_plus import (
     TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.risk import Empirical, MonteCarlo
+from test.cases import NETS, PROBLEMS, Problem, close, problem, unchanged
+from test.helpers import normal
+from test.middles import without_tangents
 
 
 def jacobian_of(p: Problem, **options: Any) -> JacobianLinearOperator:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FEW, Problem, close, problem, unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,6 +43,8 @@ from curvlinops_plus import (
 from curvlinops_plus.exact import passes
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, Vectors
+from test.cases import FEW, Problem, close, problem, unchanged
+from test.helpers import F64, normal
 
 
 class Mixed(Vectors):

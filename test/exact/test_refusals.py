@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import unchanged
-from helpers import F64, normal
-from middles import without_tangents
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +26,9 @@ from curvlinops_plus import (
     TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from test.cases import unchanged
+from test.helpers import F64, normal
+from test.middles import without_tangents
 
 HEAD = ("0", "output", 0)
 KINDS = (

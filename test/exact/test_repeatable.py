@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import unchanged
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from curvlinops_plus import EKFAC, EmpiricalRisk, Jacobian, KFACLinearOperator, curvature
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian
 from curvlinops_plus.linalg import LinearOperator
+from test.cases import unchanged
 
 Make = Callable[..., LinearOperator]
 EXACT: dict[str, Make] = {

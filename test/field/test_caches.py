@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -31,6 +29,8 @@ from curvlinops_plus import (
     curvature,
     per_example_gradients,
 )
+from test.cases import close
+from test.helpers import normal
 
 
 class Bias(nn.Module):

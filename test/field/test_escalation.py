@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -30,6 +28,8 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.risk.function_reads import describe_reads, extent
 from curvlinops_plus.risk.layers import FoundReads
+from test.cases import close
+from test.helpers import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 

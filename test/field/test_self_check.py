@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +35,8 @@ from curvlinops_plus import (
     per_example_gradients,
     register_rule,
 )
+from test.cases import close
+from test.helpers import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +24,8 @@ from curvlinops_plus import (
     NumericsError,
     UnsupportedError,
 )
+from test.cases import close
+from test.helpers import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, VECTORS, close, problem
-from helpers import Written, normal, seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +47,8 @@ from curvlinops_plus.linalg import (
     LinearOperator,
     Structure,
 )
+from test.cases import APPROXIMATIONS, NETS, VECTORS, close, problem
+from test.helpers import Written, normal, seeded
 
 Block = Any
 

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from .run import Outcome, Problem, describe, draw_whole, run_seed
+from test.fuzz.run import Outcome, Problem, describe, draw_whole, run_seed
 
 
 def _arguments() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of PyTorch, about padding and batching rules
     arguments = _arguments()
     if arguments.hostile:
-        from .hostile import main as hostile
+        from test.fuzz.hostile import main as hostile
 
         return hostile()
     started, made, failed, refused = time.monotonic(), 0, 0, Counter[str]()

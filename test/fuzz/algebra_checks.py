@@ -22,10 +22,9 @@ from curvlinops_plus import (
     FullBlock,
     RelativeDamping,
 )
-
-from .checks import VECTORS, Subject, check, holds, require
-from .matrix_checks import RANDOM
-from .pieces import Options
+from test.fuzz.checks import VECTORS, Subject, check, holds, require
+from test.fuzz.matrix_checks import RANDOM
+from test.fuzz.pieces import Options
 
 KINDS = {"KFAC": KFAC, "EKFAC": EKFAC, "full": FullBlock, "diagonal": DiagonalBlock, "TNT": TNT}
 

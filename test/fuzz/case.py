@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from .losses import draw_loss, links, make_loss, make_target, term_axis, value
-from .pieces import Invalid, Shape, draw_piece, sequence
+from test.fuzz.losses import draw_loss, links, make_loss, make_target, term_axis, value
+from test.fuzz.pieces import Invalid, Shape, draw_piece, sequence
 
 Description = dict[str, Any]
 MOST_PARAMETERS = 70

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus import Empirical, EmpiricalRisk, Exact, curvature
-
-from .case import Case
-from .pieces import Options
-from .truth import Truth
+from test.fuzz.case import Case
+from test.fuzz.pieces import Options
+from test.fuzz.truth import Truth
 
 #: What is backpropagated where the matrix is known exactly.
 VECTORS: dict[str, Any] = {

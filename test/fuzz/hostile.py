@@ -21,10 +21,9 @@ from curvlinops_plus import (
     Jacobian,
     curvature,
 )
-
-from .checks import Failure, equal
-from .hostile_networks import HOSTILE, NO_ANSWER
-from .run import is_refusal
+from test.fuzz.checks import Failure, equal
+from test.fuzz.hostile_networks import HOSTILE, NO_ANSWER
+from test.fuzz.run import is_refusal
 
 WRONG, ERROR, RIGHT, REFUSED = "WRONG", "ERROR", "right", "refused"
 #: What a training loop is told instead of being stopped.

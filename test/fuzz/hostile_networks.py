@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 
-from .modules import made, vector
+from test.fuzz.modules import made, vector
 
 linear = partial(nn.Linear, 3, 3)
 

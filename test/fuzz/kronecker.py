@@ -9,8 +9,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from .modules import Conv1D
-from .truth import TRANSPOSED, Block, Truth
+from test.fuzz.modules import Conv1D
+from test.fuzz.truth import TRANSPOSED, Block, Truth
 
 
 def matrix_of(truth: Truth, block: Block) -> tuple[Tensor, Tensor, Tensor]:

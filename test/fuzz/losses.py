@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from .pieces import Options
+from test.fuzz.pieces import Options
 
 #: Kinds of losses to how often they are drawn.
 KINDS = {"ce": 5, "mse": 3, "bce": 2.5, "poisson": 1, "gaussian": 0.8}

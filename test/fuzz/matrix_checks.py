@@ -26,11 +26,10 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
-
-from .checks import VECTORS, Subject, check, holds, require
-from .kronecker import kfac_block
-from .pieces import Options
-from .truth import of_example
+from test.fuzz.checks import VECTORS, Subject, check, holds, require
+from test.fuzz.kronecker import kfac_block
+from test.fuzz.pieces import Options
+from test.fuzz.truth import of_example
 
 
 def draw_vectors(r: Random) -> Options:

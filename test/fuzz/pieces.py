@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from . import modules
+from test.fuzz import modules
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from curvlinops_plus import CurvatureWarning, NoClosedForm, NumericsError, UnsupportedError
-
-from ..helpers import unchanged
-from . import algebra_checks, matrix_checks  # noqa: F401 (they register their checks)
-from .case import Description, draw, make
-from .checks import CHECKS, Failure, Skipped, Subject, draw_checks
-from .limits import small_buffers
+from test.fuzz import algebra_checks, matrix_checks  # noqa: F401 (they register their checks)
+from test.fuzz.case import Description, draw, make
+from test.fuzz.checks import CHECKS, Failure, Skipped, Subject, draw_checks
+from test.fuzz.limits import small_buffers
+from test.helpers import unchanged
 
 
 @dataclass

@@ -19,10 +19,9 @@ from curvlinops_plus.likelihood.elementwise import MSE
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import EmpiricalRisk, LayerBatch, function_reads
 from curvlinops_plus.risk.layers import FoundReads
-
-from . import run
-from .limits import LIMITS
-from .run import describe, draw_whole, run_case, run_seed
+from test.fuzz import run
+from test.fuzz.limits import LIMITS
+from test.fuzz.run import describe, draw_whole, run_case, run_seed
 
 SEEDS = 8
 

@@ -9,9 +9,8 @@ import pytest
 from torch import nn
 
 from curvlinops_plus.layer.linear import LinearRule
-
-from .hostile import SIZES, verdicts, wrong
-from .hostile_networks import HOSTILE
+from test.fuzz.hostile import SIZES, verdicts, wrong
+from test.fuzz.hostile_networks import HOSTILE
 
 
 @pytest.mark.one_in(3)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .case import Case, term_axes
-from .losses import fisher, make_loss, mean_divisor, value
-from .modules import Conv1D
+from test.fuzz.case import Case, term_axes
+from test.fuzz.losses import fisher, make_loss, mean_divisor, value
+from test.fuzz.modules import Conv1D
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

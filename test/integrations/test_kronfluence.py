@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import nn
 
 from curvlinops_plus import EKFAC, EmpiricalRisk, curvature
+from test.cases import close
+from test.helpers import normal
 
 stored = pytest.importorskip("safetensors.torch")
 PATH = Path(__file__).parents[2] / "examples" / "export_factors.py"

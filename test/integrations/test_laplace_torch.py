@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal, seeded
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +16,8 @@ from curvlinops_plus import UnsupportedError
 from curvlinops_plus.integrations import laplace_torch
 from curvlinops_plus.integrations.laplace_torch import CurvlinopsPlusEF, CurvlinopsPlusGGN
 from curvlinops_plus.linalg import Kronecker
+from test.cases import close
+from test.helpers import normal, seeded
 
 try:
     import laplace

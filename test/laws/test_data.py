@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, problem, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +24,7 @@ from curvlinops_plus import (
     KFACLinearOperator,
     curvature,
 )
+from test.cases import close, problem, unchanged
 
 OPERATORS = [
     KFACLinearOperator,

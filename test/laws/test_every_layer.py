@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus import CurvatureWarning, curvature
+from test.cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make
 
 SIZES = (3, 2)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, LOSSES, Problem, close, problem, unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -31,6 +29,8 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk.batches import Batch, take_examples
+from test.cases import APPROXIMATIONS, FEW, LOSSES, Problem, close, problem, unchanged
+from test.helpers import F64, normal
 
 
 def weighted(p: Problem, weights: list[list[float]]) -> list[Any]:

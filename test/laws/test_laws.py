@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, LOSSES, PROBLEMS, VECTORS, Problem, close, problem, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -27,6 +26,17 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import Vectors
+from test.cases import (
+    APPROXIMATIONS,
+    FEW,
+    LOSSES,
+    PROBLEMS,
+    VECTORS,
+    Problem,
+    close,
+    problem,
+    unchanged,
+)
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 #: Every net in every form, every loss in the plainest.

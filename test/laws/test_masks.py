@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, close, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -22,6 +21,7 @@ from curvlinops_plus import (
     FullBlock,
     curvature,
 )
+from test.cases import APPROXIMATIONS, close, unchanged
 
 T, D = 4, 4  # as many positions as features: axes that are mixed up must show
 LENGTHS = [(4, 2), (3,)]

@@ -30,9 +30,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.risk import Vectors
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from cases import APPROXIMATIONS
+from test.cases import APPROXIMATIONS
 
 FEW, MANY = 8, 72  # what is kept of each batch, its inputs at least, are 6.5 MB more
 WIDTH = 200  # a batch has 102 400 bytes, a factor 160 000
@@ -131,7 +129,12 @@ def taken() -> dict[str, tuple[int, int]]:
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     printed = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-m", "test.laws.test_memory"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(printed.stdout.splitlines()[-1])
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FEW, LOSSES, PROBLEMS, close, problem, same
 from torch import Tensor
 
 from curvlinops_plus import (
@@ -20,6 +19,7 @@ from curvlinops_plus import (
     KFACLinearOperator,
     MonteCarlo,
 )
+from test.cases import FEW, LOSSES, PROBLEMS, close, problem, same
 
 
 def unbiased(draws: Tensor, expected: Tensor) -> None:

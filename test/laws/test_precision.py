@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, Problem, close, problem, unchanged
 
 from curvlinops_plus import (
     Empirical,
     GGNLinearOperator,
     HessianLinearOperator,
 )
+from test.cases import APPROXIMATIONS, NETS, Problem, close, problem, unchanged
 
 HALF = [torch.bfloat16, torch.float16]
 SOME = [

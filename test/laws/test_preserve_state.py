@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NETS, Problem, fresh, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -24,6 +23,7 @@ from curvlinops_plus import (
     KFACLinearOperator,
     curvature,
 )
+from test.cases import NETS, Problem, fresh, unchanged
 
 OPERATORS = [
     KFACLinearOperator,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from curvlinops_plus.blocks.state import load, save
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Vectors
 from curvlinops_plus.risk.vectors import CurvaturePropagation
+from test.cases import unchanged
 
 Losses = Mapping[Any, tuple[Any, float]]
 CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss

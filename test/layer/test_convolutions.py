@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_fast_paths
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from curvlinops_plus.layer import (
     why_generic,
 )
 from curvlinops_plus.layer import convolution_gram as grams
+from test.helpers import check_fast_paths
 
 V, B = 2, 3
 CONVOLUTIONS, TRANSPOSED = (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import squared, uniforms
 from torch import Tensor, distributions, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, likelihood_of, rebuild_loss
+from test.helpers import squared, uniforms
 
 F64 = torch.float64
 

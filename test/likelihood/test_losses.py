@@ -12,7 +12,6 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import squared, uniforms
 from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import (
@@ -28,6 +27,7 @@ from curvlinops_plus.likelihood import (
     rebuild_loss,
 )
 from curvlinops_plus.likelihood.draws import counts
+from test.helpers import squared, uniforms
 
 N = 4
 BUILTIN: list[type[Likelihood]] = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -24,6 +23,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from test.cases import close
 
 F64 = torch.float64
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from helpers import F64, normal
 from torch import Tensor
 
 from curvlinops_plus.linalg import (
@@ -26,6 +25,7 @@ from curvlinops_plus.linalg import (
     Space,
     Structure,
 )
+from test.helpers import F64, normal
 
 Pair = tuple[LinearOperator, Tensor]
 FORMS = (

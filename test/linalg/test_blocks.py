@@ -30,9 +30,8 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.layout import Pattern
 from curvlinops_plus.linalg.nearest import nearest_kronecker
-
-from .cases import F64, block_diagonal, eye_like, normal, psd
-from .test_laws import close
+from test.linalg.cases import F64, block_diagonal, eye_like, normal, psd
+from test.linalg.test_laws import close
 
 # Layouts
 # --------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Kronecker, Layout, Space, eigh
 from curvlinops_plus.linalg.numerics import side_by_side
-
-from .cases import F64, normal, psd
+from test.linalg.cases import F64, normal, psd
 
 F32 = torch.float32
 D = 400

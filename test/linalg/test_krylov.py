@@ -27,9 +27,8 @@ from curvlinops_plus.linalg import (
     minres,
     neumann,
 )
-
-from .cases import F64, OnlyProducts, normal, orthogonal, psd
-from .test_laws import close
+from test.linalg.cases import F64, OnlyProducts, normal, orthogonal, psd
+from test.linalg.test_laws import close
 
 F32 = torch.float32
 PSD, SYMMETRIC = Structure.PSD, Structure.SYMMETRIC

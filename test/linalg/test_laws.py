@@ -13,8 +13,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
-
-from .cases import CASES, F64, FORMS, Case, eye_like, normal
+from test.linalg.cases import CASES, F64, FORMS, Case, eye_like, normal
 
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-10},

@@ -23,8 +23,7 @@ from curvlinops_plus.linalg import (
     psd_clip,
 )
 from curvlinops_plus.linalg.gram_sum import add_gram, mirror
-
-from .cases import F64, normal, psd
+from test.linalg.cases import F64, normal, psd
 
 F32 = torch.float32
 

@@ -20,9 +20,8 @@ from curvlinops_plus.linalg import (
     Structure,
     Sum,
 )
-
-from .cases import F64, OnlyProducts, eye_like, normal, psd, symmetric
-from .test_laws import close
+from test.linalg.cases import F64, OnlyProducts, eye_like, normal, psd, symmetric
+from test.linalg.test_laws import close
 
 PSD, SYMMETRIC, GENERAL = Structure.PSD, Structure.SYMMETRIC, Structure.GENERAL
 

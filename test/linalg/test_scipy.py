@@ -13,9 +13,8 @@ from torch import nn
 
 from curvlinops_plus import HessianLinearOperator
 from curvlinops_plus.linalg import Dense, Structure, from_scipy
-
-from .cases import F64, normal
-from .test_laws import close
+from test.linalg.cases import F64, normal
+from test.linalg.test_laws import close
 
 PSD, SYMMETRIC = Structure.PSD, Structure.SYMMETRIC
 F32 = torch.float32

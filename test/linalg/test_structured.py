@@ -33,9 +33,8 @@ from curvlinops_plus.linalg import (
     Structure,
     heuristic_damping,
 )
-
-from .cases import F64, batched_kron, block_diagonal, eye_like, normal, orthogonal, psd
-from .test_laws import close
+from test.linalg.cases import F64, batched_kron, block_diagonal, eye_like, normal, orthogonal, psd
+from test.linalg.test_laws import close
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
 

@@ -26,9 +26,18 @@ from curvlinops_plus.linalg import (
     Structure,
     SubmatrixLinearOperator,
 )
-
-from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, orthogonal, psd
-from .test_laws import close
+from test.linalg.cases import (
+    CASES,
+    F64,
+    Case,
+    OnlyProducts,
+    block_diagonal,
+    eye_like,
+    normal,
+    orthogonal,
+    psd,
+)
+from test.linalg.test_laws import close
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
 SPACE = Space.from_shapes({"a": (2, 2), "b": (3,), "c": (2,)})  # 9 entries

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-# `lives` and `models` are found here by the tests and by workers, which begin with the same path.
-sys.path.insert(0, str(HERE))
+ROOT = Path(__file__).parents[2]
 
 WORLD = 2
 
@@ -21,8 +19,8 @@ WORLD = 2
 @pytest.fixture(scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What new processes make of all models, by their ranks; see `worker.py`."""
-    from lives import KINDS, operator_of
-    from models import MODELS
+    from test.lives.lives import KINDS, operator_of
+    from test.lives.models import MODELS
 
     folder = tmp_path_factory.mktemp("elsewhere")
     there = [name for name, ordinary in MODELS.items() if not ordinary.missing]
@@ -30,8 +28,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there
     }
     torch.save(states, folder / "operators.pt")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
-    command = [sys.executable, str(HERE / "worker.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "test.lives.worker"]
     workers = [
         subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment)
         for rank in range(WORLD)

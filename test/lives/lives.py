@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from models import MODELS, Ordinary
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +24,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.linalg import Eigendecomposed
+from test.lives.models import MODELS, Ordinary
 
 KINDS: dict[str, Any] = {"KFAC": KFAC, "EKFAC": EKFAC}
 

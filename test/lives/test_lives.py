@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, same
-from lives import (
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    CurvatureEstimator,
+    FullBlock,
+    Hessian,
+    curvature,
+)
+from test.cases import close, same
+from test.lives.lives import (
     KINDS,
     Training,
     determined,
@@ -25,18 +36,7 @@ from lives import (
     trained,
     vector,
 )
-from models import MODELS, Ordinary
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from curvlinops_plus import (
-    EKFAC,
-    GGN,
-    CurvatureEstimator,
-    FullBlock,
-    Hessian,
-    curvature,
-)
+from test.lives.models import MODELS, Ordinary
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*exact diagonal:curvlinops_plus.errors.CurvatureWarning"

@@ -1,7 +1,7 @@
 """New processes: the first one reads operators that are in a file, then both live the lives of all
 models together.
 
-Run as `worker.py rank world folder`, with this folder and the package's on the path.
+Run as `python -m test.lives.worker rank world folder`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lives import in_parts, trained
-from models import MODELS, Ordinary
 from torch import Tensor
 
 from curvlinops_plus import BlockwiseLinearOperator, CurvatureWarning, Processes
+from test.lives.lives import in_parts, trained
+from test.lives.models import MODELS, Ordinary
 
 
 def read(ordinary: Ordinary, states: dict[str, Any]) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Scores,
     recorded_kernel,
 )
-
-from .amplitudes import (
+from test.optim.amplitudes import (
     C128,
     F64,
     PROBLEMS,

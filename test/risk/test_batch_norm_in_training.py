@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import unchanged
 from torch import nn
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk
+from test.cases import unchanged
 
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
 

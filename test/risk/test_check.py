@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,6 +25,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from test.cases import close, unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 

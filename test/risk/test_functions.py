@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import close, same, unchanged
-from helpers import normal, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -36,6 +34,8 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from test.cases import close, same, unchanged
+from test.helpers import normal, seeded
 
 Run = Callable[[Any, Tensor], Tensor]
 

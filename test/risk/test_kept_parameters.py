@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, FullBlock, Jacobian, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
+from test.cases import close
 
 
 class Asks(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import close, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -22,6 +21,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from test.cases import close, unchanged
 
 
 @dataclass

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close
-from helpers import normal
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -22,6 +20,8 @@ from curvlinops_plus import (
 from curvlinops_plus.linalg import nearest_kronecker
 from curvlinops_plus.risk import LayerBatch, find_layers
 from curvlinops_plus.risk.record import sweep
+from test.cases import close
+from test.helpers import normal
 
 
 def set_numbers(model: nn.Module) -> nn.Module:

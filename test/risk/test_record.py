@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, NETS, close, problem
 from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
@@ -17,6 +16,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import record as record_file
 from curvlinops_plus.risk.function_reads import layers_of
+from test.cases import APPROXIMATIONS, NETS, close, problem
 
 
 @pytest.mark.one_in(4)

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
-from helpers import F64, normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,6 +35,8 @@ from curvlinops_plus import (
     hutchinson_trace,
 )
 from curvlinops_plus.errors import UnsupportedError
+from test.cases import close, unchanged
+from test.helpers import F64, normal
 
 CE = nn.CrossEntropyLoss()
 
