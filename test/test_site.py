@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from test.test_public import NAMES
 
 ROOT = Path(__file__).parents[1]

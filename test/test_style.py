@@ -92,3 +92,17 @@ def test_what_does_not_read_is_noticed() -> None:
         assert len(list(CHECKS[name](tree_of(line)))) == 1
     for line in ("a, b = b, a", "a, b, c = f()", "for k, (a, b) in enumerate(c): pass"):
         assert not any(list(check(tree_of(line))) for check in CHECKS.values())
+
+
+def test_tests_are_found_by_name() -> None:
+    """`blocks/kfac.py` is tested in files `test/blocks/test_kfac*.py`; what a room refuses stands
+    in its `test_refusals.py`, what holds for all of it in `test_laws.py`.
+    """
+    strays = []
+    for folder in {path.parent for path in FILES.values()} - {PACKAGE}:
+        stems = [path.stem for path in folder.glob("*.py")] + ["refusals", "laws"]
+        tests = PACKAGE.parent / "test" / folder.relative_to(PACKAGE)
+        for test in sorted(tests.glob("test_*.py")):
+            if not test.stem.startswith(tuple(f"test_{stem}" for stem in stems)):
+                strays.append(str(test.relative_to(tests.parent)))
+    assert strays == []

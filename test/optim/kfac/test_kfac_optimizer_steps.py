@@ -24,7 +24,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.optim import KFACOptimizer
-from test.optim.training import EXACT, Twisted, batch, flat, gradient, net, plain
+from test.optim.kfac.training import EXACT, Twisted, batch, flat, gradient, net, plain
 
 CE = nn.CrossEntropyLoss()
 

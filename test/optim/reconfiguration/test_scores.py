@@ -19,7 +19,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Scores,
     recorded_kernel,
 )
-from test.optim.amplitudes import (
+from test.optim.reconfiguration.amplitudes import (
     C128,
     F64,
     PROBLEMS,

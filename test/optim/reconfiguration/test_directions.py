@@ -25,7 +25,7 @@ from curvlinops_plus.optim import StochasticReconfiguration, fisher_inverse
 from curvlinops_plus.optim import stochastic_reconfiguration as sr
 from curvlinops_plus.optim.reconfiguration.damped_solve import smoothed_pseudo_inverse
 from curvlinops_plus.optim.reconfiguration.scores import LogAmplitude
-from test.optim.amplitudes import (
+from test.optim.reconfiguration.amplitudes import (
     C128,
     F64,
     PROBLEMS,

@@ -19,7 +19,7 @@ from curvlinops_plus.optim import (
     NormConstraint,
     WeightDecay,
 )
-from test.optim.training import EXACT, Twisted, batch, flat, listening, net, plain
+from test.optim.kfac.training import EXACT, Twisted, batch, flat, listening, net, plain
 
 CE = nn.CrossEntropyLoss()
 OPTIONS: dict[str, dict[str, Any]] = {

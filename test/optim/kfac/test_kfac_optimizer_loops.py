@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from curvlinops_plus import CurvatureWarning, EmpiricalRisk, NumericsError, curvature
 from curvlinops_plus.optim import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
-from test.optim.training import EXACT, TwoHeads, batch, flat, listening, net, plain
+from test.optim.kfac.training import EXACT, TwoHeads, batch, flat, listening, net, plain
 
 Step = Callable[[Any, nn.Module, nn.Module, Tensor, Tensor], Any]
 CE = nn.CrossEntropyLoss()

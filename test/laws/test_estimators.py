@@ -181,7 +181,8 @@ def test_products_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (hutchinson_diag, 8, 2),
     )
     for estimate, num, most in estimates:
-        estimate(M := Counted(MATRIX), num)
+        # Of vectors that happen to be parallel one would be left out.
+        estimate(M := Counted(MATRIX), num, generator=torch.Generator().manual_seed(0))
         assert (sum(M.seen), max(M.seen)) == (num, most)
     monkeypatch.setattr(
         matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes

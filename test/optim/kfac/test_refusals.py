@@ -22,7 +22,7 @@ from curvlinops_plus.optim import (
     NormConstraint,
     WeightDecay,
 )
-from test.optim.training import EXACT, Loss, batch, flat, net, plain
+from test.optim.kfac.training import EXACT, Loss, batch, flat, net, plain
 
 CE = nn.CrossEntropyLoss()
 LM = LevenbergMarquardt
