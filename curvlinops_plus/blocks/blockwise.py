@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -331,8 +330,14 @@ class BlockwiseLinearOperator(Deferred):
                 "Dampings of factors need a positive multiple of the curvature; this is "
                 f"{float(self.scale):g} times it. Damp the whole matrix, with a number."
             )
-        choose = partial(self._factor_dampings, damping, min_damping)
-        dampings = choose() if self.plan.owners is None else self.risk.processes.together(choose)
+        processes = self.risk.processes
+
+        def choose() -> dict[str, Any]:
+            if self.plan.owners is not None:
+                processes.same({"the damping": (damping, min_damping)})
+            return self._factor_dampings(damping, min_damping)
+
+        dampings = choose() if self.plan.owners is None else processes.together(choose)
         return self.operator.inverse(dampings, retry_double_precision=retry_double_precision)
 
     def _factor_dampings(self, damping: Any, min_damping: float) -> dict[str, Any]:

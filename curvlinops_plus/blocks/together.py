@@ -12,7 +12,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
-from curvlinops_plus.linalg.numerics import side_by_side
+from curvlinops_plus.linalg.numerics import check_finite, side_by_side
 
 # Accumulators of a layer by block names, as `LayerPlan.accumulators` makes them.
 Stage = dict[str, Accumulator]
@@ -26,7 +26,13 @@ def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) ->
 
     Args:
         accumulators: The same ones, in the same order, in all processes.
+
+    Raises:
+        NumericsError: If sums of this process are not finite: a sum over all would not say whose.
     """
+    for accumulator in accumulators:
+        for name, t in accumulator.sums.items():
+            check_finite(t, f"{accumulator.layer.title}: the statistic {name!r}")
     shapes = [{name: (t.shape, t.dtype) for name, t in a.sums.items()} for a in accumulators]
     counts = [
         {name: n.cpu() if isinstance(n, Tensor) else n for name, n in a.counts.items()}

@@ -8,10 +8,12 @@ failed, so that none waits for it.
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -175,31 +177,56 @@ class Processes(Alone):
             result = work()
         except ProcessError:  # all know
             raise
-        except Exception as error:
-            self._agree(error)
+        except BaseException as error:  # also Ctrl-C, which would leave the others waiting
+            self._agree("ends what is done together", error)
             raise
         finally:
             self._inside = False
-        self._agree()
+        self._agree("ends what is done together")
         return result
 
-    def _agree(self, error: Exception | None = None) -> None:
-        """Raise the first error of any process in all. Collective."""
-        failed = torch.tensor([error is not None], dtype=torch.int32, device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, self.group)
-        if not failed.item():
+    def _agree(self, step: str, error: BaseException | None = None) -> None:
+        """Raise the first error of any process in all, or that they are at different steps.
+        Collective.
+
+        Every verb begins with this, so that no tensor is sent to a process that expects another
+        one, or another verb: libraries of communication end the program there, or hang.
+
+        Args:
+            step: What comes next, in words that are the same in all processes; where it was called
+                is added.
+            error: Why this process can't go on. What is no `Exception`, such as an interrupt, is
+                raised in the others only.
+        """
+        step = f"{step} in {_place()}"
+        number = crc32(step.encode())
+        agreed = torch.tensor([error is not None, number, -number], device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, self.group)
+        failed, largest, smallest = agreed.tolist()
+        if not failed and largest == -smallest:
             return
         # Only after a failure are texts sent, which is slow.
         text = None
         if error is not None:
             trace = "".join(traceback.format_exception(error))
             text = f"{type(error).__name__}: {error}\n\nIts traceback:\n{trace}"
-        for rank, message in enumerate(self._gather(text)):
+        reports = self._gather((text, step))
+        for rank, (message, _) in enumerate(reports):
             if message is not None:
+                if error is not None and not isinstance(error, Exception):
+                    return
                 raise ProcessError(
                     f"Process {rank} of {self.world} failed, and all have stopped, unchanged. "
                     f"{message}"
                 ) from error
+        _, first = reports[0]
+        for rank, (_, other) in enumerate(reports):
+            if other != first:
+                raise ProcessError(
+                    f"The processes are at different steps: process 0 {first}, process {rank} "
+                    f"{other}. All have to call the same functions in the same order, with the "
+                    "same model and options."
+                )
 
     def _gather(self, part: Any) -> list[Any]:
         parts: list[Any] = [None] * self.world
@@ -207,11 +234,11 @@ class Processes(Alone):
         return parts
 
     def gather(self, part: T) -> list[T]:
-        self._agree()
+        self._agree("gathers")
         return self._gather(part)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        self._agree()
+        self._agree(f"adds up {_kinds(tensors)}")
         self._send(tensors, partial(dist.all_reduce, group=self.group))
 
     def spread(
@@ -233,7 +260,7 @@ class Processes(Alone):
         for job, computed in zip(jobs, compute(jobs), strict=True):
             for result, t in zip(results[job], computed, strict=True):
                 result.copy_(t)
-        self._agree()
+        self._agree(f"sends {_kinds([t for tensors in results for t in tensors])}")
         # Each process sends the results of its jobs to all others.
         for rank, jobs in enumerate(jobs_of):
             source = dist.get_global_rank(self.group, rank)
@@ -294,6 +321,21 @@ def schedule(costs: Sequence[float], workers: int) -> list[int]:
         owners[job] = min(range(workers), key=load.__getitem__)
         load[owners[job]] += costs[job]
     return owners
+
+
+def _place() -> str:
+    """The line that called a verb of this file."""
+    frame: Any = sys._getframe()
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    folder, _, file = frame.f_code.co_filename.rpartition("/")
+    return f"{frame.f_code.co_name} ({folder.rpartition('/')[2]}/{file}:{frame.f_lineno})"
+
+
+def _kinds(tensors: Sequence[Tensor]) -> str:
+    """Dtypes and shapes in words."""
+    kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors]
+    return ", ".join(kinds) or "nothing"
 
 
 def _within_rounding(numbers: Any, expected: Any) -> bool:

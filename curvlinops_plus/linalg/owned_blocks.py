@@ -46,8 +46,8 @@ class OwnedBlockDiagonal(BlockDiagonal):
         structure: What all blocks are.
 
     Raises:
-        ProcessError: In all processes, if a computation together fails in one of them, or they
-            multiply different vectors.
+        ProcessError: In all processes, if a computation together fails in one of them, or if they
+            multiply different vectors, or have made their blocks with different numbers.
         UnsupportedError: If derivatives are asked for, which would have to go through other
             processes.
 
@@ -78,6 +78,9 @@ class OwnedBlockDiagonal(BlockDiagonal):
         LinearOperator.__init__(self, space, dtype, device, structure)
         self._set_groups(blocks, layouts, space)
         self.processes = processes
+        # The numbers with which blocks were made of others: what one process has done to its own
+        # blocks, the others must have done to theirs.
+        self._made_with: tuple[str, ...] = ()
 
     def _with(self, blocks: dict[str, Any], *others: LinearOperator) -> BlockDiagonal:
         matrix = copy(self)
@@ -92,9 +95,11 @@ class OwnedBlockDiagonal(BlockDiagonal):
         blockwise = super()._blockwise
 
         def work() -> Tensor:
+            facts: dict[str, Any] = {"how their blocks were made": self._made_with}
             if product != "_root_matmat":  # draws of any numbers will do
                 sums = [float(X.detach().sum()), float(X.detach().norm())]
-                self.processes.same({"the vectors that they multiply": sums})
+                facts["the vectors that they multiply"] = sums
+            self.processes.same(facts)
             Y = blockwise(product, X).contiguous()
             if Y.requires_grad:
                 raise UnsupportedError(
@@ -113,6 +118,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         def work() -> dict[str, Tensor]:
             tensors = self._each(function, decomposes)
             tensors = {name: t.detach().cpu() for name, t in tensors.items()}
+            self.processes.same({"how their blocks were made": self._made_with})
             return self._of_all(tensors)
 
         tensors = self.processes.together(work)
@@ -148,12 +154,32 @@ class OwnedBlockDiagonal(BlockDiagonal):
         self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
     ) -> BlockDiagonal:
         damped = super()._damped
-        if not decomposes:
-            return damped(function, damping)
-        return self.processes.together(lambda: damped(function, damping, decomposes))
+
+        def work() -> BlockDiagonal:
+            self._require_same(damping)
+            return damped(function, damping, decomposes)
+
+        matrix = self.processes.together(work) if decomposes else damped(function, damping)
+        number = "of each block" if isinstance(damping, Mapping) else _in_words(damping)
+        return _noted(matrix, f"damping {number}")
+
+    def _require_same(self, damping: Any) -> None:
+        """Refuse dampings that differ between processes; each may have those of its own blocks
+        only. Collective.
+        """
+        named = damping if isinstance(damping, Mapping) else dict.fromkeys(self.layouts, damping)
+        in_all = set(self.layouts).intersection(*self.processes.gather([*named]))
+        ordered = [name for name in self.layouts if name in in_all]
+        self.processes.same(
+            {f"the damping of block {name!r}": _in_words(named[name]) for name in ordered}
+        )
 
     # By each by itself
     # ----------------------------------------------------------------------------------------------
+
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
+        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective."""
+        return _noted(super().power(p, damping, exact=exact), f"power {p}")
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block. Collective if `delta` is relative to the blocks."""
@@ -162,7 +188,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         return self._signed(super().shift(delta), min(numbers, default=0.0))
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
-        return self._signed(super()._scale(c), float(c))
+        return self._signed(_noted(super()._scale(c), f"multiple {float(c)}"), float(c))
 
     def _signed(self, matrix: BlockDiagonal, number: float) -> BlockDiagonal:
         """The matrix, which a negative number has made indefinite."""
@@ -177,3 +203,14 @@ class OwnedBlockDiagonal(BlockDiagonal):
             damping = dict.fromkeys(self.layouts, damping)
         numbers = self._with_numbers(damping)
         return {name: numbers[name] for name in self.blocks}
+
+
+def _noted(matrix: BlockDiagonal, number: str) -> BlockDiagonal:
+    """A new matrix, which remembers the number that it was made with."""
+    assert isinstance(matrix, OwnedBlockDiagonal)
+    matrix._made_with = (*matrix._made_with, number)
+    return matrix
+
+
+def _in_words(damping: Any) -> str:
+    return str(damping.tolist()) if isinstance(damping, Tensor) else repr(damping)

@@ -622,7 +622,8 @@ def require_replicas(risk: Any, over_data: bool, same: Callable[[], Mapping[str,
         over_data: Whether the data are read now: then buffers are compared, too. Batches of
             training write to them.
     """
-    facts: dict[str, Any] = fingerprint(risk)
+    kinds = {f"{key}, its dtype and shape": (p.dtype, p.shape) for key, p in risk.params.items()}
+    facts: dict[str, Any] = kinds | fingerprint(risk)
     if over_data:
         facts |= sums_of(dict(risk.model.named_buffers()))
     for loss in risk.losses:
