@@ -117,6 +117,10 @@ CASES: dict[str, tuple[Callable[[Parts], object], str]] = {
         lambda p: p.owned().power(-0.5 if p.last else -1.0, 0.1) @ torch.ones(43).double(),
         DIFFERENT + "how their blocks were made: .*power -1.0.*power -0.5",
     ),
+    "multiple of a power": (
+        lambda p: (2 * p.owned().power(-0.5 if p.last else -1.0, 0.1)).operator.diagonal(),
+        DIFFERENT + "how their blocks were made: .*power -1.0.*power -0.5",
+    ),
     "shift": (
         lambda p: p.owned().shift(0.5 if p.last else 1.0).trace,
         DIFFERENT + "how their blocks were made",
