@@ -200,10 +200,9 @@ class Accumulator(metaclass=_MadeByOperators):
         """
         rows = at_least_float32(rows)
         if ones:
-            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        if name not in self.raw:
-            self.raw[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
-        add_gram(rows.to(self.raw[name].dtype), self.raw[name])
+            rows = torch.cat([rows, rows.new_ones(rows.shape[0], 1)], 1)
+        total = self.raw.get(name)
+        self.raw[name] = add_gram(rows if total is None else rows.to(total.dtype), total)
         self.halves.add(name)
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
@@ -286,7 +285,8 @@ class Accumulator(metaclass=_MadeByOperators):
         # As `copy.copy`, which takes several times as long.
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other.sums = {}
+        other.raw = {}
+        other.halves = set()
         other.counts = {}
         other.totals = Totals()
         other.decomposed = {}

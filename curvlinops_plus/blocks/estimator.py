@@ -191,6 +191,7 @@ class CurvatureEstimator:
         Cost: a backward pass per vector; a forward pass where another one is made.
         """
         self.risk.require_own_values("`listen`")
+        self.risk.require_in_place()
         found = self.risk.read(batch, self.updates)
         with closing(self.users_pass(found)) as users_pass:
             once = called_once(users_pass, self.risk.model)
@@ -209,12 +210,12 @@ class CurvatureEstimator:
         """Record a call of the model by the user, from `begin` to `end`, and `add` it when its
         targets are known.
         """
-        # With fully sharded parameters the layers have other tensors in it, and scaled gradients
-        # are no derivatives.
-        modules = (use.module for entry in self.plan for use in entry.layer.uses)
-        scales = any(vars(module).get("scale_grad_by_freq") for module in modules)
-        records &= batch.num_examples > 0 and not (self._looks_first or self.risk.sharded or scales)
-        recorder = self._recorder_of(own_pass=False) if records else None
+        recorder = None
+        # With fully sharded parameters the layers have other tensors in it.
+        if records and batch.num_examples and not (self._looks_first or self.risk.sharded):
+            recorder = self._recorder_of(own_pass=False)
+            if recorder.scales_gradients:  # they are no derivatives
+                recorder = None
         return UsersPass(batch, recorder, self._add, self._add_by_own_pass)
 
     def _recorder_of(self, own_pass: bool = True) -> Recorder:

@@ -86,11 +86,12 @@ class Sums:
     @property
     def waiting(self) -> set[Layer]:
         """The layers that need one more stage."""
-        return {
-            layer
-            for layer, stages in self.stages.items()
-            if layer not in self.withdrawn and any(a.sweeps > 1 for a in stages[-1].values())
-        }
+        waiting = set()
+        for layer, stages in self.stages.items():
+            for accumulator in stages[-1].values():
+                if accumulator.sweeps > 1 and layer not in self.withdrawn:
+                    waiting.add(layer)
+        return waiting
 
     def finish(
         self, totals: Totals, processes: Alone, names: Collection[str] | None = None
@@ -139,7 +140,12 @@ class Sums:
     # ----------------------------------------------------------------------------- batches of steps
     def fresh(self) -> Self:
         """No sums, in the same bases."""
-        other = self.copied(Accumulator.empty)
+        other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
+        vars(other).update(vars(self))
+        other.stages = {}
+        for layer, stages in self.stages.items():
+            other.stages[layer] = [{n: a.empty() for n, a in stage.items()} for stage in stages]
+        other.withdrawn = set(self.withdrawn)
         other._begin(Totals())
         return other
 
@@ -278,17 +284,19 @@ class Sums:
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        sums = [(a, name, total) for a in self._accumulators() for name, total in a.raw.items()]
-        if not sums:
+        accumulators = list(self._accumulators())
+        tensors = [total for accumulator in accumulators for total in accumulator.raw.values()]
+        if not tensors:
             return
-        tensors = [total for _, _, total in sums]
         norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-        # If the sum of squares is finite, so are all entries; else look at them, since it may have
+        # If the sum of norms is finite, so are all entries; else look at them, since one may have
         # overflown by itself.
-        if isfinite(torch.stack(norms).square().sum()):
+        if isfinite(torch.stack(norms).sum()):
             return
-        for accumulator, name, total in sums:
-            if not bool(total.isfinite().all()):
+        for accumulator in accumulators:
+            for name, total in accumulator.raw.items():
+                if bool(total.isfinite().all()):
+                    continue
                 raise NumericsError(
                     f"{accumulator.layer.title}: the statistic {name!r} of this batch has NaN or "
                     "infinite entries. The batch was not added, the estimator is as before it. "
@@ -526,9 +534,17 @@ def _union(before: Totals, more: Totals, decay: float = 1.0, steps: float = 0.0)
     """The totals of both, of which the first ones are decayed, and belong to that many steps
     more.
     """
-    new = replace(before, called=set(before.called), reached=set(before.reached))
-    new.decay(decay)
-    new.steps += steps
+    new = Totals(
+        before.examples,
+        before.terms,
+        before.loss_count * decay,
+        set(before.called),
+        set(before.reached),
+        before.counts,
+        before.losses,
+        before.weights,
+        before.steps * decay + steps,
+    )
     new.add(more)
     return new
 

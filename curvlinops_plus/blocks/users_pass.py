@@ -81,29 +81,47 @@ class UsersPass:
         self._add = add
         self._add_by_own_pass = add_by_own_pass
         self._output: Any = None
-        self._contexts = ExitStack()
-        self._phase = ExitStack()  # the call, then the time until vectors are sent
+        self._phase = "before the call"
         if recorder is not None:
-            self._contexts.enter_context(recorder.hooked())
-            self._contexts.enter_context(self._phase)
+            recorder.__enter__()
 
     def begin(self) -> None:
         """The model is about to be called."""
         if self._recorder is not None:
-            # Hooks of a compiled model that ran before never fire.
-            self._phase.enter_context(_eagerly())
-            self._phase.enter_context(self._recorder.recording(self.batch.num_examples))
+            eager.__enter__()  # hooks of a compiled model that ran before never fire
+            self._recorder.start(self.batch.num_examples)
+            self._phase = "the call"
 
     def end(self, output: Any) -> None:
         """The model has returned."""
         self._output = output
-        self._phase.close()
+        self._leave_phase()
         if self._recorder is not None:
-            self._phase.enter_context(self._recorder.disabled)  # until vectors are sent
+            self._recorder.disabled.__enter__()  # until vectors are sent
+            self._phase = "after the call"
+
+    def _leave_phase(self) -> None:
+        """Undo what the phase of now has changed."""
+        phase = self._phase
+        self._phase = ""
+        if self._recorder is None:
+            return
+        if phase == "the call":
+            self._recorder.stop()
+            eager.__exit__()
+        elif phase == "after the call":
+            self._recorder.disabled.__exit__()
 
     def close(self) -> None:
         """Leave it; nothing is added."""
-        self._contexts.close()
+        self._leave_phase()
+        if self._recorder is not None:
+            self._recorder.__exit__()
+            self._recorder = None
+
+    def __del__(self) -> None:
+        # A model that raises never returns.
+        self.close()
 
     def add(self, y: Any, decay: float | None = None) -> None:
         """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
@@ -115,7 +133,7 @@ class UsersPass:
         batch = replace(self.batch, y=y)
         outside: OutsideReads | None = None
         try:
-            self._phase.close()
+            self._leave_phase()
             if self._recorder is not None and self._send_back(self._recorder, batch, decay):
                 return
         except OutsideReads as error:
@@ -153,15 +171,6 @@ class UsersPass:
             for f, grad in retained:
                 f.grad = grad
         return True
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """`eager`, left when this is dropped, too, as a generator is: a model that raises never
-    returns.
-    """
-    with eager:
-        yield
 
 
 @contextmanager

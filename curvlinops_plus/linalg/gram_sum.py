@@ -38,16 +38,17 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     # has no derivative.
     if len(rows) < 192 or rows.requires_grad or not _triangle_pays(rows):
         return rows.T @ rows
-    d = rows.shape[1]
-    return mirror(add_gram(rows, rows.new_zeros(d, d)))
+    return mirror(add_gram(rows))
 
 
-def add_gram(rows: Tensor, total: Tensor) -> Tensor:  # [M, d], [d, d] -> [d, d]
+def add_gram(rows: Tensor, total: Tensor | None = None) -> Tensor:  # [M, d], [d, d] -> [d, d]
     """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything: see
-    `mirror`.
+    `mirror`. Without a total, begin one.
     """
     if not _triangle_pays(rows):
-        return total.addmm_(rows.T, rows)
+        return rows.T @ rows if total is None else total.addmm_(rows.T, rows)
+    if total is None:
+        total = rows.new_zeros(rows.shape[1], rows.shape[1])
     for start in range(0, rows.shape[1], _STRIP):
         strip = slice(start, start + _STRIP)
         total[start:, strip].addmm_(rows[:, start:].T, rows[:, strip])

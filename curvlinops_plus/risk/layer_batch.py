@@ -178,7 +178,7 @@ class LayerBatch:
 
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
-        call = self._only_call if self.weight else None
+        call = self._only_call() if self.weight else None
         if call is None:
             assert isinstance(self.inputs, Tensor)
             return self.inputs.sum(1) / self._kept.clamp(min=1)
@@ -203,8 +203,10 @@ class LayerBatch:
 
         None if there is another way to it, or another count of the rows than M.
         """
-        call = self._only_call
-        if call is None or not self.weight or self.sparse or self.example_weights is not None:
+        if not self.weight or self.sparse or self.example_weights is not None:
+            return None
+        call = self._only_call()
+        if call is None:
             return None
         adds_no_bias = self.bias and "bias" not in call.use.keys
         if adds_no_bias or type(call.rule).input_gram is not AffineRule.input_gram:
@@ -285,7 +287,7 @@ class LayerBatch:
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None if there is another way to it."""
-        call = self._only_call
+        call = self._only_call()
         if call is None or self.sparse or type(call.rule).grad_gram is not AffineRule.grad_gram:
             return None
         g = self._grads[0]
@@ -319,13 +321,15 @@ class LayerBatch:
             f"@register_rule({owner})."
         )
 
-    @cached_property
     def _only_call(self) -> RecordedCall | None:
         """The call, if there is one, all of its positions count and it reads all matrices."""
         if self.role is None:
             raise self._no_matrix()
         call = self.calls[0]
-        if len(self.calls) > 1 or self._masks[0] is not None:
+        if len(self.calls) > 1:
+            return None
+        # Only a mask and sparse rules leave rows out.
+        if (self.mask is not None or call.rule.sparse) and self._masks[0] is not None:
             return None
         return call if call.rule.reads(call.use.module) is None else None
 
@@ -382,8 +386,10 @@ class LayerBatch:
                 rows.append(None)
                 continue
             a = call.rule.rows(call.use.module, call.args[0])
-            axes = () if isinstance(a, SparseRows) else (-1, *a.shape[2:])
-            rows.append(a.reshape(self.num_examples, *axes))
+            if a.shape[0] != self.num_examples:
+                axes = () if isinstance(a, SparseRows) else (-1, *a.shape[2:])
+                a = a.reshape(self.num_examples, *axes)
+            rows.append(a)
         return rows
 
     @cached_property
@@ -397,7 +403,8 @@ class LayerBatch:
                 rows.append(None)
                 continue
             g = call.rule.grad_rows(call.use.module, call.grads)
-            g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
+            if g.shape[1] != self.num_examples:
+                g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
             rows.append(g if mask is None else g * _beside(mask, g.ndim - 1))
         return rows
 

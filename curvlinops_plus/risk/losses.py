@@ -546,7 +546,7 @@ class Totals:
 
     def mismatch(self, totals: Totals) -> str | None:
         """Why statistics of these and other totals must not be added, None if they may."""
-        if not self.weights or not totals.weights:
+        if not self.weights or not totals.weights or self.weights == totals.weights:
             return None
         if all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(self.weights, totals.weights)):
             return None
@@ -565,7 +565,7 @@ class Totals:
         Raises:
             ValueError: If several losses had other weights there.
         """
-        if self.weights != totals.weights and (problem := self.mismatch(totals)):
+        if problem := self.mismatch(totals):
             raise ValueError(problem)
         self.examples += totals.examples
         self.terms += totals.terms
@@ -574,10 +574,8 @@ class Totals:
         self.reached |= totals.reached
         self.weights = self.weights or totals.weights
         self.steps = max(self.steps, totals.steps)
-        counts = zip_longest(self.counts, totals.counts, fillvalue=0.0)
-        losses = zip_longest(self.losses, totals.losses, fillvalue=0.0)
-        self.counts = tuple([_sum(total, count) for total, count in counts])
-        self.losses = tuple([_sum(total, loss) for total, loss in losses])
+        self.counts = _sums(self.counts, totals.counts)
+        self.losses = _sums(self.losses, totals.losses)
 
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
@@ -623,7 +621,16 @@ class Totals:
         """What a stream of batches adds up, in double precision, as a state has it that is
         resumed.
         """
-        return replace(self, loss_count=_sum(0.0, self.loss_count), counts=(), losses=())
+        count = _sum(0.0, self.loss_count)
+        if isinstance(count, Tensor) and count.device.type == "cpu":
+            count = float(count)
+        return replace(self, loss_count=count, counts=(), losses=())
+
+
+def _sums(totals: tuple[Number, ...], numbers: tuple[Number, ...]) -> tuple[Number, ...]:
+    """The sum for each of several losses; none are zeros."""
+    pairs = zip_longest(totals, numbers, fillvalue=0.0)
+    return tuple([_sum(*pair) for pair in pairs]) if numbers else totals
 
 
 def _sum(total: Number, number: Number) -> Number:

@@ -223,13 +223,17 @@ class ModelParameters:
         for module in self._sharded_modules:
             # So that modules have their own parameters, and not what was gathered for a pass.
             module.reshard()  # type: ignore[operator]
-        changed = [name for parent, name, m in self._paths if parent._modules.get(name) is not m]
+        changed = []
+        for parent, name, module in self._paths:
+            if parent._modules.get(name) is not module:
+                changed.append(name)
         for module, names in self._places:
             held = module._parameters
-            if not isinstance(held, ReplacedTensors):
-                changed += [
-                    key for name, key in names if held.get(name) is not self.own_params[key]
-                ]
+            if isinstance(held, ReplacedTensors):
+                continue
+            for name, key in names:
+                if held.get(name) is not self.own_params[key]:
+                    changed.append(key)
         if changed:
             raise ValueError(
                 "The model has other tensors in place of its parameters or modules "

@@ -130,24 +130,31 @@ class _Eager:
     whichever is left last.
     """
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self._endings: list[ExitStack] = []
+    depth = 0
+    _fused = True
+    _stance: Any = None
 
     def __enter__(self) -> None:
-        with ExitStack() as ending:
-            ending.enter_context(exclusive)
+        exclusive.acquire()
+        try:
             if self.depth == 0:
-                ending.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-                mha.set_fastpath_enabled(False)
                 if "torch._dynamo" in sys.modules:
-                    ending.enter_context(torch.compiler.set_stance("force_eager"))
-            self._endings.append(ending.pop_all())
+                    self._stance = torch.compiler.set_stance("force_eager")  # from now on
+                self._fused = mha.get_fastpath_enabled()
+                mha.set_fastpath_enabled(False)
+        except BaseException:
+            exclusive.release()
+            raise
         self.depth += 1
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
-        self._endings.pop().close()
+        if self.depth == 0:
+            mha.set_fastpath_enabled(self._fused)
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+        exclusive.release()
 
 
 eager = _Eager()
@@ -167,14 +174,14 @@ def untraced(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     """A function that `torch.compile` does not look into: around it, the graph of its caller is
     divided.
 
-    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second, and is
-    left out as long as nobody has loaded it, so that nothing is compiled.
+    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second. It is left
+    out where nothing is compiled; this function is part of what is compiled, or not, itself.
     """
     disabled = _disable_dynamo(function)
 
     @wraps(function)
     def called(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
-        call = disabled if "torch._dynamo" in sys.modules else function
+        call = disabled if torch.compiler.is_compiling() else function
         return call(*args, **kwargs)
 
     return called

@@ -99,6 +99,14 @@ class LayerRead(NamedTuple):
     rule: Any
 
 
+class ModuleHooks(NamedTuple):
+    """Hooks of a module: before it runs, if it reads what functions read elsewhere, and after."""
+
+    module: nn.Module
+    before: Uncopied | None
+    after: Uncopied
+
+
 class Recorder:
     """Forward passes of a risk's model under hooks on its layers, and vectors that go back.
 
@@ -130,6 +138,7 @@ class Recorder:
             replaced.
         doubt: Why a pass of others was not recorded to its end.
         is_open: Whether the context is entered, also where there are no modules to hook.
+        scales_gradients: Whether modules scale gradients by how often rows occur.
     """
 
     def __init__(
@@ -164,6 +173,9 @@ class Recorder:
         for index, layer in enumerate(layers):
             if layer not in ignored:
                 self._uses += [(index, use) for use in layer.uses]
+        self.scales_gradients = any(
+            vars(use.module).get("scale_grad_by_freq") for _, use in self._uses
+        )
         self.reads = frozenset((use.name, *use.keys.items()) for _, use in self._uses)
         if params is None:
             params = {key: p for layer in layers for key, p in layer.params.items()}
@@ -181,6 +193,11 @@ class Recorder:
         self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
+        self._hooks = [
+            self._hooks_of(LayerRead(index, use, use.rule))
+            for index, use in self._uses
+            if use.function is None
+        ]
 
     def beside(self, params: Mapping[str, Tensor]) -> Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
@@ -255,20 +272,22 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self.is_open = True
-        for index, use in self._uses:
-            if use.function is not None:
-                continue
-            read = LayerRead(index, use, use.rule)
-            places = use.places(use.module)
-            holders = [(module, name, self._params[key]) for module, name, key in places]
-            answers_for = self._function_keys & {*use.keys.values()}
-            if answers_for:
-                enter = Uncopied(self._enter, holders, answers_for)
-                self._handles.append(use.module.register_forward_pre_hook(enter))
-            hook = Uncopied(self._module_call, read, holders, bool(answers_for))
-            handle = use.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+        for module, before, after in self._hooks:
+            if before is not None:
+                self._handles.append(module.register_forward_pre_hook(before))
+            handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
             self._handles.append(handle)
         return self
+
+    def _hooks_of(self, read: LayerRead) -> ModuleHooks:
+        """The hooks of the module that a use is."""
+        use = read.use
+        places = use.places(use.module)
+        holders = [(module, name, self._params[key]) for module, name, key in places]
+        answers_for = self._function_keys & {*use.keys.values()}
+        before = Uncopied(self._enter, holders, answers_for) if answers_for else None
+        after = Uncopied(self._module_call, read, holders, bool(answers_for))
+        return ModuleHooks(use.module, before, after)
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
@@ -280,12 +299,9 @@ class Recorder:
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
-        self._reset(num_examples)
-        self._recording = True
-        self._thread = threading.get_ident()
+        self.start(num_examples)
         try:
-            with self._mode:
-                yield
+            yield
         except OutsideReads:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
@@ -293,8 +309,20 @@ class Recorder:
                 raise refusal from error
             raise
         finally:
-            self._recording = False
-            self._inside.clear()
+            self.stop()
+
+    def start(self, num_examples: int) -> None:
+        """Begin to record a forward pass; the batch before is forgotten."""
+        self._reset(num_examples)
+        self._recording = True
+        self._thread = threading.get_ident()
+        self._mode.__enter__()
+
+    def stop(self) -> None:
+        """The forward pass is over."""
+        self._mode.__exit__(None, None, None)
+        self._recording = False
+        self._inside.clear()
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph
@@ -445,36 +473,48 @@ class Recorder:
                 "checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
                 f"leave its parameters {list(use.keys.values())} out of `params`."
             )
+        is_affine = isinstance(rule, AffineRule)
         leaves, structure = [output], None
+        packed = False
         if not isinstance(output, Tensor):
             leaves, structure = tree_flatten(output)
+            args, kwargs = inputs
+            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
         places = []
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 places.append(k)
-        self._require_tensors(use, rule, inputs, output, len(places))
+        several = len(places) > 1
+        if not places or packed or (several and is_affine):
+            kind = getattr(output, "dtype", None) or type(output).__name__
+            raise self._not_by_example(use, f"returned a {kind}")
         axes = [axis]
         if fold is None:
             axes = rule.axes(use.module, axis, [leaves[k] for k in places], False)
         expanded = False
+        outputs = []
+        rows = 0  # the examples, or a multiple of them
         for k, on in zip(places, axes, strict=True):
-            if self.backward:
-                leaves[k] = _with_edge(leaves[k], isinstance(rule, AffineRule), len(places) > 1)
-            size = leaves[k].shape[on] if leaves[k].ndim > on else 0
+            t = _with_edge(leaves[k], is_affine, several) if self.backward else leaves[k]
+            size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples, as of position embeddings.
             if size == 1 < self.num_examples and fold is None:
-                leaves[k] = self._row_per_example(use, leaves[k], on)
+                t = self._row_per_example(use, t, on)
+                size = self.num_examples
                 expanded = True
+            leaves[k] = t
+            if not self._recording:
+                continue
+            by_example = size and not size % self.num_examples and rows in (0, size)
+            # On another axis than the first there may be no positions beside the examples.
+            if not by_example or (on and size != self.num_examples and not use.function):
+                raise self._not_by_example(use, f"returned {list(t.shape)}")
+            rows = size
+            edge = get_gradient_edge(t) if self.backward else None
+            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
+            self.dtypes.add(t.dtype)
+            self.numbers += t.numel()
         if self._recording:
-            outputs = []
-            rows = 0  # the examples, or a multiple of them
-            for k, on in zip(places, axes, strict=True):
-                t = leaves[k]
-                rows = self._require_rows(use, t, on, fold, rows)
-                edge = get_gradient_edge(t) if self.backward else None
-                outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
-                self.dtypes.add(t.dtype)
-                self.numbers += t.numel()
             for read in reads:
                 call = self._call(read, inputs, outputs, axis, rows, expanded)
                 call.single = structure is None
@@ -483,40 +523,12 @@ class Recorder:
             return None
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
 
-    def _require_tensors(
-        self, use: ModuleUse, rule: Any, inputs: Any, output: Any, number: int
-    ) -> None:
-        """Refuse outputs without floating-point numbers, packed sequences, and several outputs of
-        an affine layer.
-        """
-        packed = False
-        if not isinstance(output, Tensor):
-            args, kwargs = inputs
-            packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
-        if not number or packed or (number > 1 and isinstance(rule, AffineRule)):
-            kind = getattr(output, "dtype", None) or type(output).__name__
-            raise self._not_by_example(use, f"returned a {kind}")
-
     def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
         """The row expanded to one for each example, so that each has a gradient of its own."""
         N = self.num_examples
         if not self.own_pass:
             raise _refusal_of_one_row(use, N, "this is not done in passes of others")
         return t.expand(*t.shape[:axis], N, *t.shape[axis + 1 :])
-
-    def _require_rows(
-        self, use: ModuleUse, t: Tensor, axis: int, fold: int | None, rows: int
-    ) -> int:
-        """The number of an output's rows, that of the outputs before if there are some; refuses
-        rows that can't belong to examples.
-        """
-        size = fold or (t.shape[axis] if t.ndim > axis else 0)
-        by_example = size and not size % self.num_examples and rows in (0, size)
-        # On another axis than the first there may be no positions beside the examples.
-        alone = axis == 0 or size == self.num_examples or use.function
-        if not (by_example and alone):
-            raise self._not_by_example(use, f"returned {list(t.shape)}")
-        return size
 
     def _call(
         self,
@@ -540,7 +552,7 @@ class Recorder:
             x = read_tensor
             if axis or expanded or fold is not None:
                 x, _ = self._examples_first(use, x, axis, fold, expanded)
-            if len(x) != rows:
+            if x.shape[0] != rows:
                 shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
                 raise self._not_by_example(use, shapes)
             call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
@@ -695,8 +707,9 @@ class Recorder:
         self, gradients: list[Tensor | None], num_vectors: int, power: float = 1.0
     ) -> None:
         """Show each layer its batch; arguments as for `_show`."""
-        for index in self.by_layer:
-            self._show(index, gradients, num_vectors, power)
+        with plain_mode(self.risk.device.type):
+            for index in self.by_layer:
+                self._show(index, gradients, num_vectors, power)
         self._is_first = False
 
     def _show(
@@ -763,7 +776,10 @@ class Recorder:
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
     """Whether modules hold these tensors under these names."""
-    return all(module._parameters.get(name) is p for module, name, p in holders)
+    for module, name, p in holders:  # generators take twice as long
+        if module._parameters.get(name) is not p:
+            return False
+    return True
 
 
 def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
-from curvlinops_plus.likelihood.draws import counter_key, uniforms
+from curvlinops_plus.likelihood.draws import batch_uniforms, counter_key, uniforms
 from curvlinops_plus.linalg.numerics import whole
 
 
@@ -376,9 +376,11 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
 class Draws:
     """Uniform random numbers of our own, for each example.
 
-    A number depends on the seed, the step, the number of the example, and its position among the
-    example's numbers: not on the batch sizes, the processes that examples are spread over, the
-    dtype and device of the model, or anybody else's random numbers.
+    A number of a data set depends on the seed, the number of the example, and its position among
+    the example's numbers: not on the batch sizes, the processes that examples are spread over, the
+    dtype and device of the model, or anybody else's random numbers. In the steps of a training loop
+    after the first one it depends on how the step is divided into batches, too: then a batch has a
+    generator of its own, in a third of the time.
 
     Args:
         seed: Where the numbers start.
@@ -395,6 +397,7 @@ class Draws:
 
     def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
         self.before = before
+        self._step = step
         self._seeds: tuple[int, ...] = (seed, step)
         self._examples: Sequence[int] | Tensor | None = None
         self._position = 0
@@ -423,7 +426,11 @@ class Draws:
         """The next numbers in [0, 1), float64; the first axis is the examples'."""
         examples = range(shape[0]) if self._examples is None else self._examples
         count = math.prod(shape[1:])
-        numbers = uniforms(counter_key(*self._seeds), examples, self._position, count)
+        if self._step:
+            key = counter_key(*self._seeds, int(examples[0]), self._position)
+            numbers = batch_uniforms(key, shape[0], count)
+        else:
+            numbers = uniforms(counter_key(*self._seeds), examples, self._position, count)
         self._position += count
         if self._device.type == "cuda":  # a copy from pinned memory stops nobody
             numbers = numbers.pin_memory().to(self._device, non_blocking=True)
