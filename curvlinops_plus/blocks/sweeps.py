@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -126,13 +127,9 @@ class Sweeps:
         self._kept = None
         if self._max_bytes and waiting and isinstance(risk.data, (list, tuple)):
             self._kept = Kept(self._max_bytes, waiting)
-        kept = self._kept
-
-        def consume(batch: LayerBatch) -> None:
-            sums.consume(batch)
-            if kept is not None:
-                kept.add(batch)
-
+        consume: Consumer = sums.consume
+        if self._kept is not None:
+            consume = partial(self._kept.add, first=sums.consume)
         if self._weights is None and vectors.backward:
             self._weights = loss_weights(risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same
@@ -187,8 +184,10 @@ class Kept:
         self._storages: set[int] = set()  # their addresses
         self._versions: list[tuple[Tensor, int]] = []
 
-    def add(self, batch: LayerBatch) -> None:
-        """Keep a batch, if it is of one of the layers."""
+    def add(self, batch: LayerBatch, first: Consumer | None = None) -> None:
+        """Keep a batch if it is of one of the layers, after `first` was shown it."""
+        if first is not None:
+            first(batch)
         if self._left < 0 or batch.layer not in self._layers:
             return
         copy = _copied(batch)

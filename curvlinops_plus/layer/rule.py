@@ -68,6 +68,9 @@ class LayerRule:
     #: `[B, T, ...]`. None: either, as the mask's size tells.
     channels_first: ClassVar[bool | None] = False
 
+    #: Whether `inputs` of an affine rule returns `SparseRows`.
+    sparse: ClassVar[bool] = False
+
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it
         applies.
@@ -245,8 +248,6 @@ class AffineRule(LayerRule):
         >>> rule_of(layer).per_example_grads(layer, (x,), {}, g)["kernel"].shape
         torch.Size([1, 5, 3, 2])
     """
-
-    sparse: ClassVar[bool] = False
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a

@@ -42,7 +42,7 @@ class Role:
     sparse: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sparse = all(map(_is_sparse, self.uses))
+        self.sparse = all(use.rule.sparse for use in self.uses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +292,7 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     # A module with dense rows says what the matrix is: it may have a bias, which is one more
     # column.
     by_matrix: dict[str, list[ModuleUse]] = {}
-    for use in sorted(uses, key=lambda use: ("bias" not in use.keys, _is_sparse(use))):
+    for use in sorted(uses, key=lambda use: ("bias" not in use.keys, use.rule.sparse)):
         by_matrix.setdefault(_matrix_of(use), []).append(use)
     lead, *flipped = by_matrix
     if any(matrix != Pattern(f"-> {lead}").transposed for matrix in flipped):
@@ -307,10 +307,6 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
             return ()
         roles.append(Role(tuple(members), matrix != lead))
     return tuple(roles)
-
-
-def _is_sparse(use: ModuleUse) -> bool:
-    return isinstance(use.rule, AffineRule) and use.rule.sparse
 
 
 def _matrix_of(use: ModuleUse) -> str:
