@@ -80,7 +80,7 @@ class ModelParameters:
             for name, child in parent._modules.items()
             if child is not None and not holders.isdisjoint(child.modules())
         ]
-        self.space = Space.of(self.params)
+        self.space = Space({key: p.shape for key, p in self.params.items()})
         self.dtype = common_dtype(self.params)
         devices = [*{p.device for p in self.params.values()}]
         if len(devices) > 1:
@@ -95,7 +95,7 @@ class ModelParameters:
         part = copy(self)
         part.params = {key: p for key, p in self.params.items() if key in chosen}
         part.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
-        part.space = Space.of(part.params)
+        part.space = Space({key: p.shape for key, p in part.params.items()})
         part._places = [
             (module, [(name, key) for name, key in names if key in chosen])
             for module, names in self._places
