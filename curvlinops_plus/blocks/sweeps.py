@@ -150,7 +150,7 @@ class Sweeps:
             if index in totals.called:
                 problem = "does not reach the output"
             raise ValueError(
-                f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, "
+                f"{layer.title} ({layer.type_name}) {problem} in any batch, "
                 f"so its parameters {list(layer.params)} have no curvature here. Leave them "
                 "out of `params`, or check the model's forward."
             )

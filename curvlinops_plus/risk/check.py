@@ -343,7 +343,7 @@ class _BatchCheck:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise OutsideReads(
-                f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on "
+                f"{layer.title} ({layer.type_name}): the layer's rule failed on "
                 f"a recorded call, with {type(error).__name__}: {error}. {_CAUSES} Leave the "
                 f"parameters {list(layer.params)} out of `params`, or restructure that part of the "
                 "model.",
@@ -407,7 +407,7 @@ class _BatchCheck:
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
         return OutsideReads(
-            f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of "
+            f"{layer.title} ({layer.type_name}): gradients of "
             f"{list(layer.params)} for {small.num_examples} of {self.batch.num_examples} examples "
             f"have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and "
             f"differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or "

@@ -111,6 +111,11 @@ class Layer:
         return title(self.name)
 
     @property
+    def type_name(self) -> str:
+        """The type of the first module that holds the parameters."""
+        return type(self.uses[0].owner).__name__
+
+    @property
     def tied(self) -> bool:
         """Whether several modules read the same parameter."""
         return len(self.uses) > 1
