@@ -205,7 +205,9 @@ class BlockwiseLinearOperator(Deferred):
                     self.plan.confirm()
                     return sweeps
 
-        sweeps = self.risk.together(work, same=self._described)
+        sweeps = self.risk.together(
+            work, same=lambda: {**self.plan.described(), "max_bytes=": self.max_bytes}
+        )
         if max_sweeps:
             self._operator = None
             self._begun = sweeps
@@ -215,10 +217,6 @@ class BlockwiseLinearOperator(Deferred):
         if self.scale != 1:
             self._operator = self.operator._scale(self.scale)
         self.of_data = True
-
-    def _described(self) -> dict[str, Any]:
-        """The options that have to be the same in all processes."""
-        return {**self.plan.described(), "max_bytes=": self.max_bytes}
 
     def _adopt(
         self, blocks: Mapping[str, LinearOperator], examples: int | None, parameters: Fingerprint

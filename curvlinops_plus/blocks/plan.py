@@ -186,7 +186,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
                 why = _why_not_affine(layer)
                 advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
                 raise UnsupportedError(
-                    f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}"
+                    f"layer {keys[0]!r} ({layer.type_name}) can't have {chosen!r}: {why}.{advice}"
                 )
             chosen = INSTEAD
         plan.append(LayerPlan(layer, chosen))
@@ -195,7 +195,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
             raise ValueError(
                 f"No layer matches {key!r}. Layers with parameters here: "
                 f"{[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}. A key is a name, a glob or "
+                f"{sorted({layer.type_name for layer in layers})}. A key is a name, a glob or "
                 "the class of a module."
             )
     return plan
@@ -204,7 +204,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
     """Refuse approximations that are made of gradients, where none are backpropagated."""
     if refused := [entry for entry in plan if entry.approximation.kind.needs_gradients]:
-        kinds = ", ".join(f"{_type_name(entry.layer)}: ScaledIdentity" for entry in refused)
+        kinds = ", ".join(f"{entry.layer.type_name}: ScaledIdentity" for entry in refused)
         raise UnsupportedError(
             f"{refused[0].layer.title}: {refused[0].approximation!r} is made of gradients, and "
             "ForwardOnly() sends nothing back. Use Exact(), MonteCarlo() or Empirical(), or "
@@ -218,7 +218,7 @@ def warn_of_replaced(replaced: Sequence[Layer], number: int) -> None:
     warn(
         f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of "
         f"Kronecker factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} "
-        f"({_type_name(first)}: {_why_not_affine(first)}). Print the operator for a table with "
+        f"({first.type_name}: {_why_not_affine(first)}). Print the operator for a table with "
         "the reasons.",
         CurvatureWarning,
         stacklevel=level_of_user(),
@@ -244,10 +244,6 @@ def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:
     types = [key for key in keys if isinstance(key, type) and any(key in mro for mro in ancestors)]
     types.sort(key=lambda key: min(mro.index(key) for mro in ancestors if key in mro))
     return [*exact, *globs, *types]
-
-
-def _type_name(layer: Layer) -> str:
-    return type(layer.uses[0].owner).__name__
 
 
 def _why_not_affine(layer: Layer) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -126,13 +127,9 @@ class Sweeps:
         self._kept = None
         if self._max_bytes and waiting and isinstance(risk.data, (list, tuple)):
             self._kept = Kept(self._max_bytes, waiting)
-        kept = self._kept
-
-        def consume(batch: LayerBatch) -> None:
-            sums.consume(batch)
-            if kept is not None:
-                kept.add(batch)
-
+        consume: Consumer = sums.consume
+        if self._kept is not None:
+            consume = partial(self._kept.add, first=sums.consume)
         if self._weights is None and vectors.backward:
             self._weights = loss_weights(risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same
@@ -153,7 +150,7 @@ class Sweeps:
             if index in totals.called:
                 problem = "does not reach the output"
             raise ValueError(
-                f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, "
+                f"{layer.title} ({layer.type_name}) {problem} in any batch, "
                 f"so its parameters {list(layer.params)} have no curvature here. Leave them "
                 "out of `params`, or check the model's forward."
             )
@@ -187,8 +184,10 @@ class Kept:
         self._storages: set[int] = set()  # their addresses
         self._versions: list[tuple[Tensor, int]] = []
 
-    def add(self, batch: LayerBatch) -> None:
-        """Keep a batch, if it is of one of the layers."""
+    def add(self, batch: LayerBatch, first: Consumer | None = None) -> None:
+        """Keep a batch if it is of one of the layers, after `first` was shown it."""
+        if first is not None:
+            first(batch)
         if self._left < 0 or batch.layer not in self._layers:
             return
         copy = _copied(batch)

@@ -242,36 +242,23 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
     recorder = Recorder(risk, layers, K.vectors, params=params)
     kept = Kept(sys.maxsize, {*layers})
     gradients: dict[str, Tensor] = {}
-
-    def run(model: nn.Module) -> None:
+    with recorder, eager, torch.set_grad_enabled(K.vectors.backward), risk.placed(params):
         with recorder.recording(N):
-            outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
+            outputs = [f for f in risk.run(few, risk.model)[0] if f.requires_grad]
         recorder.begin(kept.add)
-        if not outputs:
+        if outputs:
+            generator = torch.Generator().manual_seed(2)
+            vectors = [
+                [torch.randn(f.shape, generator=generator).to(f) for f in outputs]
+                for _ in range(_VECTORS)
+            ]
+            for v in tree_leaves(vectors):
+                v.view(N, -1)[number:] = 0
+            # Two vectors at once, and one by itself.
+            recorder.send(outputs, vectors, _VECTORS, at_once=2)
+            gradients = _gradients_of_examples(recorder, few, params, vectors, min(number, N))
+        else:
             recorder.show_inputs()
-            return
-        generator = torch.Generator().manual_seed(2)
-        vectors = [
-            [torch.randn(f.shape, generator=generator).to(f) for f in outputs]
-            for _ in range(_VECTORS)
-        ]
-        for v in tree_leaves(vectors):
-            v.view(N, -1)[number:] = 0
-        # Two vectors at once, and one by itself.
-        recorder.send(outputs, vectors, _VECTORS, at_once=2)
-        with recorder.disabled:
-            outputs = [f for f in risk.run(few, model)[0] if f.requires_grad]
-            for key, p in params.items():
-                gradients[key] = at_least_float32(p.new_zeros(_VECTORS, N, *p.shape))
-            for k, n in product(range(_VECTORS), range(min(number, N))):
-                sent, power = recorder.in_range(_of_example(n, vectors[k], N), outputs)
-                arrived = gradients_of(outputs, [*params.values()], sent, True)
-                for stored, g in zip(gradients.values(), arrived, strict=True):
-                    if g is not None:
-                        stored[k, n] = at_least_float32(g.to_dense()) / power
-
-    with recorder, eager, torch.set_grad_enabled(K.vectors.backward):
-        risk.at(params, run)
         # The recorder forgets them at its end.
         dtypes = [*recorder.dtypes, *[p.dtype for p in params.values()]]
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
@@ -279,12 +266,31 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
     return _Record(kept.batches, gradients, epsilon, rounding)
 
 
-def _of_example(n: int, vector: Sequence[Tensor], N: int) -> list[Tensor]:
-    """What of a vector is sent to the outputs of example n; zero elsewhere."""
-    parts = [torch.zeros_like(v) for v in vector]
-    for part, v in zip(parts, vector, strict=True):
-        part.view(N, -1)[n] = v.view(N, -1)[n]
-    return parts
+def _gradients_of_examples(
+    recorder: Recorder,
+    few: Batch,
+    params: dict[str, Tensor],
+    vectors: Sequence[Sequence[Tensor]],
+    number: int,
+) -> dict[str, Tensor]:
+    """Gradients [V, N, *shape] of the plain model for so many examples; zero for the others."""
+    N = few.num_examples
+    gradients: dict[str, Tensor] = {}
+    for key, p in params.items():
+        gradients[key] = at_least_float32(p.new_zeros(_VECTORS, N, *p.shape))
+    with recorder.disabled:
+        outputs = [f for f in recorder.risk.run(few, recorder.risk.model)[0] if f.requires_grad]
+        for k, n in product(range(_VECTORS), range(number)):
+            # What of a vector is sent to the outputs of one example; zero elsewhere.
+            vector = [torch.zeros_like(v) for v in vectors[k]]
+            for part, v in zip(vector, vectors[k], strict=True):
+                part.view(N, -1)[n] = v.view(N, -1)[n]
+            sent, power = recorder.in_range(vector, outputs)
+            arrived = gradients_of(outputs, [*params.values()], sent, True)
+            for stored, g in zip(gradients.values(), arrived, strict=True):
+                if g is not None:
+                    stored[k, n] = at_least_float32(g.to_dense()) / power
+    return gradients
 
 
 def _block_errors(

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.batches import nodes_of, postorder
+from curvlinops_plus.risk.batches import postorder
 from curvlinops_plus.risk.preserve import preserve_state
 
 _MISSING = re.compile(
@@ -131,10 +131,10 @@ def require_differentiable(gradients: Sequence[Tensor], outputs: Sequence[Tensor
 
     Cost: a walk through the graph of the gradients.
     """
-    if not any(node.name() == "torch::autograd::Error" for node in postorder(nodes_of(gradients))):
+    if not any(node.name() == "torch::autograd::Error" for node in postorder(gradients)):
         return
     once: dict[str, None] = {}
-    for node in postorder(nodes_of(outputs)):
+    for node in postorder(outputs):
         function = getattr(node, "_forward_cls", None)
         if function is not None and hasattr(function.backward, "__wrapped__"):
             once[function.__qualname__] = None

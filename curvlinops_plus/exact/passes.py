@@ -26,7 +26,7 @@ from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.batches import Batch, gradients_of, nodes_of, postorder
+from curvlinops_plus.risk.batches import Batch, gradients_of, postorder
 from curvlinops_plus.risk.preserve import quiet
 
 Outputs: TypeAlias = Sequence[Tensor]
@@ -317,7 +317,7 @@ def _columns_at_once(chunk_size: int | None, dim: int) -> int:
 def _coarsest(outputs: Outputs, parameters: list[Tensor]) -> int:
     """Bytes of the coarsest floating-point numbers in a graph."""
     dtypes = {t.dtype for t in (*outputs, *parameters)}
-    for node in postorder(nodes_of(outputs)):
+    for node in postorder(outputs):
         dtypes |= {metadata.dtype for metadata in node._input_metadata}
     return min(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
 

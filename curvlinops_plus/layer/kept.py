@@ -11,7 +11,7 @@ attributes, in containers there, in attributes of plain objects, and in caches o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
@@ -41,7 +41,7 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     they kept tensors.
     """
     modules = [*modules]
-    attributes = [_Container(vars(module)) for module in modules]
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
     places = {module: _places_of(module) for module in modules if not _is_of_torch(type(module))}
     _open.append(places)
     try:
@@ -49,8 +49,8 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         _open.remove(places)
         drop_new_tensors(places.values())
-        for container in attributes:
-            container.put_back()
+        for now, before in attributes:
+            _restore(now, before)
 
 
 def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
@@ -115,16 +115,22 @@ class _Container:
     def put_back(self) -> None:
         """Put back what was in it."""
         if isinstance(self.container, dict):
-            # Other threads may read it meanwhile.
-            for name in self.container.keys() - self.before.keys() - self.skipped:
-                del self.container[name]
-            self.container.update(self.before)
+            _restore(self.container, self.before, self.skipped)
             return
         self.container.clear()
         if isinstance(self.container, set):
             self.container.update(self.before)
         else:
             self.container.extend(self.before)
+
+
+def _restore(
+    now: dict[Any, Any], before: Mapping[Any, Any], skipped: frozenset[str] = frozenset()
+) -> None:
+    """Put a dictionary back, which other threads may read meanwhile."""
+    for name in now.keys() - before.keys() - skipped:
+        del now[name]
+    now.update(before)
 
 
 class _MethodCache:

@@ -105,12 +105,12 @@ def _find_rule(
 ) -> LayerRule | str:
     """The registered rule that fits the module, or the reason why there is none."""
     kind = type(module)
-    registered = _registered_as(kind)
-    if registered is None:
+    registered = [(key, base) for key, base in _keys(kind).items() if key in RULES]
+    if not registered:
         path = f"{kind.__module__}.{kind.__qualname__}"
         path = kind.__name__ if path.startswith("torch.") else path
         return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
-    key, base = registered
+    key, base = registered[0]  # the nearest
     # A subclass that computes something else has no rule.
     same_forward = kind.forward is base.forward and kind.__call__ is base.__call__
     if not same_forward or "forward" in vars(module):
@@ -137,14 +137,6 @@ def _find_rule(
         f"this {kind.__name__} holds the parameters {list(parameters)}, expected {list(expected)} "
         "(is one of them computed from others, as by weight normalization?)"
     )
-
-
-def _registered_as(kind: type[nn.Module]) -> tuple[type | str, type] | None:
-    """The key in `RULES` of a type or its nearest base type, and that type."""
-    for key, base in _keys(kind).items():
-        if key in RULES:
-            return key, base
-    return None
 
 
 @lru_cache(1024)

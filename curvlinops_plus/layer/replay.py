@@ -68,24 +68,23 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    by_name = _own_parameters(module)
-    first_name = {id(p): name for name, p in reversed(by_name.items())}
-    return {name: p for name, p in by_name.items() if first_name[id(p)] == name}
+    # By its method, which knows what other threads may see.
+    held = module._parameters.items()
+    if is_parametrized(module):
+        inner = module.get_submodule("parametrizations")
+        held = (*held, *inner.named_parameters(prefix="parametrizations"))
+    by_name: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in held:
+        if p is not None and p.dtype.is_floating_point and id(p) not in seen:
+            seen.add(id(p))
+            by_name[name] = p
+    return by_name
 
 
 def is_parametrized(module: nn.Module) -> bool:
     """Whether some of its tensors are computed by `torch.nn.utils.parametrize`."""
     return "parametrizations" in module._modules and parametrize.is_parametrized(module)
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Differentiable parameters by all of their names."""
-    # By its method, which knows what other threads may see.
-    held = module._parameters.items()
-    if is_parametrized(module):
-        inner = module.get_submodule("parametrizations")
-        held = (*held, *inner.named_parameters(prefix="parametrizations", remove_duplicate=False))
-    return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}
 
 
 class Call:
@@ -128,14 +127,17 @@ class Call:
         inner = dict(self.module.named_parameters(remove_duplicate=False))
         if names is None:
             targets = differentiable_parameters(self.module)
-            by_name = _own_parameters(self.module)
+            # A child that shares a parameter keeps using its own copy (`tie_weights=False`).
+            own = ("parametrizations.",) if is_parametrized(self.module) else ()
+            by_name = {
+                name: p for name, p in inner.items() if "." not in name or name.startswith(own)
+            }
         else:
             targets = {name: inner[name] for name in names}
             by_name = inner
         # Copies: some layers write to their weight (`nn.Embedding(max_norm=...)`).
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in targets.items()}
-        # An own parameter may have two names. A child that shares it keeps using its own copy
-        # (`tie_weights=False`).
+        # A parameter may have two names.
         name_of = {id(p): name for name, p in targets.items()}
         self.aliases = {name: name_of[id(p)] for name, p in by_name.items() if id(p) in name_of}
         self.frozen = {

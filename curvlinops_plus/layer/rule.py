@@ -18,7 +18,6 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import Call, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import gram
+from curvlinops_plus.linalg.layout import Pattern
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 
@@ -67,6 +67,9 @@ class LayerRule:
     #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than
     #: `[B, T, ...]`. None: either, as the mask's size tells.
     channels_first: ClassVar[bool | None] = False
+
+    #: Whether `inputs` of an affine rule returns `SparseRows`.
+    sparse: ClassVar[bool] = False
 
     def refuses(self, module: nn.Module) -> str | None:
         """The reason why this rule does not apply to a module of the registered type, or None if it
@@ -246,8 +249,6 @@ class AffineRule(LayerRule):
         torch.Size([1, 5, 3, 2])
     """
 
-    sparse: ClassVar[bool] = False
-
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a
         bias.
@@ -368,7 +369,8 @@ class AffineRule(LayerRule):
         gradients = {}
         sizes = self.sizes(module)
         start = 0
-        for name, pattern in self.patterns(module).items():
+        for name, text in self.patterns(module).items():
+            pattern = Pattern(text)
             shape = getattr(module, name).shape
             if name == "bias":
                 # It multiplies a column of ones, which is not stored.
@@ -377,7 +379,9 @@ class AffineRule(LayerRule):
                 width = prod(shape) // prod(J.shape[2:-1])
                 M = J[..., start : start + width]
                 start += width
-            gradients[name] = _to_parameter(M, pattern, shape, sizes)
+            axes = pattern.sizes(shape, sizes)
+            to_parameter = f"... {pattern.matrix} -> ... {pattern.parameter}"
+            gradients[name] = rearrange(M, to_parameter, **axes)
         if start != J.shape[-1]:
             raise ValueError(
                 f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters "
@@ -436,13 +440,3 @@ def outer_products(
     if a.ndim == 3:
         return torch.einsum("vbso,bsi->vboi", g, a)
     return torch.einsum("vbsko,bski->vbkoi", g, a)
-
-
-def _to_parameter(M: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
-    """Invert a parameter's pattern: `[*lead, *matrix]` to `[*lead, *shape]`, a view if possible."""
-    tensor, matrix = pattern.split("->")
-    axes = re.findall(r"\([^()]*\)|\w+", tensor)
-    lengths = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
-    inside = re.findall(r"\w+", tensor)
-    lengths |= {axis: n for axis, n in sizes.items() if axis in inside}
-    return rearrange(M, f"... {matrix} -> ... {tensor}", **lengths)

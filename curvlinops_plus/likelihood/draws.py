@@ -136,17 +136,13 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     num = uniforms.shape[-1]
     work = _DRAW_BYTES if uniforms.device.type == "cpu" else _GPU_DRAW_BYTES
     rows = max(1, work // (max(C, 1) * uniforms.element_size()))
-    if uniforms.shape[:-1].numel() <= rows:
-        return _categories(probabilities, uniforms)
-    parts = zip(
-        probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True
-    )
-    return torch.cat([_categories(p, u) for p, u in parts]).view(uniforms.shape)
-
-
-def _categories(
-    probabilities: Tensor, uniforms: Tensor
-) -> Tensor:  # [..., C], [..., num] -> [..., num]
+    if uniforms.shape[:-1].numel() > rows:
+        parts = zip(
+            probabilities.reshape(-1, C).split(rows),
+            uniforms.reshape(-1, num).split(rows),
+            strict=True,
+        )
+        return torch.cat([categories(p, u) for p, u in parts]).view(uniforms.shape)
     # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of
     # their spacings.
     cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
@@ -155,9 +151,7 @@ def _categories(
     level = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     # searchsorted treats NaN as the largest number; the clamp keeps the index valid, so that NaN
     # appears in the result.
-    return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(
-        max=probabilities.shape[-1] - 1
-    )
+    return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(max=C - 1)
 
 
 def counts(rates: Tensor, uniforms: Tensor) -> Tensor:

@@ -286,23 +286,23 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def trace(self) -> Tensor:
-        return self._stacked(attrgetter("trace")).sum()
+        return torch.stack(self._tensors(attrgetter("trace"))).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return frobenius(self._stacked(attrgetter("frobenius_norm")))
+        return frobenius(torch.stack(self._tensors(attrgetter("frobenius_norm"))))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(list(self._tensors(methodcaller("eigenvalues"), decomposes=True).values()))
+        return torch.cat(self._tensors(methodcaller("eigenvalues"), decomposes=True))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
-        return self.merge(self._tensors(methodcaller("diagonal")))
+        return self.merge(dict(zip(self.layouts, self._tensors(methodcaller("diagonal")))))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         # The determinant is the product of the blocks' determinants.
-        pairs = self._stacked(lambda block: torch.stack(block._slogdet()), decomposes=True)
-        signs, logarithms = pairs.unbind(1)
+        pairs = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
+        signs, logarithms = torch.stack(pairs, 1)
         return signs.prod(), logarithms.sum()
 
     def inverse(
@@ -362,14 +362,9 @@ class BlockDiagonal(LinearOperator):
 
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
-    ) -> dict[str, Tensor]:
-        """Block name to `function(block)`, for the blocks of all processes."""
-        return self._each(function, decomposes)
-
-    def _stacked(
-        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
-    ) -> Tensor:
-        return torch.stack(list(self._tensors(function, decomposes).values()))
+    ) -> list[Tensor]:
+        """`function(block)` for the blocks of all processes, in the order of the layouts."""
+        return list(self._each(function, decomposes).values())
 
     def _damped(
         self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
@@ -465,7 +460,7 @@ class BlockDiagonal(LinearOperator):
         if not any(rules.values()) or self.structure != Structure.PSD:
             return numbers
         # A block of trace 0 takes the mean eigenvalue of the whole matrix.
-        traces = self._stacked(attrgetter("trace"))
+        traces = torch.stack(self._tensors(attrgetter("trace")))
         sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
         means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
         for name, mean in zip(self.layouts, means.unbind(), strict=True):

@@ -292,11 +292,13 @@ class Dense(OneTensor):
         return frobenius(self._tensor, (-2, -1))
 
     def diagonals(self) -> Tensor:
-        self._need_square()
+        if self.rows != self.size:
+            raise self._not_square()
         return self._tensor.diagonal(dim1=-2, dim2=-1)
 
     def slogdets(self) -> tuple[Tensor, Tensor]:
-        self._need_square()
+        if self.rows != self.size:
+            raise self._not_square()
         if self.structure == Structure.PSD:
             return self._remember(
                 "slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol))
@@ -344,7 +346,8 @@ class Dense(OneTensor):
         return inverse
 
     def _solve(self, damping: Scalar) -> Dense:
-        self._need_square()
+        if self.rows != self.size:
+            raise self._not_square()
         M = self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
         inverse, info = torch.linalg.inv_ex(M)
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
@@ -368,11 +371,10 @@ class Dense(OneTensor):
     def entrywise_square(self) -> Dense:
         return Dense(self._tensor.square())
 
-    def _need_square(self) -> None:
-        if self.rows != self.size:
-            raise ValueError(
-                f"Only a square matrix has a trace, a determinant and an inverse, got {self.label}."
-            )
+    def _not_square(self) -> ValueError:
+        return ValueError(
+            f"Only a square matrix has a trace, a determinant and an inverse, got {self.label}."
+        )
 
 
 class Diagonal(OneTensor):

@@ -130,7 +130,10 @@ class Layout:
             torch.Size([3, 2, 2])
         """
         columns = v.view(1, *self.matrix_shape).split_with_sizes(self._widths, -1)
-        return {part.name: part.view(M)[0] for part, M in zip(self._parts, columns, strict=True)}
+        return {
+            part.name: part.rearrange(M, part.pattern.matrix, part.axes_apart)[0]
+            for part, M in zip(self._parts, columns, strict=True)
+        }
 
 
 class Pattern:
@@ -186,6 +189,7 @@ class _Part:
         self.pattern = pattern
         self.shape = shape
         self.sizes = pattern.sizes(shape, sizes)
+        self.axes_apart = " ".join(pattern.names)
         try:
             matrix = self.matrices(torch.empty(1, *shape, device="meta"))
             self.parameters(matrix)
@@ -203,15 +207,12 @@ class _Part:
 
     def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
         stored = t.reshape(len(t), *self.shape)
-        return self._rearrange(stored, self.pattern.parameter, self.pattern.matrix)
+        return self.rearrange(stored, self.pattern.parameter, self.pattern.matrix)
 
     def parameters(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, *shape]
-        return self._rearrange(M, self.pattern.matrix, self.pattern.parameter)
+        return self.rearrange(M, self.pattern.matrix, self.pattern.parameter)
 
-    def view(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, *shape], axes apart
-        return self._rearrange(M, self.pattern.matrix, " ".join(self.pattern.names))
-
-    def _rearrange(self, t: Tensor, before: str, after: str) -> Tensor:
+    def rearrange(self, t: Tensor, before: str, after: str) -> Tensor:
         return rearrange(t, f"k0 {before} -> k0 {after}", **self.sizes)
 
 

@@ -114,7 +114,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
-    ) -> dict[str, Tensor]:
+    ) -> list[Tensor]:
         def work() -> dict[str, Tensor]:
             tensors = self._each(function, decomposes)
             tensors = {name: t.detach().cpu() for name, t in tensors.items()}
@@ -122,7 +122,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
             return self._of_all(tensors)
 
         tensors = self.processes.together(work)
-        return {name: t.to(self.device) for name, t in tensors.items()}
+        return [t.to(self.device) for t in tensors.values()]
 
     def gather(self) -> BlockDiagonal:
         """All blocks in all processes, as a `BlockDiagonal`. Collective.

@@ -194,29 +194,21 @@ REENTRANT = (
 )
 
 
-def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The node of the graph that made each tensor, None for leaves; modes that watch a model's
-    calls don't see it.
-    """
-    with torch._C.DisableTorchFunction():
-        return [t.grad_fn for t in tensors]
-
-
-def postorder(roots: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Every node below some roots with its children towards the inputs, each after all of them.
-
-    Args:
-        roots: Nodes, as `tensor.grad_fn` gives them; None is skipped.
+def postorder(tensors: Iterable[Tensor]) -> dict[Any, list[Any]]:
+    """Every node of the graph that made some tensors with its children towards the inputs, each
+    after all of them. Modes that watch a model's calls don't see it.
 
     Example:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
-        >>> [type(node).__name__ for node in postorder([(2 * x).sum().grad_fn])]
+        >>> [type(node).__name__ for node in postorder([(2 * x).sum()])]
         ['AccumulateGrad', 'MulBackward0', 'SumBackward0']
     """
     below: dict[Any, list[Any]] = {}
     finished: dict[Any, list[Any]] = {}
-    stack = [root for root in roots if root is not None]
+    with torch._C.DisableTorchFunction():
+        roots = [t.grad_fn for t in tensors]
+    stack = [root for root in roots if root is not None]  # leaves have none
     while stack:
         node = stack[-1]
         if node in below:  # what is below it is finished
@@ -282,7 +274,7 @@ def stream_gradients(
     # Whether an edge lies below a node, of the nodes below the outputs.
     nodes = {edge.node for edge in edges}
     above: dict[Any, bool] = {}
-    for node, children in postorder(nodes_of(outputs)).items():
+    for node, children in postorder(outputs).items():
         above[node] = any(child in nodes or above[child] for child in children)
     lowest = [k for k, edge in enumerate(edges) if above.get(edge.node) is False]
     if not lowest:
@@ -323,7 +315,7 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     Cost: a walk through the graph.
     """
     has_batch_norm = False
-    for node in postorder(nodes_of(outputs)):
+    for node in postorder(outputs):
         name = node.name()
         if "BatchNorm" in name:
             node.register_prehook(partial(_copy_ambiguous, num_examples))
@@ -367,7 +359,7 @@ def refuse_outside_reads(
 
     Cost: a walk through the graph.
     """
-    nodes = postorder(nodes_of(tensors))
+    nodes = postorder(tensors)
     # Nodes of leaves have their tensor as `variable`.
     leaves = {id(getattr(node, "variable", None)) for node in nodes}
     names = [key for key, p in params.items() if id(p) in leaves]

@@ -10,10 +10,10 @@ rounding for every vector if they do for a random one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 from warnings import warn
 
@@ -148,7 +148,12 @@ class _BatchCheck:
         order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()
         numbers = [n for n in _FEW if n < N] or [N]
         disagreement: OutsideReads | None = None
-        with self._undisturbed():
+        # The model and the batch's own recording stay as they are.
+        modules = kept_modules([*self.risk.model.modules()])
+        gradients = torch.set_grad_enabled(self.recorder.backward)
+        with self.recorder.disabled, gradients, eager, kept_random_state(), modules:
+            for norm in self.batch_norms:
+                norm.training = False
             for number in numbers:
                 # Not the first ones: what is mixed may be neighbours, or not.
                 chosen = sorted(order[:number])
@@ -181,36 +186,23 @@ class _BatchCheck:
                 )
                 return True
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Context for a pass that leaves the model and the batch's own recording as they are."""
-        modules = kept_modules([*self.risk.model.modules()])
-        gradients = torch.set_grad_enabled(self.recorder.backward)
-        with self.recorder.disabled, gradients, eager, kept_random_state(), modules:
-            for norm in self.batch_norms:
-                norm.training = False
-            yield
-
     def _compare(self, few: Batch, chosen: Sequence[int]) -> bool | None:
         """Run and record these examples, and compare what was recorded; None if the model does not
         run on them.
         """
-        params = self.risk.params
+        model: nn.Module | None = None
+        params: dict[str, Tensor] = self.risk.params
+        placed: AbstractContextManager[None] = nullcontext()
         are_free = all(p.requires_grad and not p._backward_hooks for p in params.values())
-        if are_free or not self.recorder.backward:
-            return self._compare_at(None, params, few, chosen)
-        # Frozen ones have no gradients, and hooks are the user's.
-        free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in params.items()}
-        return self.risk.at(free, lambda model: self._compare_at(model, free, few, chosen))
-
-    def _compare_at(
-        self, model: nn.Module | None, params: dict[str, Tensor], few: Batch, chosen: Sequence[int]
-    ) -> bool | None:
-        """The same, at these tensors in place of the parameters."""
+        if self.recorder.backward and not are_free:
+            # Frozen ones have no gradients, and hooks are the user's.
+            model = self.risk.model
+            params = {key: nn.Parameter(p.detach()) for key, p in params.items()}
+            placed = self.risk.placed(params)
         small = self.recorder.beside(params)
         is_part = few is not self.batch
         random_state = RandomState.now(self.risk.device) if self.recorder.repeatable else None
-        with small:
+        with placed, small:
             try:
                 with small.recording(len(chosen)):
                     outputs = self.risk.run(few, model)[0]
@@ -309,11 +301,71 @@ class _BatchCheck:
         live = [f for f in outputs if f.requires_grad]
         if not live:
             return False
-        vectors = _random_vectors(live)
+        generator = torch.Generator().manual_seed(2)
+        vectors = []
+        for f in live:
+            dtype = torch.promote_types(f.dtype, torch.float32)
+            vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
         self.factors = _factors(small.num_examples).to(self.risk.device)
-        ours = self._by_rules(small, live, vectors)
-        theirs = self._by_autograd(small, live, vectors, params)
+        ours: dict[str, Tensor] = {}
+        small.begin(partial(self._add_by_rule, ours))
+        small.send(live, [vectors], keep_graph=True)
+        # By plain autograd, what is sent back from each example is multiplied by its factor.
+        theirs: dict[str, Tensor] = {}
+        sent, power = small.in_range([self._scaled(v) for v in vectors], live)
+        gradients = gradients_of(live, list(params.values()), sent, False)
+        for (key, p), g in zip(params.items(), gradients):
+            if g is None:
+                g = torch.zeros_like(p)
+            if g.is_sparse:
+                g = g.to_dense()
+            theirs[key] = g if power == 1 else g.float() / power
+        return self._agree(small, ours, theirs, vectors)
+
+    def _add_by_rule(self, sums: dict[str, Tensor], batch: LayerBatch) -> None:
+        """Add the gradients of a layer by its rule: rows of each example times its factor."""
+        layer = batch.layer
+        try:
+            for call in batch.calls:
+                # [1, few · positions, ...] each
+                call.gradients = [self._scaled(g, 1) for g in call.gradients]
+            # The examples are taken for positions of one: their sum is one product.
+            example = LayerBatch(layer, batch.calls, 1)
+            if example.whole:
+                # As blocks read it; a bias by itself is the last column.
+                columns = [group.layout.matrix_shape[-1] for group in layer.groups]
+                matrices = example.per_example_grads.split(columns, -1)
+                for group, J in zip(layer.groups, matrices):
+                    sums |= group.layout.views(J.flatten())
+            else:
+                sums |= {key: J[0, 0] for key, J in example.param_grads().items()}
+        except (UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise OutsideReads(
+                f"{layer.title} ({layer.type_name}): the layer's rule failed on "
+                f"a recorded call, with {type(error).__name__}: {error}. {_CAUSES} Leave the "
+                f"parameters {list(layer.params)} out of `params`, or restructure that part of the "
+                "model.",
+                layer.params,
+            ) from error
+
+    def _agree(
+        self,
+        small: Recorder,
+        ours: dict[str, Tensor],
+        theirs: dict[str, Tensor],
+        vectors: Sequence[Tensor],
+    ) -> bool:
+        """Refuse layers whose gradients by rule and by autograd differ by more than rounding.
+
+        Returns:
+            Whether all layers have gradients that are more than rounding.
+        """
         layers = [layer for layer in small.layers if layer not in small.ignored]
+        for layer in layers:
+            for key, p in layer.params.items():
+                ours[key] = ours[key].reshape(p.shape) if key in ours else torch.zeros_like(p)
         layer_norms, norm_sent = _norms(layers, ours, theirs, vectors)
         largest = max([norms.size for norms in layer_norms if norms.size < math.inf], default=0.0)
         all_above = True
@@ -333,72 +385,6 @@ class _BatchCheck:
         if wrong:
             raise self._disagreement(small, wrong, ours)
         return all_above
-
-    def _by_rules(
-        self, small: Recorder, live: Sequence[Tensor], vectors: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        """The sum by the layers' rules: rows of each example times its factor."""
-        sums: dict[str, Tensor] = {}
-
-        def add(batch: LayerBatch) -> None:
-            layer = batch.layer
-            try:
-                sums.update(self._sum_of(batch))
-            except (UnsupportedError, torch.OutOfMemoryError):
-                raise
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise OutsideReads(
-                    f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule "
-                    f"failed on a recorded call, with {type(error).__name__}: {error}. {_CAUSES} "
-                    f"Leave the parameters {list(layer.params)} out of `params`, or restructure "
-                    "that part of the model.",
-                    layer.params,
-                ) from error
-
-        small.begin(add)
-        small.send(live, [vectors], keep_graph=True)
-        for layer in small.layers:
-            for key, p in layer.params.items():
-                sums[key] = sums[key].reshape(p.shape) if key in sums else torch.zeros_like(p)
-        return sums
-
-    def _sum_of(self, batch: LayerBatch) -> dict[str, Tensor]:
-        layer = batch.layer
-        for call in batch.calls:
-            # [1, few · positions, ...] each
-            call.gradients = [self._scaled(g, 1) for g in call.gradients]
-        # The examples are taken for positions of one: their sum is one product.
-        example = LayerBatch(layer, batch.calls, 1)
-        if not example.whole:
-            return {key: J[0, 0] for key, J in example.param_grads().items()}
-        # As blocks read it; a bias by itself is the last column.
-        columns = [group.layout.matrix_shape[-1] for group in layer.groups]
-        matrices = example.per_example_grads.split(columns, -1)
-        sums: dict[str, Tensor] = {}
-        for group, J in zip(layer.groups, matrices):
-            sums |= group.layout.views(J.flatten())
-        return sums
-
-    def _by_autograd(
-        self,
-        small: Recorder,
-        live: Sequence[Tensor],
-        vectors: Sequence[Tensor],
-        params: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """The sum by a plain backward pass: what is sent back from each example times its
-        factor.
-        """
-        sent, power = small.in_range([self._scaled(v) for v in vectors], live)
-        gradients = gradients_of(live, list(params.values()), sent, False)
-        sums: dict[str, Tensor] = {}
-        for (key, p), g in zip(params.items(), gradients):
-            if g is None:
-                g = torch.zeros_like(p)
-            if g.is_sparse:
-                g = g.to_dense()
-            sums[key] = g if power == 1 else g.float() / power
-        return sums
 
     def _scaled(self, t: Tensor, axis: int = 0) -> Tensor:  # [..., few · positions, ...]
         """Rows of the examples, each times the factor of its example."""
@@ -421,7 +407,7 @@ class _BatchCheck:
         names = [norms.layer.name for norms in wrong[1:]]
         also = f" So do those of {names}." if names else ""
         return OutsideReads(
-            f"{layer.title} ({type(layer.uses[0].owner).__name__}): gradients of "
+            f"{layer.title} ({layer.type_name}): gradients of "
             f"{list(layer.params)} for {small.num_examples} of {self.batch.num_examples} examples "
             f"have norm {norm:.4g} by the layer's rule and {wrong[0].size:.4g} by autograd, and "
             f"differ by {wrong[0].difference:.2g}.{also} {causes} Leave them out of `params`, or "
@@ -462,15 +448,6 @@ def _norms(
         size = math.hypot(*[size_of[key] for key in layer.params])
         norms.append(_Norms(layer, difference, size))
     return norms, math.hypot(*numbers)
-
-
-def _random_vectors(outputs: Sequence[Tensor]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    vectors = []
-    for f in outputs:
-        dtype = torch.promote_types(f.dtype, torch.float32)
-        vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
-    return vectors
 
 
 @lru_cache(64)

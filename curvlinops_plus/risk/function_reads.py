@@ -57,8 +57,8 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     """
     with risk.placed():
         uses = find_uses(risk.model, risk.params)
-        readable = not isinstance(risk.data, Iterator) and known_length(risk.data) != 0
-        if risk.reads is None and readable and GENERIC in [use.rule for use in uses]:
+        unknown = risk.reads is None and GENERIC in [use.rule for use in uses]
+        if unknown and not isinstance(risk.data, Iterator) and known_length(risk.data) != 0:
             try:
                 look_for_functions(risk)
             except Exception:

@@ -39,10 +39,7 @@ class Role:
 
     uses: tuple[ModuleUse, ...]
     transposed: bool = False
-    sparse: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sparse = all(map(_is_sparse, self.uses))
+    sparse: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +106,11 @@ class Layer:
     def title(self) -> str:
         """How messages call the layer."""
         return title(self.name)
+
+    @property
+    def type_name(self) -> str:
+        """The type of the first module that holds the parameters."""
+        return type(self.uses[0].owner).__name__
 
     @property
     def tied(self) -> bool:
@@ -281,19 +283,19 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     for use in uses:
         if not isinstance(use.rule, AffineRule):
             return ()
-    if len(uses) == 1:
-        return (Role(tuple(uses)),)
     weights = {tuple([key for local, key in use.keys.items() if local != "bias"]) for use in uses}
-    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:
-        return (Role(tuple(uses)),)
-    is_one_weight = len(weights) == 1 and len(weights.pop()) == 1
-    if not is_one_weight or any(use.rule.sizes(use.module) for use in uses):
-        return ()
-    # A module with dense rows says what the matrix is: it may have a bias, which is one more
-    # column.
+    share_one_bias = weights == {()} and len({use.keys["bias"] for use in uses}) == 1
     by_matrix: dict[str, list[ModuleUse]] = {}
-    for use in sorted(uses, key=lambda use: ("bias" not in use.keys, _is_sparse(use))):
-        by_matrix.setdefault(_matrix_of(use), []).append(use)
+    if len(uses) == 1 or share_one_bias:
+        by_matrix[""] = uses
+    else:
+        is_one_weight = len(weights) == 1 and len(weights.pop()) == 1
+        if not is_one_weight or any(use.rule.sizes(use.module) for use in uses):
+            return ()
+        # A module with dense rows says what the matrix is: it may have a bias, which is one more
+        # column.
+        for use in sorted(uses, key=lambda use: ("bias" not in use.keys, use.rule.sparse)):
+            by_matrix.setdefault(_matrix_of(use), []).append(use)
     lead, *flipped = by_matrix
     if any(matrix != Pattern(f"-> {lead}").transposed for matrix in flipped):
         return ()
@@ -305,12 +307,9 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
         elsewhere = matrix != lead or (separate and len(by_matrix) > 1)
         if several or (biases != {None} and elsewhere):
             return ()
-        roles.append(Role(tuple(members), matrix != lead))
+        is_sparse = all(use.rule.sparse for use in members)
+        roles.append(Role(tuple(members), matrix != lead, is_sparse))
     return tuple(roles)
-
-
-def _is_sparse(use: ModuleUse) -> bool:
-    return isinstance(use.rule, AffineRule) and use.rule.sparse
 
 
 def _matrix_of(use: ModuleUse) -> str:

@@ -36,34 +36,31 @@ def gradient_pass(risk: EmpiricalRisk) -> tuple[dict[str, Tensor], Totals]:
 
     Inside of `preserve_state`.
     """
-
-    def add_batches(model: nn.Module) -> None:
-        reached = False
-        # A loss that has a likelihood reads nothing but output and target.
-        is_loss_clean = risk.losses.have_likelihoods
-        for batch in risk.batches("gradient"):
-            batch_totals = risk.losses.terms(risk.run(batch, model), batch).totals
-            objective = weights.objective(batch_totals)
-            totals.add(batch_totals)
-            if not objective.requires_grad:
-                continue
-            if not is_loss_clean:
-                refuse_outside_reads("loss", [objective], risk.params)
-                is_loss_clean = True
-            reached = True
-            gradients = torch.autograd.grad(objective, list(free.values()), allow_unused=True)
-            for total, g in zip(sums.values(), gradients):
-                if g is not None:
-                    total += g
-        if not reached and totals.examples:
-            raise_unreached()
-
     totals = Totals()
+    reached = False
     with torch.inference_mode(False):
         free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
         sums = {key: torch.zeros_like(p) for key, p in free.items()}
         weights = loss_weights(risk)
-        risk.at(free, add_batches)
+        # A loss that has a likelihood reads nothing but output and target.
+        is_loss_clean = risk.losses.have_likelihoods
+        with risk.placed(free):
+            for batch in risk.batches("gradient"):
+                batch_totals = risk.losses.terms(risk.run(batch, risk.model), batch).totals
+                objective = weights.objective(batch_totals)
+                totals.add(batch_totals)
+                if not objective.requires_grad:
+                    continue
+                if not is_loss_clean:
+                    refuse_outside_reads("loss", [objective], risk.params)
+                    is_loss_clean = True
+                reached = True
+                gradients = torch.autograd.grad(objective, list(free.values()), allow_unused=True)
+                for total, g in zip(sums.values(), gradients):
+                    if g is not None:
+                        total += g
+        if not reached and totals.examples:
+            raise_unreached()
     risk.processes.sum_(list(sums.values()))
     totals = totals.over(risk.processes)
     weights.require(totals)

@@ -7,7 +7,7 @@ has to be the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
@@ -73,8 +73,14 @@ class ModelParameters:
                 "replaced, and hooks inside do not run. Pass the Python module that it was made "
                 "from, or leave them out of `params`."
             )
-        self._paths = _paths(self.model, holders)
-        self.space = Space.of(self.params)
+        #: Parent, name and child of each module that has tracked parameters somewhere inside.
+        self._paths = [
+            (parent, name, child)
+            for parent in modules.values()
+            for name, child in parent._modules.items()
+            if child is not None and not holders.isdisjoint(child.modules())
+        ]
+        self.space = Space({key: p.shape for key, p in self.params.items()})
         self.dtype = common_dtype(self.params)
         devices = [*{p.device for p in self.params.values()}]
         if len(devices) > 1:
@@ -89,7 +95,7 @@ class ModelParameters:
         part = copy(self)
         part.params = {key: p for key, p in self.params.items() if key in chosen}
         part.own_params = {key: p for key, p in self.own_params.items() if key in chosen}
-        part.space = Space.of(part.params)
+        part.space = Space({key: p.shape for key, p in part.params.items()})
         part._places = [
             (module, [(name, key) for name, key in names if key in chosen])
             for module, names in self._places
@@ -356,26 +362,6 @@ def _values_by_key(
     return values
 
 
-def _paths(
-    model: nn.Module, holders: Collection[nn.Module]
-) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and child of each module that has tracked parameters somewhere inside."""
-    inside: dict[nn.Module, bool] = {}
-    paths: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def walk(module: nn.Module) -> bool:
-        if module not in inside:
-            inside[module] = module in holders
-            for name, child in module._modules.items():
-                if child is not None and walk(child):
-                    paths.append((module, name, child))
-                    inside[module] = True
-        return inside[module]
-
-    walk(model)
-    return paths
-
-
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least.
 
@@ -408,7 +394,9 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
         if isinstance(model, type):
             came = f"the class {model.__name__}: call it"
         raise ValueError(f"`model` is {came}. Layers can only be recorded in a torch.nn.Module.")
-    modules = dict(inner_model(model).named_modules())
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    modules = dict(model.named_modules())
     for name, module in modules.items():
         where = f"The module {name!r}" if name else "The model"
         if _is_sharded(type(module)):
@@ -424,11 +412,6 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
                     "once on a batch, model(X), which gives it its shapes."
                 )
     return modules
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside of `DistributedDataParallel`."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def example_axes(
@@ -574,7 +557,14 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     if not tensors:
         return {}
     with torch.no_grad():
-        reals = [_as_real(t) for t in tensors.values()]
+        # All entries in place, of real floating-point numbers.
+        reals = []
+        for t in tensors.values():
+            if t.is_complex():
+                t = torch.view_as_real(t)
+            elif t.layout is not torch.strided:
+                t = t.to_dense()
+            reals.append(t if t.is_floating_point() else t.double())
         sums = [x.sum(dtype=torch.float64) for x in reals]
         norms = torch._foreach_norm(reals, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
     numbers = [*sums, *norms]
@@ -583,15 +573,6 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     # One transfer: every answer of a GPU is waited for. NaN equals NaN.
     pairs = torch.stack(numbers).nan_to_num().view(2, -1).T.tolist()
     return dict(zip(tensors, pairs, strict=True))
-
-
-def _as_real(t: Tensor) -> Tensor:
-    """A tensor with all entries in place, of real floating-point numbers."""
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    elif t.layout is not torch.strided:
-        t = t.to_dense()
-    return t if t.is_floating_point() else t.double()
 
 
 def fingerprint(risk: Any) -> dict[str, list[float]]:

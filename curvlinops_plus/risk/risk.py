@@ -301,19 +301,15 @@ class EmpiricalRisk(ModelParameters):
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-
-        def forward() -> Any:
-            X = mapped(copy_of, batch.X)  # a model may write to its input
-            return call(**X) if batch.unpack else call(X)
-
+        X = mapped(copy_of, batch.X)  # a model may write to its input
         with self.placed() if model is None and self._elsewhere else nullcontext():
             try:
-                out = forward()
+                out = call(**X) if batch.unpack else call(X)
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
                 with torch.enable_grad():  # it differentiates by itself, as forces from an energy
-                    out = forward()
+                    return self.run(batch, model)
         outputs, targets, class_axes = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():
             refuse_outside_reads("model", outputs, self.own_params)

@@ -259,16 +259,12 @@ class MonteCarlo(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        yield from self._draw(likelihood, F, Y, draws).unbind()
+        yield from likelihood.draw(F, Y, self.samples, draws.uniform) / math.sqrt(self.samples)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         # Draws of different loss terms and losses are independent: their cross terms are 0 in the
         # mean.
-        return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
-
-    def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:
-        """Gradients at sampled labels `[samples, N, R, C]`, over the root of their number."""
-        return likelihood.draw(F, Y, self.samples, draws.uniform) / math.sqrt(self.samples)
+        return ColumnsRoot(torch.stack([*self.send(likelihood, F, Y, draws)]), per_term=True)
 
 
 @dataclass(frozen=True)
