@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import Endings
+
 __all__ = ["RandomState", "kept_random_state"]
 
 
@@ -86,8 +88,6 @@ class RandomState:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Let all global generators go on afterwards from where they are now."""
-    state = RandomState.now()
-    try:
+    with Endings() as endings:
+        endings.surely(RandomState.now().restore)
         yield
-    finally:
-        state.restore()

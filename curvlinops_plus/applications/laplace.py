@@ -19,6 +19,7 @@ from curvlinops_plus.applications.predictive import (
     predictive,
 )
 from curvlinops_plus.blocks import BlockwiseLinearOperator
+from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
@@ -30,7 +31,6 @@ from curvlinops_plus.linalg import (
     PositionedBlocks,
     Structure,
 )
-from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
@@ -152,7 +152,7 @@ class Laplace:
         c = float(self._curvature_factor(self.noise).detach())
         precisions = self._block_precisions(self.prior_precision)
         covariances = {}
-        with outside_autocast(self.K.device):
+        with outside_autocast(self.K.device.type):
             for name, block in self._blocks.blocks.items():
                 # Σ = (c K + P)⁻¹, with P = δ I or diag(δ) in a block.
                 delta = precisions[name].detach().to(self.K.device, self.K.dtype)
@@ -267,7 +267,7 @@ class Laplace:
             tolerance_change=1e-12,
             line_search_fn="strong_wolfe",
         )
-        with torch.enable_grad():
+        with GradMode(True):
             optimizer.step(loss)
             minimum = float(loss().detach())
         optimum = logs.detach().exp().tolist()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.applications.networks import require_own_values, risk_of
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.risk.parameters import modules_of
@@ -81,7 +82,7 @@ def merge(
     # θ = θ̄ + (Σ_k K_k + δ I)⁻¹ Σ_k K_k (θ_k - θ̄)
     total = cast(LinearOperator, sum(curvatures))
     damping = RelativeDamping(0.1) if damping is None else damping
-    with torch.no_grad():
+    with GradMode(False):
         thetas = [_parameter_vector(model, names, total.dtype) for model in models]
         average = torch.stack(thetas).mean(0)
         deviations = [K @ (theta - average) for K, theta in zip(curvatures, thetas)]

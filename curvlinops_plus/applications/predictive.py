@@ -19,6 +19,7 @@ from torch import Tensor
 
 from curvlinops_plus.applications.attribution import fill_unused, send_back
 from curvlinops_plus.blocks import BlockwiseLinearOperator
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
@@ -188,7 +189,7 @@ def output_covariance(
             stop = min(start + step, N)
             inputs = _slice_examples(X, N, start, stop)
             batch = Batch(inputs, risk.losses.joined([None]), stop - start, unpack, start)
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), GradMode(False):
                 (f,), _, (axis,) = risk.run(batch)
             F, _ = (
                 risk.losses[0].require_likelihood().canonical(f, f, batch.num_examples, axis)

@@ -300,6 +300,15 @@ class Accumulator(metaclass=_MadeByOperators):
         other.totals = self.totals
         return other
 
+    def shared(self) -> Self:
+        """The same with the same tensors, for others that replace them."""
+        other = self.empty()
+        other.raw = dict(self.raw)
+        other.halves = set(self.halves)
+        other.counts = dict(self.counts)
+        other.totals = self.totals
+        return other
+
     def change_basis(self, before: Accumulator) -> None:
         """Take over the sums of an accumulator of the same sweep, for streaming (see
         `CurvatureEstimator.refresh`).

@@ -319,10 +319,14 @@ class CurvatureEstimator:
             batch = self._sums.fresh()
             totals = batch.see(show_again, self.risk.processes if world == 1 else None)
         batch.require_finite()
-        self._sums.add(batch, totals.of_stream(), decay)
-        self._drawn = step, before + totals.examples
-        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
-        self.weight = decay * self.weight + 1
+        # One call, so that an interrupt comes before all of it or afterwards.
+        vars(self).update(
+            _sums=self._sums.added(batch, totals.of_stream(), decay),
+            _drawn=(step, before + totals.examples),
+            updates=self.updates + 1,
+            examples=self.examples + totals.examples,
+            weight=decay * self.weight + 1,
+        )
         self.plan.confirm()
 
     def _first(self, show: Callable[[Consumer], Totals]) -> tuple[Sums, Totals]:

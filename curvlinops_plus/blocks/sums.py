@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from itertools import zip_longest
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.together import Stage, add_over_processes, costs_of, decompose_together
+from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Diagonal, LinearOperator
-from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
@@ -199,47 +199,43 @@ class Sums:
                 following[accumulator.block_name] = result
         return following
 
-    def add(self, batch: Sums, totals: Totals, decay: float) -> None:
-        """Add the sums of one batch, which are taken over: to the open step with `decay=1`, else to
-        a new one.
+    def added(self, batch: Sums, totals: Totals, decay: float) -> Self:
+        """These sums and those of one batch, which are taken over: in the open step with `decay=1`,
+        else in a new one.
+
+        Nothing changes here, so that an interrupt leaves the sums of before or those of afterwards.
 
         Raises:
-            ValueError: If several losses had other weights before; nothing has changed then.
+            ValueError: If several losses had other weights before.
         """
         for before in self.totals.values():
             if problem := before.mismatch(totals):
                 raise ValueError(problem)
+        after = self.copied(Accumulator.shared)
         if decay != 1:
             # The step of one of several processes, without examples: others call what they did.
             if self.open and not self.entered and not self.step.examples:
-                self.enter(range(len(self.layers)))
-            self.step = Totals()
-            self.decay = decay
-            self.entered = set()
-        self.open = True
-        with plain_mode(self.device):
-            self.step.add(totals)
-            self._join([self.layers[index] for index in self.entered], totals)
-            self.enter(totals.called)
-            self._take(batch)
+                after.enter(range(len(self.layers)))
+            after.step = Totals()
+            after.decay = decay
+            after.entered = set()
+        after.open = True
+        after.step.add(totals)
+        after._join([self.layers[index] for index in after.entered], totals)
+        after.enter(totals.called, batch)
+        return after
 
-    def enter(self, called: Iterable[int]) -> None:
+    def enter(self, called: Iterable[int], batch: Sums | None = None) -> None:
         """The open step calls layers, by their indices: what was before is decayed, and all of the
         step counts.
+
+        Args:
+            batch: Sums that are added, see `_fold`.
         """
         late = [self.layers[index] for index in set(called) - self.entered]
         self.entered.update(called)
         self._join(late, self.step, self.decay, steps=1.0)
-        if self.decay == 1:
-            return
-        accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
-        for accumulator in accumulators:
-            accumulator.counts = {n: self.decay * count for n, count in accumulator.counts.items()}
-        tensors = [total for a in accumulators for total in a.raw.values()]
-        if not tensors:
-            return
-        with plain_mode(self.device):
-            torch._foreach_mul_(tensors, self.decay)  # pyright: ignore[reportPrivateImportUsage]
+        self._fold({*late} if self.decay != 1 else set(), batch)
 
     def _join(
         self, layers: Iterable[Layer], totals: Totals, decay: float = 1.0, steps: float = 0.0
@@ -255,28 +251,47 @@ class Sums:
         if joined:
             self.totals = {key: self.totals[key] for key in {*self.history.values()}}
 
-    def _take(self, other: Sums) -> None:
-        """Add other sums, whose tensors are these afterwards where there were none; not their
-        totals.
+    def _fold(self, decayed: set[Layer], batch: Sums | None = None) -> None:
+        """Sums and counts become `ρ x + x_batch`, with ρ = 1 for layers that don't decay; totals
+        stay.
+
+        Args:
+            decayed: Layers whose sums decay.
+            batch: What is added, None for nothing; its tensors hold the results. Tensors of before
+                are not written to, since other sums may share them.
         """
-        totals: list[Tensor] = []
-        values: list[Tensor] = []
-        for mine, stages in zip(self.stages.values(), other.stages.values(), strict=True):
-            for stage, more in zip(mine, stages):
-                for name, accumulator in more.items():
-                    into = stage[name]
-                    into.halves |= accumulator.halves
-                    for key, value in accumulator.raw.items():
-                        if key in into.raw:
-                            totals.append(into.raw[key])
-                            values.append(value)
-                        else:
-                            into.raw[key] = value
-                    for key, count in accumulator.counts.items():
-                        into.counts[key] = into.counts.get(key, 0.0) + count
-            mine += stages[len(mine) :]
-        if totals:
-            torch._foreach_add_(totals, values)  # pyright: ignore[reportPrivateImportUsage]
+        # What ρ multiplies, by ρ, and the tensors that it is added to.
+        before: dict[float, list[Tensor]] = {1.0: [], self.decay: []}
+        values: dict[float, list[Tensor]] = {1.0: [], self.decay: []}
+        added = [[]] * len(self.stages) if batch is None else list(batch.stages.values())
+        for (layer, stages), more in zip(self.stages.items(), added, strict=True):
+            rho = self.decay if layer in decayed else 1.0
+            for stage, of_batch in zip_longest(stages, more[: len(stages)], fillvalue={}):
+                for name, accumulator in stage.items():
+                    if rho != 1:
+                        accumulator.counts = {n: rho * c for n, c in accumulator.counts.items()}
+                    sums = accumulator.raw
+                    new: dict[str, Tensor] = {}
+                    if name in of_batch:
+                        new = of_batch[name].raw
+                        accumulator.halves |= of_batch[name].halves
+                        for key, count in of_batch[name].counts.items():
+                            accumulator.counts[key] = accumulator.counts.get(key, 0.0) + count
+                    elif rho == 1:
+                        continue
+                    for key, total in sums.items():
+                        if key not in new and rho == 1:
+                            continue
+                        if key not in new:
+                            new[key] = torch.zeros_like(total)
+                        before[rho].append(total)
+                        values[rho].append(new[key])
+                    accumulator.raw = sums | new
+            stages += more[len(stages) :]
+        with plain_mode(self.device):
+            for rho, totals in before.items():
+                if totals:
+                    torch._foreach_add_(values[rho], totals, alpha=rho)  # pyright: ignore[reportPrivateImportUsage]
 
     def require_finite(self) -> None:
         """Refuse sums of a batch with NaN or infinite entries.
@@ -347,8 +362,7 @@ class Sums:
         mine._set_totals(map(_union, mine._totals_by_layer(), theirs._totals_by_layer()))
         mine.step = _union(mine.step, theirs.step)
         mine.withdrawn |= {mine.layers[other.layers.index(layer)] for layer in other.withdrawn}
-        with plain_mode(self.device):
-            mine._take(theirs)
+        mine._fold(set(), theirs)
         return mine
 
     def over(self, processes: Alone) -> Self:

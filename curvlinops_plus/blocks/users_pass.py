@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.batches import Batch
@@ -83,12 +85,12 @@ class UsersPass:
         self._output: Any = None
         self._phase = "before the call"
         if recorder is not None:
-            recorder.__enter__()
+            recorder.attach()
 
     def begin(self) -> None:
         """The model is about to be called."""
         if self._recorder is not None:
-            eager.__enter__()  # hooks of a compiled model that ran before never fire
+            eager.start(self)  # hooks of a compiled model that ran before never fire
             self._recorder.start(self.batch.num_examples)
             self._phase = "the call"
 
@@ -97,31 +99,31 @@ class UsersPass:
         self._output = output
         self._leave_phase()
         if self._recorder is not None:
-            self._recorder.disabled.__enter__()  # until vectors are sent
+            self._recorder.disabled.depth = 1  # until vectors are sent
             self._phase = "after the call"
 
     def _leave_phase(self) -> None:
         """Undo what the phase of now has changed."""
-        phase = self._phase
-        self._phase = ""
         if self._recorder is None:
             return
-        if phase == "the call":
+        if self._phase == "the call":
             self._recorder.stop()
-            eager.__exit__()
-        elif phase == "after the call":
-            self._recorder.disabled.__exit__()
+            eager.leave(self)
+        elif self._phase == "after the call":
+            self._recorder.disabled.depth = 0
+        self._phase = ""
 
     def close(self) -> None:
         """Leave it; nothing is added."""
         self._leave_phase()
         if self._recorder is not None:
-            self._recorder.__exit__()
+            self._recorder.remove()
             self._recorder = None
 
     def __del__(self) -> None:
         # A model that raises never returns.
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
     def add(self, y: Any, decay: float | None = None) -> None:
         """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
@@ -158,7 +160,10 @@ class UsersPass:
         # Gradients that the user retains are those of the user's own backward pass.
         retained = [(f, f.grad) for f in heads if f.retains_grad]
         try:
-            with exclusive, own_passes, torch.inference_mode(False):  # whatever the modes
+            with Endings() as endings:
+                endings.enter_context(exclusive)
+                own_passes.enter(endings)
+                endings.enter_context(torch.inference_mode(False))  # whatever the mode
                 self._add(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
@@ -192,9 +197,10 @@ def called_once(users_pass: UsersPass, model: nn.Module) -> Iterator[None]:
         if calls == 1:
             users_pass.end(output)
 
-    with eager, ExitStack() as hooks:  # before a compiled model is called
-        hooks.callback(model.register_forward_pre_hook(own_calls(begin)).remove)
-        hooks.callback(model.register_forward_hook(own_calls(end)).remove)
+    with Endings() as endings:
+        eager.enter(endings)  # before a compiled model is called
+        endings.callback(model.register_forward_pre_hook(own_calls(begin)).remove)
+        endings.callback(model.register_forward_hook(own_calls(end)).remove)
         yield
     if calls != 1:
         raise ValueError(

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.plan import LayerPlan, table
 from curvlinops_plus.blocks.sweeps import Kept
+from curvlinops_plus.contexts import GradMode, plain_mode
 from curvlinops_plus.errors import VerificationError
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
-from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
@@ -38,7 +38,6 @@ from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.parameters import changed_parameters, fingerprint
 from curvlinops_plus.risk.preserve import (
     TOLERANCE,
-    eager,
     preserve_state,
     relative_difference,
     untraced,
@@ -153,7 +152,7 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
             for name, error in single.checked.errors.items()
         ]
         rows += _block_rows(K, single, batch, num_examples, tolerance)
-        with torch.no_grad():
+        with GradMode(False):
             outputs = risk.run(few)
         for loss, f, y, class_axis in zip(risk.losses, *outputs, strict=True):
             error = _loss_error(loss, f, y, class_axis, few.num_examples)
@@ -242,7 +241,7 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
     recorder = Recorder(risk, layers, K.vectors, params=params)
     kept = Kept(sys.maxsize, {*layers})
     gradients: dict[str, Tensor] = {}
-    with recorder, eager, torch.set_grad_enabled(K.vectors.backward), risk.placed(params):
+    with GradMode(K.vectors.backward), risk.placed(params), recorder.attached():
         with recorder.recording(N):
             outputs = [f for f in risk.run(few, risk.model)[0] if f.requires_grad]
         recorder.begin(kept.add)
@@ -406,7 +405,7 @@ def _loss_error(loss: OutputLoss, f: Tensor, y: Any, class_axis: int | None, N: 
         return 0.0
     if f.numel():
         f = f / f.detach().abs().amax().clamp(min=1)
-    with torch.no_grad():
+    with GradMode(False):
         F, Y = likelihood.canonical(f, y, N, class_axis)
     direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
     # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the
@@ -414,7 +413,7 @@ def _loss_error(loss: OutputLoss, f: Tensor, y: Any, class_axis: int | None, N: 
     kind = Likelihood if likelihood.no_ggn else type(likelihood)
     ours = kind.hessian_product(likelihood, F, Y, direction[None])[0]
     ours = likelihood.restore(ours, f.shape, N, class_axis)
-    with torch.enable_grad():
+    with GradMode(True):
         free = f.detach().to(F.dtype).requires_grad_()
         if class_axis is None:
             value = loss.loss(free, y)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed.share import share
 from curvlinops_plus.errors import ProcessError
 
@@ -272,7 +273,7 @@ class Processes(Alone):
         """Run a collective in place, on large tensors one by one and on the others in one flat
         tensor per dtype.
         """
-        with torch.no_grad():
+        with GradMode(False):
             small: dict[torch.dtype, list[Tensor]] = {}
             for t in tensors:
                 if t.nbytes >= _LARGE and t.is_contiguous() and t.device == self._device:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, cast, 
 import torch
 from torch import Generator, Tensor
 
+from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.arithmetic import Foreign
@@ -152,7 +153,7 @@ def multiplying(A: Any, form: Form = "square") -> Iterator[Matrix]:
         ValueError: If it does not have this form.
     """
     M = Matrix(A, form)
-    with torch.autocast(M.device.type, enabled=False):
+    with outside_autocast(M.device.type):
         asymmetry = M.asymmetry() if form == "symmetric" else 0.0
         if asymmetry > M.eps**0.5:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import ValueHessian
@@ -160,13 +161,11 @@ class ActivationHessian(RiskOperator):
                 return items[0]
             return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
 
-        if side == "input":
-            hook = own_calls(lambda module, args: replaced(args))
-            handle = module.register_forward_pre_hook(hook)
-        else:
-            hook = own_calls(lambda module, args, out: replaced(out))
-            handle = module.register_forward_hook(hook)
-        try:
+        with Endings() as endings:
+            if side == "input":
+                hook = own_calls(lambda module, args: replaced(args))
+                endings.callback(module.register_forward_pre_hook(hook).remove)
+            else:
+                hook = own_calls(lambda module, args, out: replaced(out))
+                endings.callback(module.register_forward_hook(hook).remove)
             yield leaves
-        finally:
-            handle.remove()

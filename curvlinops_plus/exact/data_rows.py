@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
 from curvlinops_plus.exact.differentiable import differentiable
@@ -119,7 +120,7 @@ class DataRows(RiskOperator):
     def _outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
         state = RandomState.now(self.risk.device)
-        with self.risk.placed(), torch.no_grad():
+        with self.risk.placed(), GradMode(False):
             outputs, extra = self._passes.read(self.risk.model, batch)
         state.restore()
         return outputs, extra

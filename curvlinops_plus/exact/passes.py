@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.random_state import RandomState
@@ -104,17 +105,17 @@ class Passes:
         tangents = []
         # The first run of the model is watched, and all others if they need it.
         watched = self.itemsize is None or self._fixes.any
-        with ExitStack() as forward_mode:
+        with Endings() as forward_mode:
             if row is not None:
                 forward_mode.enter_context(forward_ad.dual_level())
                 # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't
                 # look like one.
                 V = [torch.from_dlpack(v[0].detach()) for v in self.split(row[None])]
                 values = [forward_ad.make_dual(p, v) for p, v in zip(copies, V, strict=True)]
-            with (
-                self.risk.placed(dict(zip(self.risk.params, values, strict=True))),
-                self._fixes if watched else nullcontext(),
-            ):
+            placed = self.risk.placed(dict(zip(self.risk.params, values, strict=True)))
+            with placed, Endings() as endings:
+                if watched:
+                    endings.enter_context(self._fixes)
                 F, extra = self.read(self.risk.model, batch)
                 if row is not None:
                     for f in F:
@@ -240,7 +241,7 @@ class Passes:
             with self.run(batch) as run:
                 return self.backward_twice(run, rows)
         try:
-            with quiet(), torch.no_grad():
+            with quiet(), GradMode(False):
                 if len(rows) == 1:
                     return self.tangents(batch, rows[0], state)
                 return self._vectorised(batch, rows, state)

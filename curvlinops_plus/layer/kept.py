@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.contexts import Endings
+
 # Attributes of every module, which are looked after elsewhere or do not change.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # Types of most attributes: nothing is kept in them.
@@ -43,14 +45,18 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     modules = [*modules]
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     places = {module: _places_of(module) for module in modules if not _is_of_torch(type(module))}
-    _open.append(places)
-    try:
-        yield
-    finally:
-        _open.remove(places)
+
+    def restore() -> None:
+        if places in _open:
+            _open.remove(places)
         drop_new_tensors(places.values())
         for now, before in attributes:
             _restore(now, before)
+
+    with Endings() as endings:
+        endings.surely(restore)
+        _open.append(places)
+        yield
 
 
 def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.replay import check_repeatable
 from curvlinops_plus.layer.rule import LayerRule, flat_pattern
@@ -53,7 +54,7 @@ class ScaleShiftRule(LayerRule):
         x = at_least_float32(next(iter([*args, *kwargs.values()])))
         g = at_least_float32(g.detach())
         gradients: dict[str, Tensor] = {}
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with GradMode(False), outside_autocast(x.device.type):
             x_hat = self.normalized(module, x)
             for name in self.patterns(module):
                 # J_weight = Σ g x̂ and J_bias = Σ g over positions.

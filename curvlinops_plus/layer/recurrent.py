@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.replay import Call
@@ -50,7 +51,7 @@ class RecurrentCall(Call):
         ]
         products = _Products(self.params, bool(self.module.bias))
         run = _run_cell if isinstance(self.module, nn.RNNCellBase) else _run_layers
-        with torch.enable_grad():
+        with GradMode(True):
             outputs = run(self.module, products, x, states)
         J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
         return {name: J[name].unflatten(0, (num_vectors, -1)) for name in self.params}

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.kept import drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -202,8 +203,8 @@ class Call:
         random = RandomState.now(g[0].device)
         # Autocast would undo the conversion to float32.
         with (
-            torch.no_grad(),
-            torch.autocast(g[0].device.type, enabled=False),
+            GradMode(False),
+            outside_autocast(g[0].device.type),
             attributes_restored(self.module),
         ):
             # vmap has many kinds of errors: control flow, in-place writes, unsupported operations.
@@ -326,7 +327,7 @@ class Call:
         gradients: dict[str, list[Tensor]] = {name: [] for name in self.params}
         for n in range(examples.start, examples.stop):
             params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
-            with torch.enable_grad():
+            with GradMode(True):
                 outputs = self.run(params, self.inputs(n), shapes)
             rows = [
                 _pull_back(outputs, list(params.values()), [t[v, n] for t in g])

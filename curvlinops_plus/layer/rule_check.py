@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError, VerificationError
 from curvlinops_plus.layer.registry import rule_of, why_generic
 from curvlinops_plus.layer.replay import (
@@ -162,7 +163,7 @@ class _Check:
         model_axis = int(getattr(self.module, "batch_first", None) is False)
         self.read_inputs(args, kwargs, model_axis)
         copied_args, copied_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
-        with torch.no_grad():
+        with GradMode(False):
             out = self.module(*copied_args, **copied_kwargs)
         outputs = floating_tensors(out)
         out_axes: list[int] = []
@@ -205,7 +206,7 @@ class _Check:
 
     def alone(self, n: int, params: Mapping[str, Tensor]) -> list[Tensor]:
         """Outputs of the module for one example."""
-        with torch.no_grad():
+        with GradMode(False):
             return self.call.run(params, self.call.inputs(n), [t.shape[1:] for t in self.outputs])
 
     def independence(self) -> None:

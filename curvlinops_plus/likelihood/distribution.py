@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributions
 from torch.distributions import Distribution, kl_divergence
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import categories, counts, inside
 from curvlinops_plus.likelihood.likelihood import (
@@ -121,7 +122,7 @@ class FromDistribution(Likelihood):
         return self.grad(repeated, targets.flatten(0, 1)).view(num, *F.shape)
 
     def _draw_targets(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
-        with torch.no_grad():
+        with GradMode(False):
             distribution = self._distribution(F)
             shape = (len(F), num, *distribution.batch_shape[1:])
             if distribution.has_enumerate_support and not distribution.event_shape:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
 
@@ -393,7 +394,7 @@ class OfExamples(Likelihood):
         return count_tensor(1, F.device).expand(len(F))
 
     def grad(self, F: Tensor, Y: Any) -> Tensor:
-        with torch.enable_grad():
+        with GradMode(True):
             F = F.detach().requires_grad_()
             return torch.autograd.grad(self.nll(F, Y).sum(), F)[0]
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
-from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about, outside_autocast
+from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
 
@@ -395,7 +396,7 @@ class BlockDiagonal(LinearOperator):
             return value
 
         names = list(self.blocks)
-        with outside_autocast(self.device):
+        with outside_autocast(self.device.type):
             if decomposes:
                 values = side_by_side(compute, names, self._work)
             else:

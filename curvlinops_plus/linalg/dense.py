@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.arithmetic import Sum
 from curvlinops_plus.linalg.damping import Scalar, is_zero
@@ -157,7 +158,7 @@ class OneTensor(Factor):
         remembered = self._memory.get(name)
         if remembered is None or remembered[0] != state:
             # It may be used where derivatives are taken.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), GradMode(False):
                 remembered = (state, compute())
             self._memory[name] = remembered
         return remembered[1]

@@ -6,10 +6,8 @@ down: `d / 128` products of PyTorch, on PyTorch's threads, with little more than
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -72,25 +70,6 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         if stop < C.shape[0]:
             C[start:stop, stop:] = C[stop:, start:stop].T
     return C
-
-
-def plain_mode(device: str) -> AbstractContextManager[None]:
-    """Context without autograd and autocast, whatever the modes around it: sums are the same
-    wherever they are made.
-
-    Args:
-        device: Type of the device.
-    """
-    # Each context costs as much as a small product does.
-    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
-        return _plain_mode(device)
-    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
-
-
-@contextmanager
-def _plain_mode(device: str) -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-        yield
 
 
 def _triangle_pays(rows: Tensor) -> bool:

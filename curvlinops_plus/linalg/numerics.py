@@ -26,6 +26,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import (
     CurvatureWarning,
     NumericsError,
@@ -304,16 +305,15 @@ def side_by_side(
     inference = torch.is_inference_mode_enabled()
 
     def run(item: T) -> R:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        with torch.inference_mode(inference), GradMode(grad):
             return function(item)
 
-    try:
-        start = (torch.set_num_threads, (available // threads,))
-        with ThreadPoolExecutor(threads, "", *start) as pool:
-            return list(pool.map(run, items))
-    finally:
+    with Endings() as endings:
         # New threads would begin with the number of the last one that was set.
-        torch.set_num_threads(available)
+        endings.callback(torch.set_num_threads, available)
+        start = (torch.set_num_threads, (available // threads,))
+        pool = endings.enter_context(ThreadPoolExecutor(threads, "", *start))
+        return list(pool.map(run, items))
 
 
 def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d] -> [*b, d, d]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
 from curvlinops_plus.linalg.numerics import standard_normal
@@ -175,7 +175,7 @@ class LinearOperator(ABC):
             raise type(error)(f"{self.label} @ X: {error}") from error
         if x.shape[1] == 0:
             return self.out_space.write(x.new_zeros(self.shape[0], 0), container)
-        with outside_autocast(self.device):
+        with outside_autocast(self.device.type):
             return self.out_space.write(self._matmat(x), container)
 
     def __rmatmul__(self, X: Any) -> Any:
@@ -224,7 +224,7 @@ class LinearOperator(ABC):
         """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a
         cheaper way.
         """
-        with outside_autocast(self.device):
+        with outside_autocast(self.device.type):
             return self._to_dense()
 
     def _to_dense(self) -> Tensor:
@@ -554,7 +554,7 @@ class LinearOperator(ABC):
                 "A.T."
             )
         rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
-        with outside_autocast(self.device):
+        with outside_autocast(self.device.type):
             form = self._quadratic_form(rows)
         return to_numpy(form) if kind == "numpy" else form
 
@@ -632,15 +632,6 @@ def moved(part: Any, device: torch.device | None, dtype: torch.dtype | None) -> 
     if isinstance(part, (Tensor, LinearOperator)):
         return part.to(device=device, dtype=dtype)
     return part
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which matrix products keep their precision, whatever the caller's autocast
-    says.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 Multiply = Callable[[Tensor], Tensor]

@@ -19,9 +19,10 @@ import scipy
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg.arithmetic import Foreign
-from curvlinops_plus.linalg.operator import LinearOperator, outside_autocast
+from curvlinops_plus.linalg.operator import LinearOperator
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 
@@ -101,7 +102,7 @@ def cg(
     system = System(A, b, x0, preconditioner, max_iter)
     goal = 0.9 * system.goal(1e-10 if tol is None else tol, atol)
     iterations = 0
-    with torch.no_grad(), outside_autocast(A.device):
+    with GradMode(False), outside_autocast(A.device.type):
         # X is the solution so far, R its residual, Z = M R the preconditioned one, and P the
         # direction of the next step.
         X = system.X
@@ -184,7 +185,7 @@ def minres(
     A = operator_of(A)
     system = System(A, b, x0, preconditioner, max_iter)
     goal = system.goal(tol, atol)
-    with torch.no_grad(), outside_autocast(A.device):
+    with GradMode(False), outside_autocast(A.device.type):
         size = system.size_of_A()
         M = None
         if preconditioner is not None:
@@ -294,7 +295,7 @@ def lsmr(
     A = operator_of(A, square=False)
     system = System(A, b, x0, max_iter=max_iter)
     goal = system.norm_b.new_full(system.norm_b.shape, -1.0)
-    with torch.no_grad(), outside_autocast(A.device):
+    with GradMode(False), outside_autocast(A.device.type):
         size = system.size_of_A()
         options = {
             "atol": atol,
@@ -366,7 +367,7 @@ def neumann(
     system = System(A, b, None, preconditioner, num_terms + 2)
     goal = system.goal(1.0 if tol is None else tol, 0.0)
     advice = f"scale={scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg"
-    with torch.no_grad(), outside_autocast(A.device):
+    with GradMode(False), outside_autocast(A.device.type):
         R = system.B  # each term is P times the residual of the sum of the terms before it
         terms = 0
         for terms in range(1, num_terms + 2):

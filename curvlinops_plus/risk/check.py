@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
@@ -150,8 +151,9 @@ class _BatchCheck:
         disagreement: OutsideReads | None = None
         # The model and the batch's own recording stay as they are.
         modules = kept_modules([*self.risk.model.modules()])
-        gradients = torch.set_grad_enabled(self.recorder.backward)
-        with self.recorder.disabled, gradients, eager, kept_random_state(), modules:
+        with Endings() as endings, GradMode(self.recorder.backward), kept_random_state(), modules:
+            eager.enter(endings)
+            endings.enter_context(self.recorder.disabled)
             for norm in self.batch_norms:
                 norm.training = False
             for number in numbers:
@@ -202,7 +204,7 @@ class _BatchCheck:
         small = self.recorder.beside(params)
         is_part = few is not self.batch
         random_state = RandomState.now(self.risk.device) if self.recorder.repeatable else None
-        with placed, small:
+        with placed, small.attached():
             try:
                 with small.recording(len(chosen)):
                     outputs = self.risk.run(few, model)[0]
@@ -240,7 +242,7 @@ class _BatchCheck:
         refusal = small.refusal_of_one_row("the model does more with it than broadcast it")
         if refusal is not None:
             raise refusal
-        with torch.no_grad(), small.disabled:
+        with GradMode(False), small.disabled:
             second_outputs = self.risk.run(self.batch)[0]
         second_difference = self._difference(second_outputs, self.outputs)
         if second_difference:
@@ -258,7 +260,7 @@ class _BatchCheck:
         """The relative difference of outputs if it is more than rounding, else 0."""
         if [f.shape for f in outputs] != [F.shape for F in expected]:
             return 1.0
-        with torch.no_grad():
+        with GradMode(False):
             f = torch.cat([t.flatten() for t in outputs])
             F = torch.cat([t.flatten() for t in expected])
             difference = relative_difference(f, F)
@@ -481,7 +483,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     if not risk.options.check or modes in risk.checked.modes:
         return
     few = take_examples(batch, range(min(_FEW[0], batch.num_examples))) or batch
-    with kept_random_state(), kept_modules([*risk.model.modules()]), torch.no_grad():
+    with kept_random_state(), kept_modules([*risk.model.modules()]), GradMode(False):
         before = RandomState.now(risk.device)
         try:
             outputs = risk.run(few)[0]

@@ -13,7 +13,6 @@ self-check or the recording notices that something else than its layer reads a p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import takewhile
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC
@@ -87,7 +87,7 @@ def look_for_functions(
         attempts.append(failed)
     if attempts:
         state = preserve_state(risk.model, risk.data)
-        with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
+        with state, risk.placed(), torch.inference_mode(False), GradMode(True):
             if batch is None:
                 batch = next(risk.batches("functions"), None)
             if batch is None:  # other processes have examples, and tell what they find
@@ -288,18 +288,18 @@ class DryPass:
         self._views = ParameterViews(self._free)
 
         def run(model: nn.Module) -> None:
-            with ExitStack() as hooks:
+            with Endings() as endings:
                 for name, module in model.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                         continue
                     enter = own_calls(partial(self._enter, name))
                     leave = own_calls(self._leave)
                     hook = module.register_forward_pre_hook(enter, prepend=True)
-                    hooks.callback(hook.remove)
+                    endings.callback(hook.remove)
                     hook = module.register_forward_hook(leave, always_call=True, with_kwargs=True)
-                    hooks.callback(hook.remove)
-                with FunctionCalls(self._receive):
-                    self.risk.run(batch, model)
+                    endings.callback(hook.remove)
+                endings.enter_context(FunctionCalls(self._receive))
+                self.risk.run(batch, model)
 
         self.risk.at(self._free, run)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.risk.batches import raise_unreached, refuse_outside_reads, require_rereadable
 from curvlinops_plus.risk.losses import Totals
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def loss_pass(risk: EmpiricalRisk, desc: str = "loss") -> Totals:
     """Totals of all data. Cost: one forward pass. Inside of `preserve_state`."""
     totals = Totals()
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), GradMode(False):
         for batch in risk.batches(desc):
             totals.add(risk.losses.terms(risk.run(batch), batch).totals)
     return totals.over(risk.processes)

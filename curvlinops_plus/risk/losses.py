@@ -24,6 +24,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
@@ -471,7 +472,7 @@ def _no_mean(loss: OutputLoss, f: Tensor, y: Any, N: int) -> str:
 
     modules = [*loss.loss.modules()] if isinstance(loss.loss, nn.Module) else []
     try:
-        with torch.no_grad(), kept_random_state(), kept_modules(modules):
+        with GradMode(False), kept_random_state(), kept_modules(modules):
             together = value(chosen)
             again = value(chosen)
             singles = [value([n]) for n in chosen]

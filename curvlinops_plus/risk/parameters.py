@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.linalg import Space
@@ -120,7 +121,7 @@ class ModelParameters:
             >>> risk.assign(before)
         """
         self.renew()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), GradMode(False):
             return torch.cat([p.detach().to(self.dtype).flatten() for p in self.params.values()])
 
     def assign(self, v: Any) -> None:
@@ -152,7 +153,7 @@ class ModelParameters:
                 f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} "
                 "columns."
             )
-        with torch.no_grad():
+        with GradMode(False):
             for key, value in self.space.unflatten(x[:, 0]).items():
                 self.own_params[key].copy_(value)
 
@@ -190,18 +191,21 @@ class ModelParameters:
                     if (getattr(hook, "__module__", None) or "").startswith(_FSDP):
                         del table[number]
         whole_values = {name: p for name, (_, p) in self._spread.items()}
-        try:
-            with (
-                replaced_parameters(self._spread_places, whole_values),
-                replaced_parameters(self._places, values),
-            ):
-                yield
-        finally:
+
+        def restore() -> None:
             for table, before in hooks:
                 # Hooks that came since stay, behind those that were there.
                 since = {number: hook for number, hook in table.items() if number not in before}
                 table.clear()
                 table.update(before | since)
+
+        with (
+            Endings() as endings,
+            replaced_parameters(self._spread_places, whole_values),
+            replaced_parameters(self._places, values),
+        ):
+            endings.surely(restore)
+            yield
 
     @property
     def sharded(self) -> bool:
@@ -220,7 +224,7 @@ class ModelParameters:
         there are any.
         """
         self.require_in_place()
-        with torch.no_grad():
+        with GradMode(False):
             for part, p in self._spread.values():
                 p.requires_grad_(part.requires_grad).copy_(part.full_tensor())
 
@@ -556,7 +560,7 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """
     if not tensors:
         return {}
-    with torch.no_grad():
+    with GradMode(False):
         # All entries in place, of real floating-point numbers.
         reals = []
         for t in tensors.values():

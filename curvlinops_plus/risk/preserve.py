@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.backends import mha
 
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.layer.kept import (
@@ -65,96 +66,108 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     kinds = [
         p.device.type for module in modules for p in module._parameters.values() if p is not None
     ]
-    with eager, own_passes, ExitStack() as stack:
+    with Endings() as endings:
+        endings.enter_context(exclusive)
+        eager.enter(endings)
+        own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(RandomState.now().restore)
+            endings.enter_context(torch.autocast(kind, enabled=False))
+        endings.surely(RandomState.now().restore)
         sampler = getattr(data, "sampler", None)
         inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
         for holder in (data, sampler, inner_sampler):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
-                stack.callback(generator.set_state, generator.get_state())
-        stack.enter_context(kept_modules(modules))
-        parts = parts_kept(modules)
-        if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
-            begin = own_calls(lambda module, args: drop_new_tensors(parts))
-            stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-        for module in modules:
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                refuse_renormalization(module)
-                vars(module).update(_AS_FUNCTION)
-        try:
-            yield
-        except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
-                raise
-            keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
-            raise UnsupportedError(
-                "The model reads a tensor with the graph of an earlier call, which is gone. "
-                f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature is "
-                "computed: often model.train() and then model.eval() does."
-            ) from error
+                endings.callback(generator.set_state, generator.get_state())
+        with kept_modules(modules):
+            parts = parts_kept(modules)
+            if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
+                begin = own_calls(lambda module, args: drop_new_tensors(parts))
+                endings.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+            for module in modules:
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                    refuse_renormalization(module)
+                    vars(module).update(_AS_FUNCTION)
+            try:
+                yield
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                keepers = ", ".join(keepers_of_graphs(model)) or "A module or a cache of a method"
+                raise UnsupportedError(
+                    "The model reads a tensor with the graph of an earlier call, which is gone. "
+                    f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature "
+                    "is computed: often model.train() and then model.eval() does."
+                ) from error
 
 
 # -------------------------------------------------------------------------------------- the process
-#: Context that one thread at a time is in, as often as it likes.
+#: Lock of the thread that evaluates risks, as often as it likes.
 exclusive = threading.RLock()
 
 
-class Depth:
-    """Context that counts how often it is entered; generators take several times as long."""
+class _OwnPasses(threading.local):
+    """Whether this thread's calls of models are this package's own, not the user's.
+
+    Attributes:
+        depth: How many contexts are open.
+    """
 
     depth = 0
 
-    def __enter__(self) -> None:
+    def enter(self, endings: ExitStack) -> None:
+        """They are, until the stack is left; then as before, whatever was left open inside."""
+        endings.callback(setattr, self, "depth", self.depth)
         self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
-class _OwnPasses(Depth, threading.local):
-    """Context in which this thread's calls of models are this package's own, not the user's."""
 
 
 own_passes = _OwnPasses()
 
 
 class _Eager:
-    """Context in which compiled modules run eagerly, and transformers without fused inference: else
-    no hooks fire.
+    """Switches of the process: compiled modules run eagerly, and transformers without fused
+    inference; else no hooks fire.
 
-    Counted, since these contexts need not be left in the opposite order: an inner one that restored
-    what it had found would leave everything eager for good. So the switches are put back by
-    whichever is left last.
+    They are off as long as anybody needs it, in any thread, and as before afterwards: the contexts
+    need not be left in the opposite order.
     """
 
-    depth = 0
-    _fused = True
-    _stance: Any = None
+    def __init__(self) -> None:
+        self._users: set[Any] = set()
+        self.is_on = False
+        self._lock = threading.RLock()
+        self._endings = ExitStack()
 
-    def __enter__(self) -> None:
-        exclusive.acquire()
-        try:
-            if self.depth == 0:
-                if "torch._dynamo" in sys.modules:
-                    self._stance = torch.compiler.set_stance("force_eager")  # from now on
-                self._fused = mha.get_fastpath_enabled()
+    def enter(self, endings: ExitStack) -> None:
+        """Until the stack is left."""
+        user = object()
+        # Twice, since an interrupt may fall into the first.
+        endings.callback(self.leave, user)
+        endings.callback(self.leave, user)
+        self.start(user)
+
+    def start(self, user: Any) -> None:
+        """Until this user leaves."""
+        self._users.add(user)
+        self._settle()
+
+    def leave(self, user: Any) -> None:
+        """A user needs it no more; one who has left may say so again."""
+        self._users.discard(user)
+        self._settle()
+
+    def _settle(self) -> None:
+        with Endings() as lock:
+            lock.enter_context(self._lock)
+            if self.is_on and not self._users:
+                self._endings.close()
+                self.is_on = False
+            elif self._users and not self.is_on:
+                self.is_on = True
+                self._endings.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
                 mha.set_fastpath_enabled(False)
-        except BaseException:
-            exclusive.release()
-            raise
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            mha.set_fastpath_enabled(self._fused)
-            if self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-        exclusive.release()
+                if "torch._dynamo" in sys.modules:
+                    self._endings.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 eager = _Eager()
@@ -165,7 +178,9 @@ def quiet() -> Iterator[None]:
     """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and
     right.
     """
-    with exclusive, warnings.catch_warnings():
+    with Endings() as endings:
+        endings.enter_context(exclusive)  # all threads see the filters
+        endings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*batching rule.*")
         yield
 
@@ -174,8 +189,8 @@ def untraced(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     """A function that `torch.compile` does not look into: around it, the graph of its caller is
     divided.
 
-    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second. It is left
-    out where nothing is compiled; this function is part of what is compiled, or not, itself.
+    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second. It is
+    left out where nothing is compiled; this function is part of what is compiled, or not, itself.
     """
     disabled = _disable_dynamo(function)
 
@@ -228,9 +243,9 @@ class ReplacedTensors(dict[str, Any]):
         held: What the module has, which may have been replaced itself.
     """
 
-    def __init__(self, replaced: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    def __init__(self, replaced: Mapping[str, Any], held: dict[str, Any]) -> None:
         super().__init__(replaced)
-        self.own: Mapping[str, Any] = getattr(held, "own", held)
+        self.own: dict[str, Any] = getattr(held, "own", held)
         self.thread = threading.get_ident()
 
     def __getitem__(self, name: str) -> Any:
@@ -244,6 +259,19 @@ class ReplacedTensors(dict[str, Any]):
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return super().values() if runs_for(self.thread) else self.own.values()  # pyright: ignore[reportReturnType]
+
+    # As `torch.func.functional_call` writes to them, in another thread.
+    def __setitem__(self, name: str, t: Any) -> None:
+        if runs_for(self.thread):
+            super().__setitem__(name, t)
+        else:
+            self.own[name] = t
+
+    def __delitem__(self, name: str) -> None:
+        if runs_for(self.thread):
+            super().__delitem__(name)
+        else:
+            del self.own[name]
 
 
 #: Every module that holds a parameter, and the names in it and keys of those it holds.
@@ -268,11 +296,11 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
     ones.
     """
     as_parameters(values.values())
-    with ExitStack() as ending:
+    with Endings() as endings:
         for module, names in places:
             held = module._parameters
             replaced = {**held, **{name: values[key] for name, key in names}}
-            ending.callback(vars(module).__setitem__, "_parameters", held)
+            endings.callback(vars(module).__setitem__, "_parameters", held)
             vars(module)["_parameters"] = ReplacedTensors(replaced, held)
         yield
 

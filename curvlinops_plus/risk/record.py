@@ -21,7 +21,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,10 +31,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from curvlinops_plus.contexts import Endings, GradMode, plain_mode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
-from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
@@ -43,7 +43,7 @@ from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
-from curvlinops_plus.risk.preserve import Depth, Uncopied, quiet, runs_for
+from curvlinops_plus.risk.preserve import Uncopied, quiet, runs_for
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
@@ -105,6 +105,18 @@ class ModuleHooks(NamedTuple):
     module: nn.Module
     before: Uncopied | None
     after: Uncopied
+
+
+class Depth:
+    """Context that counts how often it is entered; generators take several times as long."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Recorder:
@@ -191,6 +203,7 @@ class Recorder:
             self._function_keys |= {*use.keys.values()}
         self._views = ParameterViews({key: params[key] for key in self._function_keys})
         self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
+        self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
         self._hooks = [
@@ -263,21 +276,29 @@ class Recorder:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Context in which the hooks are on the modules, and PyTorch is in the modes for it."""
-        with ExitStack() as modes:
+        with Endings() as endings:
             if self.own_pass:
-                modes.enter_context(torch.inference_mode(False))
-                modes.enter_context(torch.set_grad_enabled(self.backward))
-            with self.risk.placed(), self:
+                endings.enter_context(torch.inference_mode(False))
+                endings.enter_context(GradMode(self.backward))
+            with self.risk.placed(), self.attached():
                 yield
 
-    def __enter__(self) -> Recorder:
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Context in which the hooks are on the modules."""
+        with Endings() as endings:
+            endings.surely(self.remove)
+            self.attach()
+            yield
+
+    def attach(self) -> None:
+        """Put the hooks on the modules."""
         self.is_open = True
+        add = self._handles.append
         for module, before, after in self._hooks:
             if before is not None:
-                self._handles.append(module.register_forward_pre_hook(before))
-            handle = module.register_forward_hook(after, prepend=True, with_kwargs=True)
-            self._handles.append(handle)
-        return self
+                add(module.register_forward_pre_hook(before))
+            add(module.register_forward_hook(after, prepend=True, with_kwargs=True))
 
     def _hooks_of(self, read: LayerRead) -> ModuleHooks:
         """The hooks of the module that a use is."""
@@ -289,7 +310,8 @@ class Recorder:
         after = Uncopied(self._module_call, read, holders, bool(answers_for))
         return ModuleHooks(use.module, before, after)
 
-    def __exit__(self, *error: object) -> None:
+    def remove(self) -> None:
+        """Take the hooks away, and forget the batch."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -299,28 +321,30 @@ class Recorder:
     @contextmanager
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
-        self.start(num_examples)
-        try:
-            yield
-        except OutsideReads:
-            raise
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
-                raise refusal from error
-            raise
-        finally:
-            self.stop()
+        with Endings() as endings:
+            endings.surely(self.stop)
+            self.start(num_examples)
+            try:
+                yield
+            except OutsideReads:
+                raise
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                if refusal := self.refusal_of_one_row(f"which does not go on from there: {error}"):
+                    raise refusal from error
+                raise
 
     def start(self, num_examples: int) -> None:
         """Begin to record a forward pass; the batch before is forgotten."""
         self._reset(num_examples)
+        self.disabled.depth = 0  # an interrupt may have left it
         self._recording = True
         self._thread = threading.get_ident()
-        self._mode.__enter__()
+        if self._functions:
+            self._mode_of_call.enter_context(self._mode)
 
     def stop(self) -> None:
         """The forward pass is over."""
-        self._mode.__exit__(None, None, None)
+        self._mode_of_call.close()
         self._recording = False
         self._inside.clear()
 
@@ -776,7 +800,7 @@ class Recorder:
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
     """Whether modules hold these tensors under these names."""
-    for module, name, p in holders:  # generators take twice as long
+    for module, name, p in holders:  # noqa: SIM110 (generators take twice as long)
         if module._parameters.get(name) is not p:
             return False
     return True

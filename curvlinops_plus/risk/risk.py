@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.batches import (
@@ -308,7 +309,7 @@ class EmpiricalRisk(ModelParameters):
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
-                with torch.enable_grad():  # it differentiates by itself, as forces from an energy
+                with GradMode(True):  # it differentiates by itself, as forces from an energy
                     return self.run(batch, model)
         outputs, targets, class_axes = self.read_output(out, batch)
         if model is not None and not self.checked.in_modules and torch.is_grad_enabled():

@@ -149,7 +149,7 @@ def test_what_is_dropped_leaves_no_hooks() -> None:
     heard.begin()
     assert model.head._forward_hooks
     del heard
-    assert not preserve.eager.depth  # else other threads would wait for good
+    assert not preserve.eager.is_on  # else other threads would wait for good
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert running.updates == 1
 

@@ -51,7 +51,9 @@ class Lines:
         code = frame.f_code
         ours = self._is_ours.get(code)
         if ours is None:
-            ours = self._is_ours[code] = code.co_filename.startswith(HOME)
+            # Python itself goes on where `__del__` raises.
+            ours = code.co_filename.startswith(HOME) and code.co_name != "__del__"
+            self._is_ours[code] = ours
         return self._line if ours else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:

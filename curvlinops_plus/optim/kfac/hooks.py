@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ class _Call:
         users_pass: The recording, of a batch without targets.
         due: Whether it is one for the statistics.
         start: What it began with, if the step evaluates it once more.
+        thread: That has called the model.
         outputs: What the losses read of what the model returned.
         versions: Of these tensors when the model returned them.
         targets: Of the losses that were called, by their index.
@@ -44,6 +46,7 @@ class _Call:
     users_pass: UsersPass
     due: bool
     start: PassStart | None
+    thread: threading.Thread = field(default_factory=threading.current_thread)
     outputs: Sequence[Tensor] = ()
     versions: Sequence[int] = ()
     targets: dict[int, Any] = field(default_factory=dict)
@@ -56,6 +59,10 @@ class Hooks:
     statistics or evaluates its batches once more. Calls that no loss is applied to are dropped, and
     so are outputs that were written to. A call whose input or output can't be read, such as one for
     features, belongs to no loss.
+
+    A recording belongs to the thread that has called the model; meanwhile others may call it, and
+    are not recorded. PyTorch tells nobody of a call that Ctrl-C has ended: its recording ends when
+    the model is called again, or with `forget`.
 
     Args:
         model: What is called, which may be a wrapper.
@@ -85,7 +92,8 @@ class Hooks:
         self._unreadable = WeakIdKeyDictionary()
         self.keeps = False
         self.paused = False
-        self._open: _Call | None = None  # the call that the model is in
+        #: The call that the model is in, by thread.
+        self._open: dict[threading.Thread, _Call] = {}
         self._waiting: list[_Call] = []
         #: Index of a loss to what it was multiplied with in the first step.
         self._factors: dict[int, list[Tensor]] = {}
@@ -107,6 +115,7 @@ class Hooks:
 
     def forget(self) -> None:
         """What was recorded until now belongs to no step any more."""
+        self._end_interrupted()
         for call in self._waiting:
             call.users_pass.close()
         self._waiting = []
@@ -147,16 +156,23 @@ class Hooks:
         """
         return self.paused or own_passes.depth > 0 or torch._C._current_graph_task_id() != -1
 
+    def _end_interrupted(self) -> None:
+        """End calls that never returned, or have called the model themselves, in this thread and in
+        those that have ended.
+        """
+        for thread, call in [*self._open.items()]:
+            if thread is threading.current_thread() or not thread.is_alive():
+                call.users_pass.close()
+                self._open.pop(thread, None)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_paused:
+            return
+        self._end_interrupted()
         due = self.due
         if not (due or self.keeps) or not module.training or not torch.is_grad_enabled():
             return
-        if self._is_paused:
-            return
         estimator = self._estimator
-        if self._open is not None:  # a call that was interrupted, or has called the model itself
-            self._open.users_pass.close()
-            self._open = None
         try:
             estimator.risk.require_in_place()
         except ValueError:  # with other tensors it is another model
@@ -173,14 +189,16 @@ class Hooks:
             self.unreadable = error.with_traceback(None)
             return
         start = PassStart.now(module) if self.keeps else None
-        self._open = _Call(estimator.users_pass(batch, due), due, start)
-        self._open.users_pass.begin()
+        call = _Call(estimator.users_pass(batch, due), due, start)
+        self._open[call.thread] = call
+        call.users_pass.begin()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is None or self._is_paused:
+        if self._is_paused:
             return
-        call = self._open
-        self._open = None
+        call = self._open.pop(threading.current_thread(), None)
+        if call is None:
+            return
         if output is None:  # the call has failed
             return call.users_pass.close()
         call.users_pass.end(output)
@@ -195,8 +213,10 @@ class Hooks:
             return
         call.versions = [f._version for f in call.outputs]
         self._waiting.append(call)
-        if len(self._waiting) > _WAITING:
-            self._waiting.pop(0).users_pass.close()
+        waiting = [other for other in self._waiting if other.thread is call.thread]
+        if len(waiting) > _WAITING:
+            self._waiting.remove(waiting[0])
+            waiting[0].users_pass.close()
 
     def _loss(
         self,
@@ -214,7 +234,7 @@ class Hooks:
             return
         f = args[0]
         risk = self._estimator.risk
-        for call in self._waiting:
+        for call in [*self._waiting]:
             if call.outputs[index] is f and call.versions[index] == f._version:
                 break
         else:

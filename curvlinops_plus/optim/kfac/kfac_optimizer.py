@@ -8,15 +8,14 @@ from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.blocks import KFAC, CurvatureEstimator
 from curvlinops_plus.blocks.users_pass import PassStart
+from curvlinops_plus.contexts import Endings, GradMode, outside_autocast
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
-from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
@@ -291,12 +290,10 @@ class KFACPreconditioner(TiedOptimizer):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls of the model and the losses in this context are not recorded."""
-        before = self._hooks.paused
-        self._hooks.paused = True
-        try:
+        with Endings() as endings:
+            endings.callback(setattr, self._hooks, "paused", self._hooks.paused)
+            self._hooks.paused = True
             yield
-        finally:
-            self._hooks.paused = before
 
     def warmup(
         self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False
@@ -356,9 +353,9 @@ class KFACPreconditioner(TiedOptimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with GradMode(True):
                 loss = closure()
-        with torch.no_grad(), outside_autocast(self.curvature.risk.device):
+        with GradMode(False), outside_autocast(self.curvature.risk.device.type):
             self.curvature.risk.require_in_place()
             if self._schedule is not None:
                 for group in self.param_groups:
@@ -839,15 +836,20 @@ class KFACOptimizer(KFACPreconditioner):
         lrs, momenta = zip(*(o.rates for o in vectors.options), strict=True)
         report.lr = sorted({w[0] * lr for lr in lrs})
         report.momentum = sorted({w[1] * μ for μ in momenta})
-        shrinks = vectors.combine(w, undoable=self._reject is not None)
+        looks = self.trust is not None and (self._adapts or self._reject is not None)
+        shrinks = vectors.combine(w, undoable=looks)
         report.scale = vectors.scale
         report.update_norm = float(norm_of(vectors.displacement))
-        if self.trust is None or not (self._adapts or self._reject is not None):
+        if self.trust is None or not looks:
             return vectors.move()
-        if model is None or shrinks:
-            model = self.trust.model(vectors, [vectors.displacement])
-            w = [1.0]
-        self._move_and_look(self.trust, vectors, model, w, report)
+        try:
+            if model is None or shrinks:
+                model = self.trust.model(vectors, [vectors.displacement])
+                w = [1.0]
+            self._move_and_look(self.trust, vectors, model, w, report)
+        except BaseException:  # the model was run once more: out of memory, or interrupted
+            vectors.undo()
+            raise
 
     def _move_and_look(
         self,

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError, level_of_user
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
 from curvlinops_plus.linalg.numerics import damped_cholesky
@@ -29,7 +30,6 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     LogPsi,
     PsiParams,
     Scores,
-    full_precision_no_grad,
 )
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
@@ -105,7 +105,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         stored: bool = False,
     ) -> None:
         psi = LogAmplitude(log_psi, params, amplitude)
-        with full_precision_no_grad(psi.device):
+        with plain_mode(psi.device.type):
             self._set(Scores(Ensemble(psi, samples, weights, chunk_size), stored))
 
     @classmethod
@@ -135,11 +135,11 @@ class CenteredFisherLinearOperator(LinearOperator):
         return super().__matmul__(X)
 
     def _to_dense(self) -> Tensor:
-        with full_precision_no_grad(self.device):
+        with plain_mode(self.device.type):
             return self.scores.covariance()
 
     def diagonal(self) -> Tensor:
-        with full_precision_no_grad(self.device):
+        with plain_mode(self.device.type):
             return self.scores.variances()
 
     @property

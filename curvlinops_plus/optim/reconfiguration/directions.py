@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.reconfiguration.damped_solve import (
     DampedSystem,
@@ -35,7 +36,6 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     LogAmplitude,
     LogPsi,
     PsiParams,
-    full_precision_no_grad,
     name_samples,
 )
 from curvlinops_plus.optim.tied import TiedOptimizer
@@ -140,7 +140,7 @@ def stochastic_reconfiguration(
     psi = LogAmplitude(log_psi, params, amplitude)
     phi = None if previous is None else psi.read(previous)
     check_options(mode, solver, momentum, damping=damping, diagonal_shift=diagonal_shift)
-    with full_precision_no_grad(psi.device):
+    with plain_mode(psi.device.type):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
         target, _ = centred_costs(ensemble, local_costs)
         system = DampedSystem(ensemble, damping, mode, solver, diagonal_shift, tol, max_iter)
@@ -207,7 +207,7 @@ class FisherInverse:
         g = self.psi.read(grad)
         if not bool(torch.isfinite(g).all()):
             raise NumericsError("grad has NaN or infinite entries.")
-        with full_precision_no_grad(self.psi.device):
+        with plain_mode(self.psi.device.type):
             ensemble = Ensemble(self.psi, samples, weights, self.chunk_size)
             system = DampedSystem(ensemble, **self.options)
             direction, self.report = system.inverse(g)
@@ -394,7 +394,7 @@ class StochasticReconfiguration(TiedOptimizer):
         if self._schedule is not None:
             group["damping"] = self._schedule(group["steps"])
         self._check(group)
-        with full_precision_no_grad(self._psi.device):
+        with plain_mode(self._psi.device.type):
             ensemble = Ensemble(self._psi, samples, weights, self._chunk_size)
             target, mean = centred_costs(ensemble, local_costs)
             system = DampedSystem(

@@ -31,7 +31,7 @@ component by component.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,6 +40,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
@@ -197,13 +198,6 @@ class LogAmplitude:
         return named
 
 
-@contextmanager
-def full_precision_no_grad(device: torch.device) -> Iterator[None]:
-    """Context without autograd graph and autocast, whatever the modes of the caller."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
 def as_real(t: Tensor) -> Tensor:
     """A complex tensor [*s] as its real and imaginary parts, [*s, 2]; a real one as it is."""
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
@@ -288,17 +282,17 @@ class Ensemble:
         """Context for calls of `log_psi`, with gradients; restores the module and the global random
         state.
         """
-        with ExitStack() as stack:
-            stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.autocast(self.psi.device.type, enabled=False))
-            # Fused attention has no second derivative.
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        with (
+            preserve_state(self.psi.module or nn.Module(), None),
+            torch.inference_mode(False),
+            outside_autocast(self.psi.device.type),
+            sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
+        ):
             yield
 
     def _forward(self) -> Tensor:
         """`log ψ` of all samples, [n, c]; checked on the last sample, which is also run alone."""
-        with self.running(), torch.no_grad():
+        with self.running(), GradMode(False):
             before = RandomState.now(self.psi.device)
             out = torch.cat([self.psi(self.values, chunk) for chunk in self.chunks])
             random = before != RandomState.now(self.psi.device)
