@@ -404,11 +404,11 @@ class Sums:
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, or that are withdrawn, in the order of the plan."""
-        return [
-            layer
-            for index, layer in enumerate(self.layers)
-            if index in self.totals_of(layer).called or layer in self.withdrawn
-        ]
+        called = []
+        for index, layer in enumerate(self.layers):
+            if index in self.totals[self.history[layer]].called or layer in self.withdrawn:
+                called.append(layer)
+        return called
 
     @property
     def begins(self) -> bool:

@@ -89,7 +89,7 @@ def uniforms(
 
 
 def batch_uniforms(key: int, rows: int, count: int) -> Tensor:  # -> [rows, count]
-    """Uniform numbers in [0, 1), float64 on the CPU, which belong to a batch as a whole.
+    """Uniform numbers in (0, 1), float64 on the CPU, which belong to a batch as a whole.
 
     Args:
         key: From `counter_key`.
@@ -98,8 +98,9 @@ def batch_uniforms(key: int, rows: int, count: int) -> Tensor:  # -> [rows, coun
         >>> batch_uniforms(counter_key(0, 1), 2, 3).shape
         torch.Size([2, 3])
     """
-    generator = np.random.Generator(np.random.SFC64(key))
-    return torch.from_numpy(generator.random((rows, count)))
+    # PyTorch's are multiples of 2⁻²⁴, here the middles between them: their inverse is finite.
+    numbers = torch.rand(rows, count, generator=torch.Generator().manual_seed(key))
+    return numbers.double().add_(2**-25)
 
 
 def inside(uniforms: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def frobenius(x: Tensor, axes: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 def psd_clip(  # [*b, d] -> [*b, d]
-    values: Tensor, rtol: float | None = None, scales: Tensor | None = None
+    values: Tensor, rtol: float | None = None, scales: Callable[[], Tensor] | None = None
 ) -> Tensor:
     """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the
     largest.
@@ -75,8 +75,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
         values: Eigenvalues along the last axis; leading axes are separate matrices.
         rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With
             0 only negative numbers become 0.
-        scales: For each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its diagonal:
-            with the default of `rtol` what is above `√eps` times that is not 0, so that inputs of a
+        scales: Returns for each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its
+            diagonal, asked for if a value is below: with the default of `rtol` what is above `√eps` times that is not 0, so that inputs of a
             small scale beside others of a large one count, unless it is above `d` times that, which
             no eigenvalue is.
 
@@ -95,7 +95,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
         return values.clone()
     if rtol is None and scales is not None:
         # No eigenvalue is above d times the mean of the diagonal in its eigenvector's entries.
-        large_in_scale = (values > eps**0.5 * scales) & (values <= d * scales)
+        of_diagonal = scales()
+        large_in_scale = (values > eps**0.5 * of_diagonal) & (values <= d * of_diagonal)
         positive |= large_in_scale & (values > (d * eps) ** 2 * largest)
     return torch.where(positive, values, torch.zeros_like(values))
 

@@ -85,7 +85,10 @@ class Losses(list["OutputLoss"]):
         """The number of the loss whose factor `c` is that of all statistics: the first one under
         "mean".
         """
-        return next((k for k, loss in enumerate(self) if loss.reduction == "mean"), 0)
+        for k, loss in enumerate(self):
+            if loss.reduction == "mean":
+                return k
+        return 0
 
     @property
     def reduction(self) -> str:
@@ -194,11 +197,12 @@ class Losses(list["OutputLoss"]):
         ]
         outputs, targets, counts, sums = zip(*parts)
         reference = self.reference
+        reference_loss = self[reference]
         # A loss without a likelihood has one term for each example.
-        has_terms = self[reference].likelihood is not None
+        has_terms = reference_loss.likelihood is not None
         terms = N * outputs[reference].shape[1] if has_terms else N
         count = counts[reference]
-        if self[reference].reduction == "sum":
+        if reference_loss.reduction == "sum":
             # Nothing is divided by it. Whether any term of any loss counts is asked all the same.
             count = sum(counts[1:], counts[0])
         totals = Totals(N, terms, count, counts=counts, losses=sums)
@@ -624,7 +628,15 @@ class Totals:
         count = _sum(0.0, self.loss_count)
         if isinstance(count, Tensor) and count.device.type == "cpu":
             count = float(count)
-        return replace(self, loss_count=count, counts=(), losses=())
+        return Totals(
+            self.examples,
+            self.terms,
+            count,
+            self.called,
+            self.reached,
+            weights=self.weights,
+            steps=self.steps,
+        )
 
 
 def _sums(totals: tuple[Number, ...], numbers: tuple[Number, ...]) -> tuple[Number, ...]:

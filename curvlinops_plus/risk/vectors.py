@@ -268,7 +268,8 @@ class MonteCarlo(Vectors):
 
     def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:
         """Gradients at sampled labels `[samples, N, R, C]`, over the root of their number."""
-        return likelihood.draw(F, Y, self.samples, draws.uniform) / math.sqrt(self.samples)
+        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
+        return drawn if self.samples == 1 else drawn / math.sqrt(self.samples)
 
 
 @dataclass(frozen=True)
