@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
 
-# `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn
-# example by example.
+# `uniform(N, ...)` returns float64 numbers in [0, 1), in optimizers float32. The example axis comes
+# first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
 
 _Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
@@ -343,8 +343,9 @@ class Likelihood(ABC):
             F: Output.
             Y: Target.
             num: How many for each term. No factor 1/√num is applied.
-            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the
-                example axis first, so that splitting a batch doesn't change the draws.
+            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1), in optimizers float32. It
+                is called with the example axis first, so that splitting a batch doesn't change the
+                draws for a data set.
 
         The default is a root of the Hessian times standard normal numbers.
         """

@@ -84,7 +84,8 @@ def plain_mode(device: str) -> AbstractContextManager[None]:
     # Each context costs as much as a small product does.
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
         return _plain_mode(device)
-    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+    # Half as many calls as `no_grad`.
+    return torch.set_grad_enabled(False) if torch.is_grad_enabled() else _AS_IT_IS
 
 
 @contextmanager

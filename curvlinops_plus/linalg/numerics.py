@@ -76,9 +76,9 @@ def psd_clip(  # [*b, d] -> [*b, d]
         rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With
             0 only negative numbers become 0.
         scales: Returns for each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its
-            diagonal, asked for if a value is below: with the default of `rtol` what is above `√eps` times that is not 0, so that inputs of a
-            small scale beside others of a large one count, unless it is above `d` times that, which
-            no eigenvalue is.
+            diagonal, and is called if a value is below: with the default of `rtol` what is above
+            `√eps` times that is not 0, so that inputs of a small scale beside others of a large one
+            count, unless it is above `d` times that, which no eigenvalue is.
 
     Example:
         >>> psd_clip(torch.tensor([-1e-9, 1e-9, 0.5, 2.0]))

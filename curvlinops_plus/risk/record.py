@@ -777,7 +777,7 @@ class Recorder:
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
     """Whether modules hold these tensors under these names."""
-    for module, name, p in holders:  # generators take twice as long
+    for module, name, p in holders:  # noqa: SIM110, generators take twice as long
         if module._parameters.get(name) is not p:
             return False
     return True

@@ -191,6 +191,7 @@ class KFACPreconditioner(TiedOptimizer):
             decay=decay,
             leave_out_uncalled=True,
         )
+        self.curvature.draws_by_batch = True
         self._strict = strict
         self._inverse = inverse
         self._power = power
