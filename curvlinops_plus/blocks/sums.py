@@ -231,10 +231,13 @@ class Sums:
         self._join(late, self.step, self.decay, steps=1.0)
         if self.decay == 1:
             return
-        accumulators = [a for layer in late for stage in self.stages[layer] for a in stage.values()]
-        for accumulator in accumulators:
-            accumulator.counts = {n: self.decay * count for n, count in accumulator.counts.items()}
-        tensors = [total for a in accumulators for total in a.raw.values()]
+        tensors: list[Tensor] = []
+        for layer in late:
+            for stage in self.stages[layer]:
+                for accumulator in stage.values():
+                    for name, count in accumulator.counts.items():
+                        accumulator.counts[name] = self.decay * count
+                    tensors += accumulator.raw.values()
         if not tensors:
             return
         with plain_mode(self.device):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1), in optimizers float32. The example axis comes
 # first: they are drawn example by example.
@@ -178,7 +179,7 @@ class Likelihood(ABC):
                 "beside it."
             )
         F = _as_terms(f, num_examples, axis % f.ndim)
-        F = F.to(torch.promote_types(F.dtype, torch.float32))
+        F = at_least_float32(F)
         return F, self.canonical_target(y, F, f.shape, axis % f.ndim)
 
     def canonical_target(

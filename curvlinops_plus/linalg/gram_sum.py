@@ -46,7 +46,7 @@ def add_gram(rows: Tensor, total: Tensor | None = None) -> Tensor:  # [M, d], [d
     `mirror`. Without a total, begin one.
     """
     if not _triangle_pays(rows):
-        return rows.T @ rows if total is None else total.addmm_(rows.T, rows)
+        return torch.mm(rows.T, rows) if total is None else total.addmm_(rows.T, rows)
     if total is None:
         total = rows.new_zeros(rows.shape[1], rows.shape[1])
     for start in range(0, rows.shape[1], _STRIP):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -332,7 +332,7 @@ def _blocks_by_group(K: BlockDiagonal, groups: Mapping[str, int]) -> dict[int, l
 
 class _Rotation(NamedTuple):
     """A block `(G ⊗ A) diag(values) (G ⊗ A)ᵀ`, with its part of a vector and of its product as
-    matrices.
+    matrices, and what multiplies these: `matmul` would choose it anew each time.
     """
 
     G: Tensor
@@ -341,6 +341,7 @@ class _Rotation(NamedTuple):
     At: Tensor
     part: Tensor
     product: Tensor
+    multiply: Callable[..., Tensor]
 
 
 class BlockProducts:
@@ -371,7 +372,8 @@ class BlockProducts:
             part = part.view(shape)
             product = product.view(shape)
             if isinstance(block, Eigendecomposed):
-                self._rotations.append(_Rotation(G, A, G.mT, A.mT, part, product))
+                multiply = torch.mm if G.ndim == 2 else torch.bmm
+                self._rotations.append(_Rotation(G, A, G.mT, A.mT, part, product, multiply))
                 self._values.append(block.values.view(shape))
             else:
                 self._factors.append((G, part, A.mT, product))
@@ -379,10 +381,10 @@ class BlockProducts:
     def write(self) -> None:
         """Multiply the vectors as they are now."""
         if self._rotations:
-            rotated = [r.Gt @ r.part @ r.A for r in self._rotations]
+            rotated = [r.multiply(r.multiply(r.Gt, r.part), r.A) for r in self._rotations]
             _foreach_mul_(rotated, self._values)
             for r, t in zip(self._rotations, rotated, strict=True):
-                torch.matmul(r.G @ t, r.At, out=r.product)
+                r.multiply(r.multiply(r.G, t), r.At, out=r.product)
         for G, part, At, product in self._factors:
             torch.matmul(G @ part, At, out=product)
         for block, part, product in self._others:

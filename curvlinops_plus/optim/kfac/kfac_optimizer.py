@@ -337,6 +337,14 @@ class KFACPreconditioner(TiedOptimizer):
         self.close()
 
     # ---------------------------------------------------------------------------------------- steps
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's, whose ways around compiler and profiler take as long as a layer does."""
+        if not set_to_none:
+            return super().zero_grad(False)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step.
