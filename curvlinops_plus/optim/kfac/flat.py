@@ -48,6 +48,7 @@ class StepVectors:
         velocity: `u` and `C u`, each `[2, n]`.
         displacement: What is added to the parameters, each `[n]`.
         options: Those of this step, of each vector.
+        lrs, momenta: Their learning rates and momenta, each once.
         scale: The least factor of a norm constraint in this step.
 
     Raises:
@@ -205,6 +206,8 @@ class StepVectors:
             if o.norm_constraint is not None:
                 self._bounds.setdefault(o.norm_constraint, []).append(k)
         self._decays = [options[k] for k in self._owners]  # of each parameter
+        self.lrs = sorted({o.rates[0] for o in self.options})
+        self.momenta = sorted({o.rates[1] for o in self.options})
         self._couples = any(o.coupled for o in self._decays)
         self._shrinks = any(o.decoupled for o in self._decays)
 

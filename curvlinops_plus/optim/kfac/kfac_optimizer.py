@@ -845,9 +845,8 @@ class KFACOptimizer(KFACPreconditioner):
             model = self.trust.model(vectors, vectors.along())
             coefficients = zip(*(o.coefficients for o in vectors.options), strict=True)
             w = model.minimizer([None if "adaptive" in values else 1.0 for values in coefficients])
-        lrs, momenta = zip(*(o.rates for o in vectors.options), strict=True)
-        report.lr = sorted({w[0] * lr for lr in lrs})
-        report.momentum = sorted({w[1] * μ for μ in momenta})
+        report.lr = [w[0] * lr for lr in vectors.lrs]
+        report.momentum = [w[1] * μ for μ in vectors.momenta]
         shrinks = vectors.combine(w, undoable=self._reject is not None)
         report.scale = vectors.scale
         report.update_norm = float(norm_of(vectors.displacement))
