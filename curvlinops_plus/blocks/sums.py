@@ -537,15 +537,15 @@ def _union(before: Totals, more: Totals, decay: float = 1.0, steps: float = 0.0)
     more.
     """
     new = Totals(
-        before.examples,
-        before.terms,
-        before.loss_count * decay,
-        set(before.called),
-        set(before.reached),
-        before.counts,
-        before.losses,
-        before.weights,
-        before.steps * decay + steps,
+        examples=before.examples,
+        terms=before.terms,
+        loss_count=before.loss_count * decay,
+        called=set(before.called),
+        reached=set(before.reached),
+        counts=before.counts,
+        losses=before.losses,
+        weights=before.weights,
+        steps=before.steps * decay + steps,
     )
     new.add(more)
     return new

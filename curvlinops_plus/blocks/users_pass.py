@@ -147,8 +147,8 @@ class UsersPass:
         risk = recorder.risk
         outputs = risk.read_output(self._output, batch)
         heads = outputs[0]
-        has_graph = not recorder.backward or any(f.requires_grad for f in heads)
-        if not has_graph and any(p.requires_grad for p in risk.params.values()):
+        lacks_graph = recorder.backward and not any(f.requires_grad for f in heads)
+        if lacks_graph and any(p.requires_grad for p in risk.params.values()):
             raise recorder.doubt or ValueError(
                 "The output of the model has no graph, so nothing can be backpropagated from it. "
                 "Is there a `.detach()` in the model?"

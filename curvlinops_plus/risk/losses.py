@@ -581,12 +581,6 @@ class Totals:
         self.counts = _sums(self.counts, totals.counts)
         self.losses = _sums(self.losses, totals.losses)
 
-    def decay(self, factor: float) -> None:
-        """Multiply what statistics are divided by."""
-        # Not in place: others may have the same tensor.
-        self.loss_count = self.loss_count * factor
-        self.steps *= factor
-
     def over(self, processes: Alone, error: Exception | None = None) -> Totals:
         """The totals of all processes; an `error` of this one is raised in all. Collective.
 
@@ -629,11 +623,11 @@ class Totals:
         if isinstance(count, Tensor) and count.device.type == "cpu":
             count = float(count)
         return Totals(
-            self.examples,
-            self.terms,
-            count,
-            self.called,
-            self.reached,
+            examples=self.examples,
+            terms=self.terms,
+            loss_count=count,
+            called=self.called,
+            reached=self.reached,
             weights=self.weights,
             steps=self.steps,
         )

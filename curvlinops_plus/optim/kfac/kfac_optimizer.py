@@ -338,7 +338,7 @@ class KFACPreconditioner(TiedOptimizer):
 
     # ---------------------------------------------------------------------------------------- steps
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As PyTorch's, whose ways around compiler and profiler take as long as a layer does."""
+        """As PyTorch's own, whose detours for compiler and profiler take as long as a layer."""
         if not set_to_none:
             return super().zero_grad(False)
         for group in self.param_groups:
