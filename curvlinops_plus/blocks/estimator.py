@@ -323,7 +323,7 @@ class CurvatureEstimator:
             batch = self._sums.fresh()
             totals = batch.see(show_again, self.risk.processes if world == 1 else None)
         batch.require_finite()
-        self._sums.add(batch, totals.of_stream(), decay)
+        self._sums.add(batch, totals, decay)
         self._drawn = step, before + totals.examples
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -157,8 +157,9 @@ class UsersPass:
             return False
         # Gradients that the user retains are those of the user's own backward pass.
         retained = [(f, f.grad) for f in heads if f.retains_grad]
+        inference = torch.is_inference_mode_enabled()
         try:
-            with exclusive, own_passes, _without_inference_mode():
+            with exclusive, own_passes, torch.inference_mode(False) if inference else nullcontext():
                 self._add(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
@@ -171,11 +172,6 @@ class UsersPass:
             for f, grad in retained:
                 f.grad = grad
         return True
-
-
-def _without_inference_mode() -> AbstractContextManager[Any]:
-    """Context in which tensors have derivatives, whatever the modes around it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager

@@ -394,6 +394,8 @@ class OutputLoss:
             count = self.likelihood.count(F, Y)
         else:
             count = self.likelihood.counts(F, Y) @ weight
+        if count.device.type == "cpu":  # sums of numbers take a fraction of the time
+            count = float(count)
         if not values:
             return F, Y, count, 0.0
         terms = self.likelihood.nll(F, Y)
@@ -614,23 +616,6 @@ class Totals:
         counts = tuple(map(float, self.counts))
         losses = tuple(map(float, self.losses))
         return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
-
-    def of_stream(self) -> Totals:
-        """What a stream of batches adds up, in double precision, as a state has it that is
-        resumed.
-        """
-        count = _sum(0.0, self.loss_count)
-        if isinstance(count, Tensor) and count.device.type == "cpu":
-            count = float(count)
-        return Totals(
-            examples=self.examples,
-            terms=self.terms,
-            loss_count=count,
-            called=self.called,
-            reached=self.reached,
-            weights=self.weights,
-            steps=self.steps,
-        )
 
 
 def _sums(totals: tuple[Number, ...], numbers: tuple[Number, ...]) -> tuple[Number, ...]:
