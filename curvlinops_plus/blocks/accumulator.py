@@ -218,12 +218,17 @@ class Accumulator(metaclass=_MadeByOperators):
         total = self.sums[name]
         # What is added to later is not written to.
         out = total if self.complete else None
-        factor = self.counts[name] if name in self.counts else self.scale(self.totals)
-        factor = torch.as_tensor(factor, dtype=total.dtype, device=total.device)
         if name in self.counts:
-            count = torch.where(factor > 0, factor, torch.ones_like(factor))
+            count = self.counts[name]
+            if isinstance(count, Tensor):
+                count = torch.where(count > 0, count, 1.0).to(total)
+            elif not count > 0:
+                count = 1.0
             value = torch.div(total, count, out=out)
         else:
+            factor = self.scale(self.totals)
+            if isinstance(factor, Tensor):
+                factor = factor.to(total)
             value = torch.mul(total, factor, out=out)
         if self.complete:
             self.counts[name] = 1.0

@@ -104,6 +104,9 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
+    #: Whether random numbers belong to a batch as a whole, see `Draws`: so in an optimizer.
+    draws_by_batch = False
+
     @takes_risk
     def __init__(
         self,
@@ -312,7 +315,8 @@ class CurvatureEstimator:
         if decay != 1 and self.updates:
             step, before = step + 1, 0
         # If it is shown again, it is with the same vectors.
-        show_again = partial(show, Draws(self.vectors.seed or 0, step, before))
+        draws = Draws(self.vectors.seed or 0, step, before, self.draws_by_batch)
+        show_again = partial(show, draws)
         if (world := self.risk.processes.world) > 1 and (self._sums.begins or self._begins_anew):
             batch, totals = self._first(show_again)
         else:
@@ -321,7 +325,7 @@ class CurvatureEstimator:
         batch.require_finite()
         # One call, so that an interrupt comes before all of it or afterwards.
         vars(self).update(
-            _sums=self._sums.added(batch, totals.of_stream(), decay),
+            _sums=self._sums.added(batch, totals, decay),
             _drawn=(step, before + totals.examples),
             updates=self.updates + 1,
             examples=self.examples + totals.examples,

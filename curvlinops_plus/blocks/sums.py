@@ -140,13 +140,18 @@ class Sums:
     # ----------------------------------------------------------------------------- batches of steps
     def fresh(self) -> Self:
         """No sums, in the same bases."""
+        other = self._with(Accumulator.empty)
+        other._begin(Totals())
+        return other
+
+    def _with(self, make: Callable[[Accumulator], Accumulator]) -> Self:
+        """The same with accumulators made of these ones."""
         other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
         vars(other).update(vars(self))
         other.stages = {}
         for layer, stages in self.stages.items():
-            other.stages[layer] = [{n: a.empty() for n, a in stage.items()} for stage in stages]
+            other.stages[layer] = [{n: make(a) for n, a in stage.items()} for stage in stages]
         other.withdrawn = set(self.withdrawn)
-        other._begin(Totals())
         return other
 
     def see(self, show: DataShow, processes: Alone | None, totals: Totals | None = None) -> Totals:
@@ -321,17 +326,12 @@ class Sums:
     # --------------------------------------------------------------------------- sums of other sums
     def copied(self, make: Callable[[Accumulator], Accumulator] = Accumulator.copy) -> Self:
         """The same, with accumulators made of these ones; changes of one are none of the other."""
-        other = copy.copy(self)
         with plain_mode(self.device):
-            other.stages = {
-                layer: [{name: make(a) for name, a in stage.items()} for stage in stages]
-                for layer, stages in self.stages.items()
-            }
+            other = self._with(make)
         other.history = dict(self.history)
         other.totals = dict(self.totals)
         other.entered = set(self.entered)
         other.step = _union(Totals(), self.step)
-        other.withdrawn = set(self.withdrawn)
         return other
 
     def without_data(self) -> Self:
@@ -418,11 +418,11 @@ class Sums:
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, or that are withdrawn, in the order of the plan."""
-        return [
-            layer
-            for index, layer in enumerate(self.layers)
-            if index in self.totals_of(layer).called or layer in self.withdrawn
-        ]
+        called = []
+        for index, layer in enumerate(self.layers):
+            if index in self.totals[self.history[layer]].called or layer in self.withdrawn:
+                called.append(layer)
+        return called
 
     @property
     def begins(self) -> bool:
@@ -549,15 +549,15 @@ def _union(before: Totals, more: Totals, decay: float = 1.0, steps: float = 0.0)
     more.
     """
     new = Totals(
-        before.examples,
-        before.terms,
-        before.loss_count * decay,
-        set(before.called),
-        set(before.reached),
-        before.counts,
-        before.losses,
-        before.weights,
-        before.steps * decay + steps,
+        examples=before.examples,
+        terms=before.terms,
+        loss_count=before.loss_count * decay,
+        called=set(before.called),
+        reached=set(before.reached),
+        counts=before.counts,
+        losses=before.losses,
+        weights=before.weights,
+        steps=before.steps * decay + steps,
     )
     new.add(more)
     return new

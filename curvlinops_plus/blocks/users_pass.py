@@ -149,8 +149,8 @@ class UsersPass:
         risk = recorder.risk
         outputs = risk.read_output(self._output, batch)
         heads = outputs[0]
-        trained = recorder.backward and any(p.requires_grad for p in risk.params.values())
-        if trained and not any(f.requires_grad for f in heads):
+        lacks_graph = recorder.backward and not any(f.requires_grad for f in heads)
+        if lacks_graph and any(p.requires_grad for p in risk.params.values()):
             raise recorder.doubt or ValueError(
                 "The output of the model has no graph, so nothing can be backpropagated from it. "
                 "Is there a `.detach()` in the model?"
@@ -159,11 +159,13 @@ class UsersPass:
             return False
         # Gradients that the user retains are those of the user's own backward pass.
         retained = [(f, f.grad) for f in heads if f.retains_grad]
+        inference = torch.is_inference_mode_enabled()
         try:
             with Endings() as endings:
                 endings.enter_context(exclusive)
                 own_passes.enter(endings)
-                endings.enter_context(torch.inference_mode(False))  # whatever the mode
+                if inference:
+                    endings.enter_context(torch.inference_mode(False))
                 self._add(partial(recorder.send_back, batch, outputs, keep_graph=True), decay)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):

@@ -4,7 +4,7 @@ them.
 A number depends on where it is used alone, not on what was drawn before. Inversion uses a fixed
 number of uniforms per draw, so draws for a data set don't depend on how its examples are split into
 batches, and float64 uniforms make them (up to rounding of the probabilities) the same in every
-precision of the model. In training loops one generator for a batch is faster.
+precision of the model. Optimizers take one generator for a batch, which is faster.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def uniforms(
 
 
 def batch_uniforms(key: int, rows: int, count: int) -> Tensor:  # -> [rows, count]
-    """Uniform numbers in [0, 1), float64 on the CPU, which belong to a batch as a whole.
+    """Uniform numbers in (0, 1), float32 on the CPU, which belong to a batch as a whole.
 
     Args:
         key: From `counter_key`.
@@ -98,8 +98,9 @@ def batch_uniforms(key: int, rows: int, count: int) -> Tensor:  # -> [rows, coun
         >>> batch_uniforms(counter_key(0, 1), 2, 3).shape
         torch.Size([2, 3])
     """
-    generator = np.random.Generator(np.random.SFC64(key))
-    return torch.from_numpy(generator.random((rows, count)))
+    generator = torch.Generator().manual_seed(key)
+    numbers = torch.rand(rows, count, generator=generator, dtype=torch.float32)
+    return numbers.clamp_(min=2**-25)  # multiples of 2⁻²⁴, of which 0 has no logarithm
 
 
 def inside(uniforms: Tensor) -> Tensor:
@@ -145,6 +146,7 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         return torch.cat([categories(p, u) for p, u in parts]).view(uniforms.shape)
     # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of
     # their spacings.
+    uniforms = uniforms.double()
     cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
     total = cumulative[..., -1:]
     # u * total may round up to total itself, beyond the last class.

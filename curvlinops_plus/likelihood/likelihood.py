@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals
+from curvlinops_plus.linalg.numerics import at_least_float32
 
-# `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn
-# example by example.
+# `uniform(N, ...)` returns float64 numbers in [0, 1), in optimizers float32. The example axis comes
+# first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
 
 _Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
@@ -179,7 +180,7 @@ class Likelihood(ABC):
                 "beside it."
             )
         F = _as_terms(f, num_examples, axis % f.ndim)
-        F = F.to(torch.promote_types(F.dtype, torch.float32))
+        F = at_least_float32(F)
         return F, self.canonical_target(y, F, f.shape, axis % f.ndim)
 
     def canonical_target(
@@ -344,8 +345,9 @@ class Likelihood(ABC):
             F: Output.
             Y: Target.
             num: How many for each term. No factor 1/√num is applied.
-            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the
-                example axis first, so that splitting a batch doesn't change the draws.
+            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1), in optimizers float32. It
+                is called with the example axis first, so that splitting a batch doesn't change the
+                draws for a data set.
 
         The default is a root of the Hessian times standard normal numbers.
         """

@@ -320,10 +320,13 @@ class Dense(OneTensor):
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
-        if semidefinite:
-            # zᵀ diag(M) z of each eigenvector z, see `psd_clip`.
+
+        def scales() -> Tensor:
+            """`zᵀ diag(M) z` of each eigenvector z, see `psd_clip`."""
             diagonal = self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :]
-            scales = (diagonal @ Q.square())[..., 0, :].detach()
+            return (diagonal @ Q.square())[..., 0, :].detach()
+
+        if semidefinite:
             values = psd_clip(values, self.rtol, scales)
         return values, Dense(Q)
 

@@ -6,15 +6,13 @@ down: `d / 128` products of PyTorch, on PyTorch's threads, with little more than
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
+import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.numerics import at_least_float32
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _STRIP = 128  # columns; narrower strips are products that are too thin to be fast
-_AS_IT_IS = nullcontext()
 
 
 def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
@@ -44,7 +42,7 @@ def add_gram(rows: Tensor, total: Tensor | None = None) -> Tensor:  # [M, d], [d
     `mirror`. Without a total, begin one.
     """
     if not _triangle_pays(rows):
-        return rows.T @ rows if total is None else total.addmm_(rows.T, rows)
+        return torch.mm(rows.T, rows) if total is None else total.addmm_(rows.T, rows)
     if total is None:
         total = rows.new_zeros(rows.shape[1], rows.shape[1])
     for start in range(0, rows.shape[1], _STRIP):

@@ -67,7 +67,7 @@ def frobenius(x: Tensor, axes: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 def psd_clip(  # [*b, d] -> [*b, d]
-    values: Tensor, rtol: float | None = None, scales: Tensor | None = None
+    values: Tensor, rtol: float | None = None, scales: Callable[[], Tensor] | None = None
 ) -> Tensor:
     """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the
     largest.
@@ -76,10 +76,10 @@ def psd_clip(  # [*b, d] -> [*b, d]
         values: Eigenvalues along the last axis; leading axes are separate matrices.
         rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With
             0 only negative numbers become 0.
-        scales: For each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its diagonal:
-            with the default of `rtol` what is above `√eps` times that is not 0, so that inputs of a
-            small scale beside others of a large one count, unless it is above `d` times that, which
-            no eigenvalue is.
+        scales: Returns for each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its
+            diagonal, and is called if a value is below: with the default of `rtol` what is above
+            `√eps` times that is not 0, so that inputs of a small scale beside others of a large one
+            count, unless it is above `d` times that, which no eigenvalue is.
 
     Example:
         >>> psd_clip(torch.tensor([-1e-9, 1e-9, 0.5, 2.0]))
@@ -96,7 +96,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
         return values.clone()
     if rtol is None and scales is not None:
         # No eigenvalue is above d times the mean of the diagonal in its eigenvector's entries.
-        large_in_scale = (values > eps**0.5 * scales) & (values <= d * scales)
+        of_diagonal = scales()
+        large_in_scale = (values > eps**0.5 * of_diagonal) & (values <= d * of_diagonal)
         positive |= large_in_scale & (values > (d * eps) ** 2 * largest)
     return torch.where(positive, values, torch.zeros_like(values))
 

@@ -101,10 +101,10 @@ def count_examples(
     """
     if batch_size_fn is not None:
         return int(batch_size_fn(X))
+    if isinstance(X, Tensor) and X.ndim:
+        return X.shape[0]
     carriers: list[Any] = []
-    if isinstance(X, Tensor):
-        carriers = [X]
-    elif unpack and isinstance(y, Tensor) and y.ndim:
+    if unpack and isinstance(y, Tensor) and y.ndim:
         carriers = [y]
     elif isinstance(X, Mapping):
         carriers = [t for t in X.values() if isinstance(t, Tensor) and t.ndim]

@@ -211,10 +211,12 @@ class LayerBatch:
         adds_no_bias = self.bias and "bias" not in call.use.keys
         if adds_no_bias or type(call.rule).input_gram is not AffineRule.input_gram:
             return None
-        a = self._inputs[0]
+        a = call.rule.rows(call.use.module, call.args[0])
         if isinstance(a, SparseRows) or a.ndim > 3:
             return None
-        return a.mean(1) if reduce else a.flatten(0, 1)
+        if reduce:
+            return a.reshape(self.num_examples, -1, a.shape[-1]).mean(1)
+        return a.flatten(0, 1)
 
     def input_gram(
         self, reduce: bool = False, diagonal: bool = False
@@ -290,10 +292,13 @@ class LayerBatch:
         call = self._only_call()
         if call is None or self.sparse or type(call.rule).grad_gram is not AffineRule.grad_gram:
             return None
-        g = self._grads[0]
+        g = call.rule.grad_rows(call.use.module, call.grads)
         if g.ndim > 4:
             return None
-        return g.sum(2).flatten(0, 1) if reduce and g.shape[2] > 1 else g.flatten(0, 2)
+        if reduce and g.shape[1:3].numel() > self.num_examples:
+            g = g.reshape(len(g) * self.num_examples, -1, g.shape[-1])
+            return g.sum(1)
+        return g.flatten(0, 2)
 
     def grad_gram(self, reduce: bool = False, diagonal: bool = False) -> Tensor:
         """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`.

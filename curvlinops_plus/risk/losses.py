@@ -86,7 +86,10 @@ class Losses(list["OutputLoss"]):
         """The number of the loss whose factor `c` is that of all statistics: the first one under
         "mean".
         """
-        return next((k for k, loss in enumerate(self) if loss.reduction == "mean"), 0)
+        for k, loss in enumerate(self):
+            if loss.reduction == "mean":
+                return k
+        return 0
 
     @property
     def reduction(self) -> str:
@@ -195,11 +198,12 @@ class Losses(list["OutputLoss"]):
         ]
         outputs, targets, counts, sums = zip(*parts)
         reference = self.reference
+        reference_loss = self[reference]
         # A loss without a likelihood has one term for each example.
-        has_terms = self[reference].likelihood is not None
+        has_terms = reference_loss.likelihood is not None
         terms = N * outputs[reference].shape[1] if has_terms else N
         count = counts[reference]
-        if self[reference].reduction == "sum":
+        if reference_loss.reduction == "sum":
             # Nothing is divided by it. Whether any term of any loss counts is asked all the same.
             count = sum(counts[1:], counts[0])
         totals = Totals(N, terms, count, counts=counts, losses=sums)
@@ -391,6 +395,8 @@ class OutputLoss:
             count = self.likelihood.count(F, Y)
         else:
             count = self.likelihood.counts(F, Y) @ weight
+        if count.device.type == "cpu":  # sums of numbers take a fraction of the time
+            count = float(count)
         if not values:
             return F, Y, count, 0.0
         terms = self.likelihood.nll(F, Y)
@@ -578,12 +584,6 @@ class Totals:
         self.counts = _sums(self.counts, totals.counts)
         self.losses = _sums(self.losses, totals.losses)
 
-    def decay(self, factor: float) -> None:
-        """Multiply what statistics are divided by."""
-        # Not in place: others may have the same tensor.
-        self.loss_count = self.loss_count * factor
-        self.steps *= factor
-
     def over(self, processes: Alone, error: Exception | None = None) -> Totals:
         """The totals of all processes; an `error` of this one is raised in all. Collective.
 
@@ -617,15 +617,6 @@ class Totals:
         counts = tuple(map(float, self.counts))
         losses = tuple(map(float, self.losses))
         return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
-
-    def of_stream(self) -> Totals:
-        """What a stream of batches adds up, in double precision, as a state has it that is
-        resumed.
-        """
-        count = _sum(0.0, self.loss_count)
-        if isinstance(count, Tensor) and count.device.type == "cpu":
-            count = float(count)
-        return replace(self, loss_count=count, counts=(), losses=())
 
 
 def _sums(totals: tuple[Number, ...], numbers: tuple[Number, ...]) -> tuple[Number, ...]:

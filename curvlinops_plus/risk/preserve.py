@@ -190,7 +190,7 @@ def untraced(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     divided.
 
     PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second. It is
-    left out where nothing is compiled; this function is part of what is compiled, or not, itself.
+    left out where nothing is compiled; the wrapper is part of what is compiled, or not, itself.
     """
     disabled = _disable_dynamo(function)
 

@@ -731,7 +731,7 @@ class Recorder:
         self, gradients: list[Tensor | None], num_vectors: int, power: float = 1.0
     ) -> None:
         """Show each layer its batch; arguments as for `_show`."""
-        with plain_mode(self.risk.device.type):
+        with self.disabled, plain_mode(self.risk.device.type):
             for index in self.by_layer:
                 self._show(index, gradients, num_vectors, power)
         self._is_first = False
@@ -739,8 +739,8 @@ class Recorder:
     def _show(
         self, index: int, gradients: list[Tensor | None], num_vectors: int, power: float
     ) -> None:
-        """Pass a layer's batch to the consumer, which may run modules again: those calls are not
-        recorded.
+        """Pass a layer's batch to the consumer, which may run modules again: `disabled`, and in
+        plain mode.
 
         Args:
             gradients: At the edges of all calls, times `power`; None for zero. Those of the layer
@@ -763,8 +763,7 @@ class Recorder:
         batch = LayerBatch(
             layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
         )
-        with self.disabled, plain_mode(layer.device.type):
-            self._consume(batch)
+        self._consume(batch)
         for call in calls:
             call.grads = None
 
@@ -788,19 +787,21 @@ class Recorder:
             index = layer_of_edge[k]
             missing[index] -= 1
             if not missing[index]:
-                self._show(index, gradients, 1, power)
+                with self.disabled, plain_mode(self.risk.device.type):
+                    self._show(index, gradients, 1, power)
 
         with self._mode:
             stream_gradients(outputs, edges, vector, keep_graph, arrive)
-        for index, number in missing.items():
-            if number:  # some call, or all of them, does not reach the output
-                self._show(index, gradients, 1, power)
+        with self.disabled, plain_mode(self.risk.device.type):
+            for index, number in missing.items():
+                if number:  # some call, or all of them, does not reach the output
+                    self._show(index, gradients, 1, power)
         self._is_first = False
 
 
 def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
     """Whether modules hold these tensors under these names."""
-    for module, name, p in holders:  # noqa: SIM110 (generators take twice as long)
+    for module, name, p in holders:  # noqa: SIM110, generators take twice as long
         if module._parameters.get(name) is not p:
             return False
     return True

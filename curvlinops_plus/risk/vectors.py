@@ -372,16 +372,16 @@ def as_vectors(given: Vectors | str | None) -> Vectors:
 class Draws:
     """Uniform random numbers of our own, for each example.
 
-    A number of a data set depends on the seed, the number of the example, and its position among
-    the example's numbers: not on the batch sizes, the processes that examples are spread over, the
-    dtype and device of the model, or anybody else's random numbers. In the steps of a training loop
-    after the first one it depends on how the step is divided into batches, too: then a batch has a
-    generator of its own, in a third of the time.
+    A number depends on the seed, the step, the number of the example, and its position among the
+    example's numbers: not on the batch sizes, the processes that examples are spread over, the
+    dtype and device of the model, or anybody else's random numbers.
 
     Args:
         seed: Where the numbers start.
         step: Of a training loop.
         before: How many examples of this process came before in the step.
+        by_batch: Numbers belong to a batch as a whole, in a third of the time: they depend on how
+            examples are divided into batches, and have 24 bits.
 
     Example:
         >>> import torch
@@ -391,9 +391,9 @@ class Draws:
         True
     """
 
-    def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
+    def __init__(self, seed: int, step: int = 0, before: int = 0, by_batch: bool = False) -> None:
         self.before = before
-        self._step = step
+        self._by_batch = by_batch
         self._seeds: tuple[int, ...] = (seed, step)
         self._examples: Sequence[int] | Tensor | None = None
         self._position = 0
@@ -419,10 +419,12 @@ class Draws:
         return draws
 
     def uniform(self, *shape: int) -> Tensor:
-        """The next numbers in [0, 1), float64; the first axis is the examples'."""
+        """The next numbers in [0, 1), float64, or float32 by batch; the first axis is the
+        examples'.
+        """
         examples = range(shape[0]) if self._examples is None else self._examples
         count = math.prod(shape[1:])
-        if self._step:
+        if self._by_batch:
             key = counter_key(*self._seeds, int(examples[0]), self._position)
             numbers = batch_uniforms(key, shape[0], count)
         else:
@@ -433,7 +435,7 @@ class Draws:
         return numbers.view(shape)
 
     def signs(self, *shape: int) -> Tensor:
-        """1 or -1 with equal chance, from as many of the numbers, float64."""
+        """1 or -1 with equal chance, from as many of the numbers."""
         return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvlinops_plus.likelihood.draws import splitmix64, uniforms
+from curvlinops_plus.likelihood.draws import normals, splitmix64, uniforms
 from curvlinops_plus.risk import Draws
 
 
@@ -43,3 +43,26 @@ def test_draws() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(RuntimeError, match="invalid for input of size 8"):
         draws.uniform(5, 2)
+
+
+def test_draws_of_batches() -> None:
+    """Numbers of their own for each batch of a step, in the open interval, and the same again."""
+
+    def drawn(seed: int, step: int, before: int, N: int, *losses: int) -> torch.Tensor:
+        draws = Draws(seed, step, before, by_batch=True)
+        for loss in losses:
+            draws = draws.of_loss(loss)
+        draws.of_examples(range(before, before + N))
+        return torch.cat([draws.uniform(N, 2), draws.uniform(N, 3)], 1)
+
+    state = torch.get_rng_state()
+    others = [drawn(4, 1, 0, 500), drawn(3, 2, 0, 500), drawn(3, 1, 9, 500), drawn(3, 1, 0, 500, 1)]
+    u = drawn(3, 1, 0, 500)
+    assert torch.equal(u, drawn(3, 1, 0, 500))
+    for other in others:
+        assert abs(float(torch.corrcoef(torch.stack([u.flatten(), other.flatten()]))[0, 1])) < 0.1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 0 < float(u.min()) < 0.01
+    assert 0.99 < float(u.max()) < 1
+    assert len(u.unique()) > 2490
+    assert bool(normals(u).isfinite().all())

@@ -148,8 +148,8 @@ def test_zeros_norms_and_random_numbers() -> None:
     assert psd_clip(torch.tensor([2 * eps, 4 * eps, 1.0], dtype=F64)).tolist() == [0, 4 * eps, 1]
     # Above √eps times its own scale an eigenvalue counts, but not above d times that, which none
     # can be.
-    assert psd_clip(torch.tensor([1e-9, 1.0]), scales=torch.tensor([1e-9, 0.5]))[0] > 0
-    assert psd_clip(torch.tensor([1e-9, 1.0]), scales=torch.tensor([1e-10, 0.5]))[0] == 0
+    assert psd_clip(torch.tensor([1e-9, 1.0]), scales=lambda: torch.tensor([1e-9, 0.5]))[0] > 0
+    assert psd_clip(torch.tensor([1e-9, 1.0]), scales=lambda: torch.tensor([1e-10, 0.5]))[0] == 0
     G, A = (s * normal(4, 4).float() for s in (1e-30, 1e25))
     near(
         Kronecker(Dense(G), Dense(A)).frobenius_norm * 1e5,

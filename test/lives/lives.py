@@ -157,6 +157,7 @@ def in_parts(ordinary: Ordinary, processes: Any = None) -> dict[str, Tensor]:
     training = (
         Training(ordinary) if processes is None else Training(ordinary, DistributedDataParallel)
     )
+    training.optimizer.curvature.draws_by_batch = False
     for batch in batches:
         training.step([batch])
     return {**found, "trained": vector(training.model)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class StepVectors:
         velocity: `u` and `C u`, each `[2, n]`.
         displacement: What is added to the parameters, each `[n]`.
         options: Those of this step, of each vector.
+        lrs, momenta: Their learning rates and momenta, each once.
         scale: The least factor of a norm constraint in this step.
 
     Raises:
@@ -80,6 +81,10 @@ class StepVectors:
         self.displacement = [torch.zeros(n, **memory) for n in sizes]
         self.direction = [torch.zeros(2, n, **memory) for n in sizes]
         self.velocity = [torch.zeros(2, n, **memory) for n in sizes]
+        #: Their rows, as views: `P g` and `C P g`, `u` and `C u`.
+        self._rows_of_direction = [d.unbind() for d in self.direction]
+        self._rows_of_velocity = [u.unbind() for u in self.velocity]
+        self._all_options: Sequence[GroupOptions] = ()
         self.renew(K)
         self._gradient_entries = self._entries(self.gradient)
         self._displacement_entries = self._entries(self.displacement)
@@ -97,7 +102,7 @@ class StepVectors:
         self._preconditioner: tuple[BlockDiagonal, BlockProducts] | None = None
 
     # ----------------------------------------------------------------------- parameters and vectors
-    def _parts(self, vectors: GroupVectors) -> Iterable[tuple[str, Tensor]]:
+    def _parts(self, vectors: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
         """The names of the blocks and their parts of vectors, each `[n]`, as views."""
         for names, vector in zip(self.blocks, vectors, strict=True):
             yield from zip(
@@ -129,8 +134,8 @@ class StepVectors:
 
     def keep(self, state: MutableMapping[Any, dict[str, Tensor]]) -> None:
         """Show the velocity as entries of each parameter's state."""
-        velocities = self.of_parameters([u for u, _ in self.velocity])
-        products = self.of_parameters([curved for _, curved in self.velocity])
+        velocities = self.of_parameters([u for u, _ in self._rows_of_velocity])
+        products = self.of_parameters([curved for _, curved in self._rows_of_velocity])
         for p, velocity, curved in zip(self.params, velocities, products, strict=True):
             state[p] = {"velocity": velocity}
             if self._curved:
@@ -138,8 +143,8 @@ class StepVectors:
 
     def _restore(self, state: Mapping[Any, Mapping[str, Tensor]]) -> None:
         """Take over the velocity from the parameters' state."""
-        velocities = self._entries([u for u, _ in self.velocity])
-        products = self._entries([curved for _, curved in self.velocity])
+        velocities = self._entries([u for u, _ in self._rows_of_velocity])
+        products = self._entries([curved for _, curved in self._rows_of_velocity])
         self._curved = True
         for p, velocity, curved in zip(self.params, velocities, products, strict=True):
             before = state.get(p) or {}
@@ -175,35 +180,43 @@ class StepVectors:
             λ: The damping in `P`, of each vector.
             options: Of all groups.
         """
-        self.options = [options[k] for k in self.groups]
+        if options is not self._all_options:
+            self._take_options(options)
         self.scale = 1.0
+        if self._couples:
+            params = self._taken_apart(self.params)
+            for entries, p, o in zip(self._gradient_entries, params, self._decays, strict=True):
+                entries.add_(p, alpha=o.coupled)
+        if self._preconditioner is None or self._preconditioner[0] is not P:
+            products = [Pg for Pg, _ in self._rows_of_direction]
+            self._preconditioner = P, self._products(P, self.gradient, products)
+        self._preconditioner[1].write()
+        # C P g = g - λ P g
+        for g, (Pg, CPg), damping in zip(self.gradient, self._rows_of_direction, λ, strict=True):
+            torch.sub(g, Pg, alpha=damping, out=CPg)
+        self._bound("step", self.direction)
+
+    def _take_options(self, options: Sequence[GroupOptions]) -> None:
+        """Take other options of all groups."""
+        self._all_options = options
+        self.options = [options[k] for k in self.groups]
         #: Each norm constraint with the numbers of the vectors that it bounds as one.
         self._bounds: dict[NormConstraint, list[int]] = {}
         for k, o in enumerate(self.options):
             if o.norm_constraint is not None:
                 self._bounds.setdefault(o.norm_constraint, []).append(k)
         self._decays = [options[k] for k in self._owners]  # of each parameter
-        if any(o.coupled for o in self._decays):
-            params = self._taken_apart(self.params)
-            for entries, p, o in zip(self._gradient_entries, params, self._decays, strict=True):
-                entries.add_(p, alpha=o.coupled)
-        if self._preconditioner is None or self._preconditioner[0] is not P:
-            self._preconditioner = (
-                P,
-                self._products(P, self.gradient, [d[0] for d in self.direction]),
-            )
-        self._preconditioner[1].write()
-        # C P g = g - λ P g
-        for g, d, damping in zip(self.gradient, self.direction, λ, strict=True):
-            torch.sub(g, d[0], alpha=damping, out=d[1])
-        self._bound("step", self.direction)
+        self.lrs = sorted({o.rates[0] for o in self.options})
+        self.momenta = sorted({o.rates[1] for o in self.options})
+        self._couples = any(o.coupled for o in self._decays)
+        self._shrinks = any(o.decoupled for o in self._decays)
 
     def along(self) -> list[GroupVectors]:
         """The two directions `-lr P g` and `μ lr u`, of which an update is made."""
         rates = [o.rates for o in self.options]
         return [
-            [d[0] * -lr for d, (lr, _) in zip(self.direction, rates, strict=True)],
-            [u[0] * (lr * μ) for u, (lr, μ) in zip(self.velocity, rates, strict=True)],
+            [Pg * -lr for (Pg, _), (lr, _) in zip(self._rows_of_direction, rates, strict=True)],
+            [u * (lr * μ) for (u, _), (lr, μ) in zip(self._rows_of_velocity, rates, strict=True)],
         ]
 
     def combine(self, w: Sequence[float], undoable: bool = False) -> bool:
@@ -223,14 +236,14 @@ class StepVectors:
         for u, d, o in zip(self.velocity, self.direction, self.options, strict=True):
             u.mul_(w[1] * o.rates[1]).sub_(d, alpha=w[0])
         self._bound("update", self.velocity)
-        for step, u, o in zip(self.displacement, self.velocity, self.options, strict=True):
-            torch.mul(u[0], o.rates[0], out=step)
-        shrinks = any(o.decoupled for o in self._decays)
-        if shrinks:
+        rows = zip(self.displacement, self._rows_of_velocity, self.options, strict=True)
+        for step, (u, _), o in rows:
+            torch.mul(u, o.rates[0], out=step)
+        if self._shrinks:
             params = self._taken_apart(self.params)
             for entries, p, o in zip(self._displacement_entries, params, self._decays, strict=True):
                 entries.sub_(p, alpha=w[0] * o.rates[0] * o.decoupled)
-        return shrinks
+        return self._shrinks
 
     def _bound(self, of: str, vectors: GroupVectors) -> None:
         """Shorten what is longer than its norm constraint allows.
@@ -260,7 +273,7 @@ class StepVectors:
         total = 0.0
         for k in numbers:
             # ⟨v, v⟩ and ⟨v, C v⟩
-            euclidean, square = (vectors[k] @ vectors[k][0]).tolist()
+            euclidean, square = torch.mv(vectors[k], vectors[k][0]).tolist()
             if norm == "euclidean":
                 square = euclidean
             elif norm == "damped":
@@ -271,15 +284,13 @@ class StepVectors:
     def _multiply_velocity(self) -> None:
         """`C u` with the curvature of now."""
         if self._curvature is None:
-            velocity = [u for u, _ in self.velocity]
-            self._curvature = self._products(
-                self.K, velocity, [curved for _, curved in self.velocity]
-            )
+            velocity, products = zip(*self._rows_of_velocity)
+            self._curvature = self._products(self.K, velocity, products)
         self._curvature.write()
         self._curved = True
 
     def _products(
-        self, K: BlockDiagonal, vectors: GroupVectors, products: GroupVectors
+        self, K: BlockDiagonal, vectors: Sequence[Tensor], products: Sequence[Tensor]
     ) -> BlockProducts:
         return BlockProducts(
             [
@@ -324,7 +335,7 @@ def _blocks_by_group(K: BlockDiagonal, groups: Mapping[str, int]) -> dict[int, l
 
 class _Rotation(NamedTuple):
     """A block `(G ⊗ A) diag(values) (G ⊗ A)ᵀ`, with its part of a vector and of its product as
-    matrices.
+    matrices, and what multiplies these: `matmul` would choose it anew each time.
     """
 
     G: Tensor
@@ -333,6 +344,7 @@ class _Rotation(NamedTuple):
     At: Tensor
     part: Tensor
     product: Tensor
+    multiply: Callable[..., Tensor]
 
 
 class BlockProducts:
@@ -363,7 +375,8 @@ class BlockProducts:
             part = part.view(shape)
             product = product.view(shape)
             if isinstance(block, Eigendecomposed):
-                self._rotations.append(_Rotation(G, A, G.mT, A.mT, part, product))
+                multiply = torch.mm if G.ndim == 2 else torch.bmm
+                self._rotations.append(_Rotation(G, A, G.mT, A.mT, part, product, multiply))
                 self._values.append(block.values.view(shape))
             else:
                 self._factors.append((G, part, A.mT, product))
@@ -371,10 +384,10 @@ class BlockProducts:
     def write(self) -> None:
         """Multiply the vectors as they are now."""
         if self._rotations:
-            rotated = [r.Gt @ r.part @ r.A for r in self._rotations]
+            rotated = [r.multiply(r.multiply(r.Gt, r.part), r.A) for r in self._rotations]
             _foreach_mul_(rotated, self._values)
             for r, t in zip(self._rotations, rotated, strict=True):
-                torch.matmul(r.G @ t, r.At, out=r.product)
+                r.multiply(r.multiply(r.G, t), r.At, out=r.product)
         for G, part, At, product in self._factors:
             torch.matmul(G @ part, At, out=product)
         for block, part, product in self._others:

@@ -190,6 +190,7 @@ class KFACPreconditioner(TiedOptimizer):
             decay=decay,
             leave_out_uncalled=True,
         )
+        self.curvature.draws_by_batch = True
         self._strict = strict
         self._inverse = inverse
         self._power = power
@@ -333,6 +334,14 @@ class KFACPreconditioner(TiedOptimizer):
         self.close()
 
     # ---------------------------------------------------------------------------------------- steps
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's own, whose detours for compiler and profiler take as long as a layer."""
+        if not set_to_none:
+            return super().zero_grad(False)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step.
@@ -833,9 +842,8 @@ class KFACOptimizer(KFACPreconditioner):
             model = self.trust.model(vectors, vectors.along())
             coefficients = zip(*(o.coefficients for o in vectors.options), strict=True)
             w = model.minimizer([None if "adaptive" in values else 1.0 for values in coefficients])
-        lrs, momenta = zip(*(o.rates for o in vectors.options), strict=True)
-        report.lr = sorted({w[0] * lr for lr in lrs})
-        report.momentum = sorted({w[1] * μ for μ in momenta})
+        report.lr = [w[0] * lr for lr in vectors.lrs]
+        report.momentum = [w[1] * μ for μ in vectors.momenta]
         looks = self.trust is not None and (self._adapts or self._reject is not None)
         shrinks = vectors.combine(w, undoable=looks)
         report.scale = vectors.scale
