@@ -128,9 +128,9 @@ class Call:
         if names is None:
             targets = differentiable_parameters(self.module)
             # A child that shares a parameter keeps using its own copy (`tie_weights=False`).
-            own = ("parametrizations.",) if is_parametrized(self.module) else ()
+            prefixes = ("parametrizations.",) if is_parametrized(self.module) else ()
             by_name = {
-                name: p for name, p in inner.items() if "." not in name or name.startswith(own)
+                name: p for name, p in inner.items() if "." not in name or name.startswith(prefixes)
             }
         else:
             targets = {name: inner[name] for name in names}
