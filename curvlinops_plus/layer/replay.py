@@ -47,7 +47,8 @@ class NoExampleGradients(UnsupportedError):
 
     def __init__(self, fact: str, advice: str) -> None:
         super().__init__(f"{fact} {advice}")
-        self.fact, self.advice = fact, advice
+        self.fact = fact
+        self.advice = advice
 
 
 # What a small module keeps for its backward pass, in multiples of its inputs and output.
