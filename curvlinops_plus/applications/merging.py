@@ -13,7 +13,7 @@ from curvlinops_plus.applications.networks import require_own_values, risk_of
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
-from curvlinops_plus.risk.parameters import modules_of
+from curvlinops_plus.risk.parameters import inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,7 +64,7 @@ def merge(
         >>> merged.weight.detach().round(decimals=3)  # (2 · 0 + 1 · 3) / 3, (2 · 0 + 4 · 3) / 6
         tensor([[1., 2.]])
     """
-    models = [cast(Model, modules_of(model)[""]) for model in models]
+    models = [cast(Model, inner_model(model)) for model in models]
     curvatures = list(curvatures)
     if not models or len(models) != len(curvatures):
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -380,12 +380,12 @@ def products(block: LinearOperator, J: Tensor) -> tuple[Tensor, Tensor]:
     return block @ X.flatten(), (inner * J).sum((0, 1)).flatten()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Approximation:
     """An accumulator class together with options: what `curvature` takes for each layer."""
 
-    kind: type[Accumulator]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, kind: type[Accumulator], options: Mapping[str, Any] | None = None) -> None:
+        self.kind = kind
+        self.options = dict(options or {})
 
     @classmethod
     def of(cls, choice: Any) -> Approximation:

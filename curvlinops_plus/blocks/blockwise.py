@@ -318,7 +318,8 @@ class BlockwiseLinearOperator(Deferred):
                 "both."
             )
         if isinstance(damping, HeuristicDamping):
-            min_damping, damping = damping.min, damping.damping
+            min_damping = damping.min
+            damping = damping.damping
         if not heuristic and not isinstance(damping, tuple):
             return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
         if heuristic and isinstance(damping, tuple):

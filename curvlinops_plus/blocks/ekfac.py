@@ -234,11 +234,12 @@ def compute_eigenvalue_correction_linear_weight_sharing(
     if aaT_eigvecs is None:
         return (g.sum(1) @ ggT_eigvecs).square().sum(0)
     assert a is not None
-    (_, S, o), i = g.shape, a.shape[2]
-    if _force_strategy == "gramian" or (
-        _force_strategy is None and S > 1 and S**2 * (o + i) < o * i
-    ):
-        g, a = g @ ggT_eigvecs, a @ aaT_eigvecs
+    _, S, o = g.shape
+    i = a.shape[2]
+    saves_memory = S > 1 and S**2 * (o + i) < o * i
+    if _force_strategy == "gramian" or (_force_strategy is None and saves_memory):
+        g = g @ ggT_eigvecs
+        a = a @ aaT_eigvecs
         pairs_g = (g[:, :, None] * g[:, None]).flatten(0, 2)
         pairs_a = (a[:, :, None] * a[:, None]).flatten(0, 2)
         return pairs_g.T @ pairs_a

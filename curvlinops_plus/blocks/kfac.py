@@ -186,29 +186,28 @@ class KFAC(Accumulator):
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
         # Of several positions the factors, by their definition, from rows whose products check (a)
         # compares.
-        roles = [
-            [role for role in same if role.calls]
-            for same in zip(*[batch.roles() for batch in batches])
-        ]
-        pairs = [self._plain_factors(same, J.shape[2:]) for same in roles if same]
+        pairs = []
+        for same_role in zip(*[batch.roles() for batch in batches]):
+            called = [role for role in same_role if role.calls]
+            if called:
+                pairs.append(self._plain_factors(called, J.shape[2:]))
         if len(self.layer.roles) == 1:
             ((G, A),) = pairs
-            X = (
-                torch.linspace(-1, 2, J.shape[2:].numel(), dtype=J.dtype, device=J.device)
-                .view(J.shape[2:])
-                .sin()
-            )
+            shape = J.shape[2:]
+            X = torch.linspace(-1, 2, shape.numel(), dtype=J.dtype, device=J.device)
+            X = X.view(shape).sin()
             parts = [(block @ X.flatten(), (G @ X @ A).flatten())]
-            exact = is_one_product(J, batches) and not any(
-                form.diagonal for form in self.forms.values()
-            )
-            return [*parts, products(block, J)] if exact else parts
+            has_diagonals = any(form.diagonal for form in self.forms.values())
+            if is_one_product(J, batches) and not has_diagonals:
+                parts.append(products(block, J))
+            return parts
         if not isinstance(block, Kronecker):  # of a bias, made for the weight
             return []
         # The nearest product to a sum of products is at a right angle to what is missing.
-        left, right = block.G.matrices(), block.A.matrices()
-        inner = torch.stack([(left * G).sum() * (right * A).sum() for G, A in pairs]).sum()
-        return [(block.frobenius_norm.square(), inner)]
+        left = block.G.matrices()
+        right = block.A.matrices()
+        inner = [(left * G).sum() * (right * A).sum() for G, A in pairs]
+        return [(block.frobenius_norm.square(), torch.stack(inner).sum())]
 
     def _plain_factors(
         self, batches: Sequence[LayerBatch], shape: Sequence[int]
@@ -216,26 +215,36 @@ class KFAC(Accumulator):
         """The factors of one role for a block of matrices `[*b, rows, columns]`: of all rows, by
         plain products.
         """
-        first, (*b, rows, columns) = batches[0], shape
-        transposed = first.role is not None and first.role.transposed
-        like: Any = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
-        G = torch.diag_embed(torch.ones(*b, columns if transposed else rows, **like))
-        if first.num_vectors:
-            g = torch.cat([batch.grads for batch in batches])  # [V, N, S, *b, o]
-            g = g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2)
+        batch = batches[0]
+        *matrices, rows, columns = shape
+        transposed = batch.role is not None and batch.role.transposed
+        options: Any = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
+        G = torch.diag_embed(torch.ones(*matrices, columns if transposed else rows, **options))
+        if batch.num_vectors:
+            # G = c Σ g gᵀ
+            g = torch.cat([part.grads for part in batches])  # [V, N, S, *b, o]
+            if self.reduce:
+                g = g.sum(2, keepdim=True)
+            g = g.flatten(0, 2)
             G = self.scale(self.totals) * torch.einsum("m...i,m...j->...ij", g, g)
-        A = torch.diag_embed(torch.ones(*b, 1, **like))
-        if first.weight:
-            counted, inputs = first._kept, first.inputs
-            a = inputs if isinstance(inputs, Tensor) else inputs.to_dense()  # [N, S, *b, i]
+        A = torch.diag_embed(torch.ones(*matrices, 1, **options))
+        if batch.weight:
+            # A is the mean of a aᵀ over the rows that count.
+            counted = batch._kept
+            a = batch.inputs  # [N, S, *b, i]
+            if not isinstance(a, Tensor):
+                a = a.to_dense()
             if self.reduce:
                 a = a.sum(1) / counted.clamp(min=1)
                 counted = counted > 0
-            a = a if self.reduce else a.flatten(0, 1)
+            else:
+                a = a.flatten(0, 1)
             A = torch.einsum("m...i,m...j->...ij", a, a) / counted.sum(0)[..., None].clamp(min=1)
-            A = torch.diag(A.diagonal()) if first.sparse else A  # of an embedding by definition
-        left, right = (A, G) if transposed else (G, A)
-        return _of_size(left, rows, self.forms["G"]), _of_size(right, columns, self.forms.get("A"))
+            if batch.sparse:  # of an embedding by definition
+                A = torch.diag(A.diagonal())
+        if transposed:
+            G, A = A, G
+        return _of_size(G, rows, self.forms["G"]), _of_size(A, columns, self.forms.get("A"))
 
     def factors(self) -> dict[str, Tensor]:
         """`G` (the identity if nothing was backpropagated), and `A` if the weight is tracked.
@@ -279,15 +288,11 @@ def _of_form(factor: Tensor, form: FactorForm) -> Tensor:
     return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
 
 
-def _of_size(
-    M: Tensor, size: int, form: FactorForm | None
-) -> Tensor:  # [*b, d, d] -> [*b, size, size]
+def _of_size(M: Tensor, size: int, form: FactorForm | None) -> Tensor:
     """A factor with zeros for columns that a role does not have, and where the layer keeps only a
     diagonal.
     """
-    M = torch.nn.functional.pad(M, (0, size - M.shape[-1]) * 2)
-    return (
-        M * torch.eye(size, dtype=M.dtype, device=M.device)
-        if form is not None and form.diagonal
-        else M
-    )
+    M = torch.nn.functional.pad(M, (0, size - M.shape[-1]) * 2)  # [*b, size, size]
+    if form is None or not form.diagonal:
+        return M
+    return M * torch.eye(size, dtype=M.dtype, device=M.device)

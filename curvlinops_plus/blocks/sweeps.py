@@ -129,7 +129,7 @@ class Sweeps:
             self._kept = Kept(self._max_bytes, waiting)
         consume: Consumer = sums.consume
         if self._kept is not None:
-            consume = partial(self._kept.add, first=sums.consume)
+            consume = partial(self._kept.add, consume=sums.consume)
         if self._weights is None and vectors.backward:
             self._weights = loss_weights(risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same
@@ -184,10 +184,10 @@ class Kept:
         self._storages: set[int] = set()  # their addresses
         self._versions: list[tuple[Tensor, int]] = []
 
-    def add(self, batch: LayerBatch, first: Consumer | None = None) -> None:
-        """Keep a batch if it is of one of the layers, after `first` was shown it."""
-        if first is not None:
-            first(batch)
+    def add(self, batch: LayerBatch, consume: Consumer | None = None) -> None:
+        """Keep a batch if it is of one of the layers, after it was shown to `consume`."""
+        if consume is not None:
+            consume(batch)
         if self._left < 0 or batch.layer not in self._layers:
             return
         copy = _copied(batch)

@@ -340,7 +340,8 @@ def _exact_parts(
         while isinstance(result, Accumulator):
             for batch in batches:
                 result.update(batch if result.group is None else batch.restrict(result.group))
-            result.totals, result.complete = totals, True
+            result.totals = totals
+            result.complete = True
             result = result.finish()
         for group in accumulator.groups:
             block = result if isinstance(result, LinearOperator) else result[group.name]

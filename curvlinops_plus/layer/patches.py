@@ -40,7 +40,8 @@ class Geometry:
     @classmethod
     def of(cls, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
         """Read the options of a convolution layer."""
-        kernel, dilation = tuple(module.kernel_size), tuple(module.dilation)
+        kernel = tuple(module.kernel_size)
+        dilation = tuple(module.dilation)
         if module.padding == "valid":
             padding = ((0, 0),) * len(kernel)
         elif module.padding == "same":  # of an odd total, PyTorch puts the larger half at the end

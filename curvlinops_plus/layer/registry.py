@@ -105,12 +105,13 @@ def _find_rule(
 ) -> LayerRule | str:
     """The registered rule that fits the module, or the reason why there is none."""
     kind = type(module)
-    registered = [(key, base) for key, base in _keys(kind).items() if key in RULES]
-    if not registered:
+    # The nearest of its base types that is registered.
+    key = next((key for key in _keys(kind) if key in RULES), None)
+    if key is None:
         path = f"{kind.__module__}.{kind.__qualname__}"
         path = kind.__name__ if path.startswith("torch.") else path
         return f"no rule is registered for {path}: add one with @register_rule({kind.__name__})"
-    key, base = registered[0]  # the nearest
+    base = _keys(kind)[key]
     # A subclass that computes something else has no rule.
     same_forward = kind.forward is base.forward and kind.__call__ is base.__call__
     if not same_forward or "forward" in vars(module):

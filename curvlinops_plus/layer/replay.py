@@ -48,7 +48,8 @@ class NoExampleGradients(UnsupportedError):
 
     def __init__(self, fact: str, advice: str) -> None:
         super().__init__(f"{fact} {advice}")
-        self.fact, self.advice = fact, advice
+        self.fact = fact
+        self.advice = advice
 
 
 # What a small module keeps for its backward pass, in multiples of its inputs and output.
@@ -129,9 +130,9 @@ class Call:
         if names is None:
             targets = differentiable_parameters(self.module)
             # A child that shares a parameter keeps using its own copy (`tie_weights=False`).
-            own = ("parametrizations.",) if is_parametrized(self.module) else ()
+            prefixes = ("parametrizations.",) if is_parametrized(self.module) else ()
             by_name = {
-                name: p for name, p in inner.items() if "." not in name or name.startswith(own)
+                name: p for name, p in inner.items() if "." not in name or name.startswith(prefixes)
             }
         else:
             targets = {name: inner[name] for name in names}

@@ -45,10 +45,11 @@ class BCEWithLogits(DiagonalLikelihood):
         target = super().canonical_target  # checks the shape
         no = target(1 - y.to(F.dtype), F, f_shape, class_axis)
         yes = target(y, F, f_shape, class_axis)
-        weight, pos_weight = self._expanded("weight", y, F), self._expanded("pos_weight", y, F)
+        pos_weight = self._expanded("pos_weight", y, F)
         if pos_weight is not None:
             yes = yes * target(pos_weight, F, f_shape, class_axis)
         Y = torch.stack([yes, no], -1)
+        weight = self._expanded("weight", y, F)
         return Y if weight is None else Y * target(weight, F, f_shape, class_axis)[..., None]
 
     def _expanded(self, option: str, y: Tensor, F: Tensor) -> Tensor | None:

@@ -151,18 +151,16 @@ class FromDistribution(Likelihood):
         sizes.
         """
         seeds = (uniform(len(F), 1)[:, 0] * 2**53).long().tolist()
-        device, samples = F.device, []
-        with torch.random.fork_rng(
-            [] if device.type == "cpu" else [device], device_type=device.type
-        ):
+        device = F.device
+        # The generator of one device: `torch.manual_seed` would seed those of all others, too.
+        generator = torch.default_generator
+        devices = []
+        if device.type != "cpu":
+            generator = torch.get_device_module(device)
+            devices = [device]
+        samples = []
+        with torch.random.fork_rng(devices, device_type=device.type):
             for f, seed in zip(F.split(1), seeds, strict=True):
-                # The generator of one device: `torch.manual_seed` would seed those of all others,
-                # too.
-                generator = (
-                    torch.default_generator
-                    if device.type == "cpu"
-                    else torch.get_device_module(device)
-                )
                 generator.manual_seed(seed)
                 samples.append(self._distribution(f).sample(torch.Size([num])))
         return torch.cat(samples, 1)
@@ -219,10 +217,9 @@ def _innermost(distribution: Distribution) -> Distribution:
 
 def _divergence(p: Distribution, q: Distribution) -> Tensor:
     """`KL(p ‖ q)`, or a function with the same second derivative in `q` at `q = p`."""
-    inner, other = _innermost(p), _innermost(q)
-    if isinstance(inner, distributions.Laplace) and isinstance(other, distributions.Laplace):
+    P = _innermost(p)
+    Q = _innermost(q)
+    if isinstance(P, distributions.Laplace) and isinstance(Q, distributions.Laplace):
         # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
-        return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (
-            2 * inner.scale**2
-        )
+        return ((Q.loc - P.loc) ** 2 + (Q.scale - P.scale) ** 2) / (2 * P.scale**2)
     return kl_divergence(p, q)

@@ -19,7 +19,8 @@ from torch import Tensor
 _DRAW_BYTES = 2**20
 _GPU_DRAW_BYTES = 2**28  # where each part costs a few launches
 _GAMMA = 0x9E3779B97F4A7C15
-_ROUNDS, _LAST_SHIFT = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache
 
 

@@ -285,7 +285,8 @@ class Likelihood(ABC):
         H = self.hessian_product(F, Y, basis).permute(1, 2, 0, 3)  # [N, R, C, C]
         eigenvalues, Q = torch.linalg.eigh((H + H.mT) / 2)
         eps = torch.finfo(F.dtype).eps
-        lowest, largest = eigenvalues.min(), eigenvalues.abs().max()
+        lowest = eigenvalues.min()
+        largest = eigenvalues.abs().max()
         if lowest < -(eps**0.5 * largest + C * eps):
             raise UnsupportedError(
                 f"the Hessian of {self.name} with respect to the model's output has the eigenvalue "
@@ -385,8 +386,8 @@ class OfExamples(Likelihood):
     def nll(self, F: Tensor, Y: Any) -> Tensor:
         """The loss of each example [N, 1]. Cost: a call of the loss for each."""
         y, f_shape = Y
-        f, rows = F.reshape(f_shape), f_shape[0] // len(F)
-        parts = zip(f.split(rows), y.split(len(y) // len(F)), strict=True)
+        outputs = F.reshape(f_shape).split(f_shape[0] // len(F))
+        parts = zip(outputs, y.split(len(y) // len(F)), strict=True)
         return torch.stack([self.loss(*part) for part in parts]).view(-1, 1)
 
     def count(self, F: Tensor, Y: Any) -> Tensor:

@@ -283,17 +283,17 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     for use in uses:
         if not isinstance(use.rule, AffineRule):
             return ()
-    weights = {tuple([key for local, key in use.keys.items() if local != "bias"]) for use in uses}
-    share_one_bias = weights == {()} and len({use.keys["bias"] for use in uses}) == 1
-    by_matrix: dict[str, list[ModuleUse]] = {}
-    if len(uses) == 1 or share_one_bias:
-        by_matrix[""] = uses
-    else:
+    by_matrix = {"": uses}
+    if len(uses) > 1 and any(use.keys.keys() != {"bias"} for use in uses):
+        weights = {
+            tuple([key for local, key in use.keys.items() if local != "bias"]) for use in uses
+        }
         is_one_weight = len(weights) == 1 and len(weights.pop()) == 1
         if not is_one_weight or any(use.rule.sizes(use.module) for use in uses):
             return ()
         # A module with dense rows says what the matrix is: it may have a bias, which is one more
         # column.
+        by_matrix = {}
         for use in sorted(uses, key=lambda use: ("bias" not in use.keys, use.rule.sparse)):
             by_matrix.setdefault(_matrix_of(use), []).append(use)
     lead, *flipped = by_matrix

@@ -67,9 +67,11 @@ class Losses(list["OutputLoss"]):
     def __init__(self, given: Any, reduction: str | None = None, check: bool = True) -> None:
         self.form = _form(given) or "single"
         entries = {None: given} if self.form == "single" else _parts_by_key(given)
-        super().__init__(
-            [_read_loss(key, entry, reduction, check) for key, entry in entries.items()]
-        )
+        super().__init__()
+        for key, entry in entries.items():
+            is_pair = key is not None and isinstance(entry, (tuple, list)) and len(entry) == 2
+            loss, weight = entry if is_pair else (entry, 1.0)
+            self.append(OutputLoss(key, loss, weight, reduction, check))
         if not self:
             raise ValueError("There are no losses: give at least one.")
         declared = {getattr(loss.loss, "reduction", None) for loss in self}
@@ -247,31 +249,6 @@ def _no_output(f: Any, subject: str) -> ValueError:
     )
 
 
-def _read_loss(key: Key | None, entry: Any, reduction: str | None, check: bool) -> OutputLoss:
-    """A loss, or, of several, a pair of a loss and its weight."""
-    loss = entry
-    weight: Any = 1.0
-    if key is not None and isinstance(entry, (tuple, list)) and len(entry) == 2:
-        loss, weight = entry
-    where = "" if key is None else f" for the output {key!r}"
-    if isinstance(loss, type):
-        raise TypeError(
-            f"The loss{where} is the class {loss.__name__}; expected an instance. Call it."
-        )
-    if not callable(loss) and not isinstance(loss, Likelihood):
-        came = repr(entry) if isinstance(entry, (str, int, float)) else f"a {type(entry).__name__}"
-        raise (TypeError if key is None else ValueError)(
-            f"The loss{where} is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), or "
-            "a function of output and target that returns a 0-d tensor. For several outputs give a "
-            "dict or a tuple, with a loss or a pair (loss, weight) for each."
-        )
-    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < float(weight) < math.inf:
-        raise ValueError(
-            f"The weight of the loss{where} is {weight!r}; expected a positive finite number."
-        )
-    return OutputLoss(key, loss, float(weight), reduction, check)
-
-
 def rebuild_losses(options: Mapping[str, Any]) -> Any:
     """A loss, or several with their weights, from `options()`.
 
@@ -308,6 +285,8 @@ class OutputLoss:
             None before it was compared.
 
     Raises:
+        TypeError: If it is a class, or, without a key, not callable.
+        ValueError: If it is no loss otherwise, or the weight is no positive finite number.
         UnsupportedError: If it is no scalar, as with the reduction "none", or a likelihood with
             other options only.
     """
@@ -316,13 +295,31 @@ class OutputLoss:
         self,
         key: Key | None,
         loss: Any,
-        weight: float = 1.0,
+        weight: Any = 1.0,
         default_reduction: str | None = None,
         check: bool = True,
     ) -> None:
+        where = "" if key is None else f" for the output {key!r}"
+        if isinstance(loss, type):
+            raise TypeError(
+                f"The loss{where} is the class {loss.__name__}; expected an instance. Call it."
+            )
+        if not callable(loss) and not isinstance(loss, Likelihood):
+            came = repr(loss) if isinstance(loss, (str, int, float)) else f"a {type(loss).__name__}"
+            raise (TypeError if key is None else ValueError)(
+                f"The loss{where} is {came}; expected one as nn.MSELoss() or "
+                "nn.CrossEntropyLoss(), or a function of output and target that returns a 0-d "
+                "tensor. For several outputs give a dict or a tuple, with a loss or a pair (loss, "
+                "weight) for each."
+            )
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+        if not is_number or not 0 < float(weight) < math.inf:
+            raise ValueError(
+                f"The weight of the loss{where} is {weight!r}; expected a positive finite number."
+            )
         self.key = key
-        self.loss = loss
-        self.weight = weight
+        self.loss: Any = loss
+        self.weight = float(weight)
         self.default_reduction = default_reduction
         self.warning = None if check else ""
         name = getattr(loss, "__name__", type(loss).__name__)

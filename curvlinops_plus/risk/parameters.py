@@ -398,9 +398,7 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
         if isinstance(model, type):
             came = f"the class {model.__name__}: call it"
         raise ValueError(f"`model` is {came}. Layers can only be recorded in a torch.nn.Module.")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    modules = dict(model.named_modules())
+    modules = dict(inner_model(model).named_modules())
     for name, module in modules.items():
         where = f"The module {name!r}" if name else "The model"
         if _is_sharded(type(module)):
@@ -416,6 +414,11 @@ def modules_of(model: Any) -> dict[str, nn.Module]:
                     "once on a batch, model(X), which gives it its shapes."
                 )
     return modules
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside of `DistributedDataParallel`."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def example_axes(

@@ -259,7 +259,8 @@ class MonteCarlo(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        yield from likelihood.draw(F, Y, self.samples, draws.uniform) / math.sqrt(self.samples)
+        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
+        yield from drawn if self.samples == 1 else drawn / math.sqrt(self.samples)
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         # Draws of different loss terms and losses are independent: their cross terms are 0 in the
