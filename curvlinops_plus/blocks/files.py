@@ -241,17 +241,19 @@ def _tensor_at(place: Fields, data: memoryview) -> Tensor:
 
 def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Undo `detached`."""
-    if isinstance(node, list):
-        raise ValueError("A state has a list without a name; is the file damaged?")
-    if not isinstance(node, dict):
+    if not isinstance(node, (dict, list)):
         return node
-    ((kind, content),) = node.items()
+    kinds = list(node)
+    if isinstance(node, list) or kinds not in (["$tensor"], ["$dict"], ["$list"], ["$tuple"]):
+        raise ValueError(
+            f"A state has a part {str(kinds)[:100]} of no known kind; is the file damaged?"
+        )
+    kind = kinds[0]
+    content = node[kind]
     if kind == "$tensor":
         return tensors[content]
     if kind == "$dict":
         return {key: _attach(value, tensors) for key, value in content}
-    if kind not in ("$list", "$tuple"):
-        raise ValueError(f"A state has a part of the unknown kind {kind!r}; is the file damaged?")
     items = [_attach(value, tensors) for value in content]
     return tuple(items) if kind == "$tuple" else items
 

@@ -33,10 +33,11 @@ from curvlinops_plus.blocks.per_example import (
 )
 from curvlinops_plus.blocks.plan import Plan
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg import LinearOperator, Structure
+from curvlinops_plus.linalg import Diagonal, LinearOperator, Structure
 from curvlinops_plus.linalg.checksums import require_intact
+from curvlinops_plus.linalg.dense import IdentityMultiple
 from curvlinops_plus.linalg.fields import FLOATS, Fields, reading
-from curvlinops_plus.linalg.packing import copied, require_sound, unpack
+from curvlinops_plus.linalg.packing import copied, require_dim, unpack
 from curvlinops_plus.risk import (
     CurvaturePropagation,
     Empirical,
@@ -312,22 +313,19 @@ def _unpacked_blocks(
     if missing := [name for name in plan.kept_blocks if name not in packed.data]:
         raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
     layouts = {group.name: group.layout for group in plan.groups}
+    ours = [entry for entry in plan if entry.approximation.kind in APPROXIMATIONS]
+    never_negative = {group.name for entry in ours for group in entry.layer.groups}
     blocks: dict[str, LinearOperator] = {}
     for name in plan.kept_blocks:
-        block = unpack(packed[name], device, f"{state.title}, block {name!r}")
-        require_block(block, layouts[name].dim, dtype, f"{state.title}, block {name!r}")
-        blocks[name] = block
+        title = f"{state.title}, block {name!r}"
+        blocks[name] = unpack(packed[name], device, title, dtype)
+        require_dim(blocks[name], layouts[name].dim, title)
+        # A diagonal does not say what it is; a matrix that was negated twice says less than it is.
+        tells = isinstance(blocks[name], (Diagonal, IdentityMultiple)) and state["scale"] >= 0
+        least = Structure.PSD if tells else Structure.SYMMETRIC
+        if name in never_negative and blocks[name].structure < least:
+            raise ValueError(f"{title} is not {least.name}, as it must be. Is the file damaged?")
     return blocks
-
-
-def require_block(block: LinearOperator, dim: int, dtype: torch.dtype, title: str) -> None:
-    """Refuse a block of another size or dtype, or that is not what it says of itself."""
-    if block.shape != (dim, dim):
-        raise ValueError(
-            f"{title} is a {block.shape[0]} x {block.shape[1]} matrix; expected {dim} x {dim} for "
-            "its parameters. Is the file damaged?"
-        )
-    require_sound(block, title, dtype)
 
 
 def vectors_of(data: Fields, own: Iterable[type[Vectors]] = ()) -> Vectors:

@@ -24,7 +24,7 @@ from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.numerics import side_by_side
-from curvlinops_plus.linalg.packing import require_sound, require_structure
+from curvlinops_plus.linalg.packing import require_dim, require_sound, require_structure
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -484,6 +484,11 @@ class Sums:
             ValueError: If it is not of these layers, or damaged; blocks that can be made of the
                 sums without a decomposition are looked at.
         """
+        with reading(state.title):
+            self._load(state)
+            self._require_sound_blocks(state.title)
+
+    def _load(self, state: Fields) -> None:
         totals = self._totals_by_layer()
         stages: dict[Layer, Fields] = {}
         for index, of_layer in state.part("layers").parts():
@@ -505,8 +510,6 @@ class Sums:
         if "withdrawn" in state.data:  # earlier versions withdrew none
             indices = state.indices("withdrawn", len(self.layers))
             self.withdrawn = {self.layers[index] for index in indices}
-        with reading(state.title):
-            self._require_sound_blocks(state.title)
 
     def _require_sound_blocks(self, title: str) -> None:
         """Refuse sums whose blocks are of other sizes than the parameters, or not what they say."""
@@ -514,11 +517,7 @@ class Sums:
         layers = [layer for layer in self.called if self.totals_of(layer).loss_count > 0]
         dims = {group.name: group.layout.dim for layer in layers for group in layer.groups}
         for name, block in self.blocks(layers).items():
-            if block.shape != (dims[name], dims[name]):
-                raise ValueError(
-                    f"{title} makes a block {name!r} of shape {list(block.shape)}; expected "
-                    f"{dims[name]} rows and columns. Is the file damaged?"
-                )
+            require_dim(block, dims[name], f"{title}, block {name!r}")
             require_sound(block, f"{title}, block {name!r}")
         for accumulator in self._of(layers, 0):
             for name, M in accumulator.decompositions().items():
@@ -554,8 +553,7 @@ def _load_accumulator(accumulator: Accumulator, state: Fields) -> None:
             counts.tensor(name)
         else:
             counts.number(name, 0.0)
-    with reading(state.title):
-        accumulator.load_state_dict(state.data)
+    accumulator.load_state_dict(state.data)
 
 
 def _update(stage: Stage, batch: LayerBatch) -> None:

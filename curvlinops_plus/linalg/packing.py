@@ -54,13 +54,19 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     return state
 
 
-def unpack(state: Any, device: torch.device, title: str = "The state of a block") -> LinearOperator:
+def unpack(
+    state: Any,
+    device: torch.device,
+    title: str = "The state of a block",
+    dtype: torch.dtype | None = None,
+) -> LinearOperator:
     """The operator that `pack` described, on `device`.
 
     Args:
         state: What `pack` returned.
         device: Where its tensors shall be.
         title: What messages call it.
+        dtype: Of all its tensors; default: that of the first one.
 
     Raises:
         ValueError: If the state is not one of `pack`: if a part is missing or of another kind, has
@@ -69,7 +75,7 @@ def unpack(state: Any, device: torch.device, title: str = "The state of a block"
     """
     with reading(title):
         operator = _unpacked(Fields(state, title), device)
-    require_sound(operator, title)
+    require_sound(operator, title, dtype)
     return operator
 
 
@@ -85,12 +91,15 @@ def _unpacked(fields: Fields, device: torch.device) -> Any:
         if key == "rtol" and key not in fields.data:
             parts.append(None)
         elif key in ("rtol", "c", "delta"):
-            per_matrix = isinstance(fields[key], Tensor)  # one number for each of a batch
-            parts.append(
-                fields.tensor(key).to(device, copy=True) if per_matrix else fields.number(key)
-            )
+            number = fields[key]  # or one for each matrix of a batch
+            if isinstance(number, Tensor):
+                parts.append(copied(number).to(device))
+            else:
+                parts.append(fields.number(key))
         elif key in ("matrix", "vector", "values"):
-            parts.append(copied(fields.tensor(key)).to(device))
+            if not isinstance(fields[key], Tensor):
+                raise fields.error(repr(key), fields[key], "a tensor")
+            parts.append(copied(fields[key]).to(device))
         elif key == "structure":
             parts.append(Structure[fields.word(key, Structure.__members__)])
         else:
@@ -125,6 +134,15 @@ def require_sound(operator: LinearOperator, title: str, dtype: torch.dtype | Non
             require_sound(part, f"{title}, {key!r}", dtype)
         elif isinstance(part, Tensor):
             require_finite_entries(part, f"{title}, {key!r}")
+
+
+def require_dim(block: LinearOperator, dim: int, title: str) -> None:
+    """Refuse a block of another size than its parameters have."""
+    if block.shape != (dim, dim):
+        raise ValueError(
+            f"{title} is a {block.shape[0]} x {block.shape[1]} matrix; expected {dim} x {dim} for "
+            "its parameters. Is the file damaged?"
+        )
 
 
 def require_structure(operator: Dense | Eigendecomposed, title: str) -> None:

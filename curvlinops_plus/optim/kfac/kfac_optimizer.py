@@ -742,7 +742,7 @@ def _dampings_of(
         names = {group.name for group in snapshot.plan.groups}
     if dampings.data.keys() != names:
         raise state.error("'dampings'", str(list(dampings.data)), f"one for each of {names}")
-    return {name: float(dampings.number(name, 0.0)) for name in names}
+    return {name: float(dampings.number(name, 0.0)) for name in dampings.data}
 
 
 class KFACOptimizer(KFACPreconditioner):
