@@ -281,6 +281,10 @@ def test_messages_name_the_tensor(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"K is damaged: its tensor 'blocks/2/vector' is not what"):
         load(path)
+    save({"seed": 1234, "values": torch.ones(2)}, path)
+    path.write_bytes(path.read_bytes().replace(b"1234", b"1235"))
+    with pytest.raises(ValueError, match="the plan of its state is not what was saved"):
+        load(path)
     state = K.state_dict()
     state["blocks"]["0"]["basis"]["A"]["matrix"][0, 0] += 1e-12
     with pytest.raises(
