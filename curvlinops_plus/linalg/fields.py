@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf, isfinite
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -118,9 +118,9 @@ class Fields:
     def count(self, name: Any) -> int:
         """An integer that is not negative."""
         value = self[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise self.error(repr(name), value, "an integer of at least 0")
-        return value
+        return int(value)
 
     def sequence(self, name: str, length: int | None = None) -> Fields:
         """A list or tuple as fields with numbers for names."""

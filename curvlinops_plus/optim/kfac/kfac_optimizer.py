@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -246,13 +247,13 @@ class KFACPreconditioner(TiedOptimizer):
         return [{name: group[name] for name in _PRECONDITIONER_OPTIONS} for group in groups]
 
     def _check_options(self, options: list[GroupOptions]) -> None:
-        """Take options, and refuse those that are out of range."""
-        self._options = options
+        """Refuse options that are out of range, or take all of them."""
         for c in (group.norm_constraint for group in options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
                 raise ValueError(
                     f"A norm constraint in the {c.norm} norm is for inverses, and not for power=."
                 )
+        self._options = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: no layer is recorded for parameters that the optimizer was made without."""
@@ -662,12 +663,8 @@ class KFACPreconditioner(TiedOptimizer):
         examples = heard.count(1)
         dampings = _dampings_of(state, loaded.snapshot)
 
-        options = self._options
-        try:
-            self._check_options([GroupOptions(group) for group in self._read_groups(groups)])
-        except ValueError:
-            self._check_options(options)
-            raise
+        # From here on nothing is refused.
+        self._check_options([GroupOptions(group) for group in self._read_groups(groups)])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.curvature._take_loaded(loaded)
         self.state.update(kept)
@@ -695,7 +692,7 @@ class KFACPreconditioner(TiedOptimizer):
                 if isinstance(policy, Mapping):
                     with reading(f"{group.title}, {name!r}"):
                         policies[name] = kind(**policy)
-                elif policy is not None:
+                elif policy not in (None, inf):
                     group.number(name, 0.0)
             for name in {"lr", "momentum", "damping"} & self.defaults.keys():
                 if name == "damping" or group[name] != "adaptive":
@@ -883,24 +880,24 @@ class KFACOptimizer(KFACPreconditioner):
         )
 
     def _check_options(self, options: list[GroupOptions]) -> None:
-        super()._check_options(options)
-        self._adaptive = any("adaptive" in group.coefficients for group in options)
-        if self.trust is None and (
-            self._adaptive or self._levenberg is not None or self._reject is not None
-        ):
-            self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
-        self._hooks.keeps = self._looks_again
+        adaptive = any("adaptive" in group.coefficients for group in options)
         for name, values in zip(("lr", "momentum"), zip(*(each.coefficients for each in options))):
             if "adaptive" in values and len(set(values)) > 1:
                 raise ValueError(
                     f"{name} is adaptive in one group and a number in another; one value serves "
                     "all then."
                 )
-        if self._adaptive and any(each.norm_constraint is not None for each in options):
+        if adaptive and any(each.norm_constraint is not None for each in options):
             raise ValueError(
                 "Adaptive coefficients and a norm constraint can't both choose the length of a "
                 "step."
             )
+        super()._check_options(options)
+        self._adaptive = adaptive
+        looks_again = adaptive or self._levenberg is not None or self._reject is not None
+        if self.trust is None and looks_again:
+            self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
+        self._hooks.keeps = self._looks_again
 
     @property
     def _adapts(self) -> bool:
