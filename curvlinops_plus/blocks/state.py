@@ -186,7 +186,7 @@ def description_of(K: Any) -> dict[str, Any]:
     return {
         "version": VERSION,
         "plan": plan_as_data(K, K.plan),
-        "options": {name: getattr(K.risk.options, name) for name in _OPTIONS},
+        "options": {name: plain(getattr(K.risk.options, name)) for name in _OPTIONS},
         "scale": K.scale,
         "fingerprint": dict(K.parameters),
         "examples": K.examples,
@@ -216,7 +216,10 @@ def checked(state: Any, title: str = "The state") -> Fields:
 
 
 def _of_right_types(state: Fields) -> Fields:
-    """Refuse a state with fields of other types than `description_of` makes."""
+    """Refuse a state with fields of other types than `description_of` makes.
+
+    What the fields say is compared with whoever loads them, in `take_state`.
+    """
     plan = state.part("plan")
     plan.word("class")
     plan.word("dtype", FLOATS)
@@ -227,9 +230,10 @@ def _of_right_types(state: Fields) -> Fields:
         kind.word("kind")
         kind.part("options")
     for layer in layers_in(plan):
-        for key, shape in layer.part("parameters").data.items():
-            sizes = layer.part("parameters").sequence(key)
-            for axis in range(len(shape)):
+        shapes = layer.part("parameters")
+        for key in shapes.data:
+            sizes = shapes.sequence(key)
+            for axis in sizes.data:
                 sizes.count(axis)
     options = state.part("options")
     for name in options.data:

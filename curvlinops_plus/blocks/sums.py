@@ -489,6 +489,7 @@ class Sums:
             self._require_sound_blocks(state.title)
 
     def _load(self, state: Fields) -> None:
+        """Read totals first: stages after the first one are made of those before."""
         totals = self._totals_by_layer()
         stages: dict[Layer, Fields] = {}
         for index, of_layer in state.part("layers").parts():
@@ -513,8 +514,13 @@ class Sums:
 
     def _require_sound_blocks(self, title: str) -> None:
         """Refuse sums whose blocks are of other sizes than the parameters, or not what they say."""
-        # Where no term has counted there is no block yet.
-        layers = [layer for layer in self.called if self.totals_of(layer).loss_count > 0]
+        # Where no term has counted, or nothing was added, there is no block yet.
+        layers = [
+            layer
+            for layer in self.called
+            if self.totals_of(layer).loss_count > 0
+            and all(accumulator.raw for accumulator in self.stages[layer][-1].values())
+        ]
         dims = {group.name: group.layout.dim for layer in layers for group in layer.groups}
         for name, block in self.blocks(layers).items():
             require_dim(block, dims[name], f"{title}, block {name!r}")
@@ -525,6 +531,7 @@ class Sums:
                 require_structure(Dense(M, Structure.PSD), where)
 
     def _totals_of_data(self, data: Fields) -> Totals:
+        """Undo `_totals_as_data`."""
         weights = data.sequence("weights")
         return Totals(
             examples=data.count("examples"),

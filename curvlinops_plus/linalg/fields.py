@@ -99,11 +99,11 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """True or False."""
+        """True or False, or 1 or 0."""
         value = self[name]
-        if not isinstance(value, bool):
+        if not isinstance(value, int) or value not in (0, 1):
             raise self.error(repr(name), value, "True or False")
-        return value
+        return bool(value)
 
     def number(self, name: Any, low: float = -inf) -> Any:
         """A finite number of at least `low`, as it is; 0-d tensors are numbers."""
@@ -116,8 +116,10 @@ class Fields:
         return value
 
     def count(self, name: Any) -> int:
-        """An integer that is not negative."""
+        """An integer that is not negative; 0-d tensors of integers are integers."""
         value = self[name]
+        if isinstance(value, Tensor) and not value.ndim:
+            value = value.item()
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise self.error(repr(name), value, "an integer of at least 0")
         return int(value)

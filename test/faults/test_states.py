@@ -10,8 +10,10 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from curvlinops_plus import (
     StochasticReconfiguration,
     WeightDecay,
     curvature,
+    load,
+    save,
 )
 from curvlinops_plus.linalg import BlockDiagonal
 
@@ -248,6 +252,16 @@ def test_what_is_sound_is_not_refused(operators: tuple[BlockwiseLinearOperator, 
     assert torch.equal(parts.to_dense(), made.inverse(1e-3).to_dense())
 
 
+@pytest.mark.parametrize("num_data", [torch.tensor(6), np.int64(6)])
+def test_counts_of_other_types(num_data: Any, tmp_path: Path) -> None:
+    """Are what a risk takes, and go through files."""
+    risk = EmpiricalRisk(net(), LOSS, batches(), num_data=num_data, progressbar=0)
+    K = curvature(risk, DiagonalBlock)
+    K.load_state_dict(K.state_dict())
+    save(K, tmp_path / "K")
+    K.load_state_dict(load(tmp_path / "K"))
+
+
 def test_entries_of_ones_own(operators: tuple[BlockwiseLinearOperator, Any]) -> None:
     """Are not looked at, in a state with checksums."""
     K, good = operators
@@ -428,7 +442,7 @@ OPTIMIZERS: dict[str, tuple[Change, str]] = {
     "one group only": (to("param_groups", lambda x: x[:1]), "The state is of groups"),
     "steps a fraction": (put("steps", 1.5), "'steps' is 1.5"),
     "steps negative": (put("steps", -7), "'steps' is -7"),
-    "steps a tensor": (put("steps", torch.tensor(3.0)), "'steps' is a tensor"),
+    "steps a tensor": (put("steps", torch.tensor(3.0)), "'steps' is 3.0"),
     "heard of one": (put("heard", [1]), "'heard' is a list; expected a list of 2"),
     "heard negative": (put("heard", [0, -1]), "is -1"),
     "dampings of others": (put("dampings", {"x": 1.0}), "one for each of"),
