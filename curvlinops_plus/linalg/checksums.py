@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,9 @@ def bytes_of(t: Tensor) -> memoryview:
     in this order.
     """
     flat = t.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    if flat.dtype == torch.bfloat16:  # which NumPy does not have
+        flat = flat.view(torch.int16)
+    return flat.numpy().view(np.uint8).data
 
 
 def checksum_of(t: Tensor) -> int:
