@@ -123,7 +123,7 @@ def require_intact(state: Any, title: str) -> None:
         raise ValueError(f"{title}: the checksums can't be read; is the file damaged?")
     checksums = checksums_of(state)
     if missing := [path for path in expected if path not in checksums]:
-        raise ValueError(f"{title} lacks {missing[0]!r}; is the file cut off?")
+        raise ValueError(f"{title} lacks {missing[:5]}; is the file cut off?")
     changed = [path for path in expected if expected[path] != checksums[path]]
     if changed:
         # The deepest path says most.
