@@ -4,6 +4,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Needs
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.blocks.ekfac import EKFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
+from curvlinops_plus.blocks.files import Checkpoint, load, save
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.per_example import (
     TNT,
@@ -13,7 +14,6 @@ from curvlinops_plus.blocks.per_example import (
     ScaledIdentity,
 )
 from curvlinops_plus.blocks.plan import Memory
-from curvlinops_plus.blocks.state import Checkpoint, load, save
 from curvlinops_plus.blocks.verify import Verification
 
 __all__ = [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import (
+    LayerPlan,
     Memory,
     Plan,
     memory_of,
@@ -38,7 +39,9 @@ from curvlinops_plus.linalg import (
     Structure,
     heuristic_damping,
 )
+from curvlinops_plus.linalg.checksums import sealed
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg.fields import reading
 from curvlinops_plus.linalg.packing import pack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
@@ -458,19 +461,19 @@ class BlockwiseLinearOperator(Deferred):
         state = description_of(self)
         if self._operator is not None:
             blocks = self._operator.gather().blocks
-            state["blocks"] = {name: pack(block) for name, block in blocks.items()}
-        return state
+            state["blocks"] = {name: sealed(pack(block)) for name, block in blocks.items()}
+        return sealed(state)
 
     def state_parts(self) -> dict[str, dict[str, Any]]:
         """The same in parts, "state" and one for each block that this process keeps; empty before
         they are computed.
         """
-        parts: dict[str, dict[str, Any]] = {"state": description_of(self)}
+        parts: dict[str, dict[str, Any]] = {"state": sealed(description_of(self))}
         if self._operator is None:
             return parts | {f"block {name}": {} for name in self.plan.kept_blocks}
         parts["state"]["blocks"] = {}
         for name in self.plan.kept_blocks:
-            parts[f"block {name}"] = {name: pack(self._operator.blocks[name])}
+            parts[f"block {name}"] = {name: sealed(pack(self._operator.blocks[name]))}
         return parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -480,13 +483,13 @@ class BlockwiseLinearOperator(Deferred):
             state_dict: What `state_dict()` returned.
 
         Raises:
-            ValueError: If the state is cut off or foreign, or was computed for another loss, other
-                layers, shapes or options; nothing has changed then.
+            ValueError: If the state is damaged, cut off or foreign, or was computed for another
+                loss, other layers, shapes or options; nothing has changed then.
 
         Warns:
             CurvatureWarning: If the parameters changed since.
         """
-        take_state(self, state_dict)
+        take_state(self, checked(state_dict))
 
     @classmethod
     def from_state_dict(
@@ -519,7 +522,7 @@ class BlockwiseLinearOperator(Deferred):
                 functions are not stored.
 
         Raises:
-            ValueError: If the state is foreign, cut off, or does not fit; if it names an
+            ValueError: If the state is foreign, damaged, cut off, or does not fit; if it names an
                 approximation or vectors that are neither part of the package nor passed.
 
         Warns:
@@ -537,10 +540,11 @@ class BlockwiseLinearOperator(Deferred):
             True
         """
         state = checked(state_dict)
-        plan = state["plan"]
+        plan = state.part("plan")
         if loss is None:
             try:
-                loss = rebuild_losses(plan["loss"])
+                with reading(f"{state.title}, 'loss'"):
+                    loss = rebuild_losses(plan["loss"])
             except UnsupportedError as error:
                 raise ValueError(
                     f"The loss {plan['loss']['loss']} can't be made again from saved options. Pass "
@@ -552,18 +556,21 @@ class BlockwiseLinearOperator(Deferred):
         risk = EmpiricalRisk(
             model, loss, () if data is None else data, params, **state["options"], **risk_options
         )
-        risk.reads = rebuild_reads(risk, plan["reads"])
+        with reading(f"{state.title}, 'reads'"):
+            risk.reads = rebuild_reads(risk, plan["reads"])
         separate = plan["separate_weight_and_bias"]
         kinds = [*APPROXIMATIONS, *approximations]
         of_layers: dict[str, Approximation] = {}
         for layer in layers_of(risk, separate):
             # Where layers differ, `take_state` says so.
             if layer.name in plan["layers"]:
-                data_of_layer = plan["layers"][layer.name]["approximation"]
-                kind, options = from_data(data_of_layer, kinds, "approximations=[...]")
+                described = plan.part("layers").part(layer.name).part("approximation")
+                kind, options = from_data(described, kinds, "approximations=[...]")
                 of_layers[layer.name] = Approximation(kind, options)
+                with reading(described.title):  # options are read when accumulators are made
+                    LayerPlan(layer, of_layers[layer.name]).accumulators()
         if vectors is None:
-            vectors = vectors_of(plan["vectors"])
+            vectors = vectors_of(plan.part("vectors"))
         K = cls.of_plan(Plan(risk, of_layers, KFAC, vectors, separate, owned))
         take_state(K, state)
         return K

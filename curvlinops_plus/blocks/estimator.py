@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from curvlinops_plus.blocks.users_pass import ShowDrawn, UsersPass, called_once
 from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedError, level_of_user
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.checksums import sealed
+from curvlinops_plus.linalg.fields import Fields
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
@@ -34,6 +36,32 @@ T = TypeVar("T")
 
 # The sum and norm of a parameter of which nothing is known: none differs from them.
 UNKNOWN = [0.0, math.inf]
+
+
+# What the state of an estimator has besides that of an operator.
+_NEEDED = {"decay", "updates", "weight", "draws", "damping", "sums", "refreshed"}
+
+
+class _Loaded(NamedTuple):
+    """What a state holds, made for an estimator.
+
+    Attributes:
+        blank: An operator without blocks, with plan and reads of the state.
+        sums: The statistics.
+        snapshot: The curvature at the last refresh, None before the first.
+        draws: Number of the step and of examples in it, of all processes.
+        updates, examples, weight: As of the estimator, of all processes.
+        damping: Of the inverse; None: that of who loads it.
+    """
+
+    blank: BlockwiseLinearOperator
+    sums: Sums
+    snapshot: BlockwiseLinearOperator | None
+    draws: tuple[int, int]
+    updates: int
+    examples: int
+    weight: float
+    damping: Any
 
 
 class CurvatureEstimator:
@@ -579,7 +607,7 @@ class CurvatureEstimator:
         updates, examples, drawn = zip(*processes.gather((self.updates, self.examples, drawn)))
         blank = BlockwiseLinearOperator.of_plan(self.plan)
         blank._compute_later()
-        return {
+        state = {
             **description_of(blank),
             "decay": self.decay,
             "updates": max(updates),
@@ -590,6 +618,7 @@ class CurvatureEstimator:
             "sums": self._sums.over(processes).state_dict(),
             "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
         }
+        return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another estimator stopped, with its random numbers, bases and inverse.
@@ -597,19 +626,19 @@ class CurvatureEstimator:
         Damping that is neither number nor tensor is not in the state: this estimator's own is used.
 
         Raises:
-            ValueError: If it is cut off, foreign, or of another network or other approximations;
-                nothing has changed.
+            ValueError: If it is damaged, cut off, foreign, or of another network or other
+                approximations; nothing has changed.
         """
-        state = checked(state)
-        if (
-            missing := {"decay", "updates", "weight", "draws", "damping", "sums", "refreshed"}
-            - state.keys()
-        ):
+        self._take_loaded(self._loaded(checked(state)))
+
+    def _loaded(self, state: Fields) -> _Loaded:
+        """What a checked state holds, made for this estimator, which does not change."""
+        if missing := _NEEDED - state.data.keys():
             raise ValueError(
                 f"The state lacks {sorted(missing)}; is the file cut off, or not that of an "
                 "estimator?"
             )
-        if state["updates"] and not state["sums"].get("layers"):
+        if state.count("updates") and not state.part("sums").data.get("layers"):
             raise ValueError(
                 "The state has updates, and no statistics of them. Was it loaded by "
                 "torch.distributed.checkpoint? Save and load Checkpoint(estimator) there."
@@ -619,30 +648,53 @@ class CurvatureEstimator:
                 f"State mismatch in the decay: the state has {state['decay']}, this one "
                 f"{self.decay}."
             )
+        draws = state.sequence("draws", 2)
+        damping = state["damping"]
+        if isinstance(damping, Tensor):
+            state.tensor("damping")
+        elif damping is not None:
+            state.number("damping")
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
             blank = BlockwiseLinearOperator.of_plan(self.plan)
             take_state(blank, state)
             snapshot = None
             if state["refreshed"] is not None:
-                plan = blank.plan.only(state["refreshed"]["plan"]["layers"])
+                refreshed = state.part("refreshed")
+                refreshed.require({"plan", "blocks"})
+                plan = blank.plan.only(refreshed.part("plan").part("layers").data)
                 snapshot = BlockwiseLinearOperator.of_plan(plan)
-                snapshot.load_state_dict(state["refreshed"])
+                take_state(snapshot, checked(refreshed.data, refreshed.title))
         sums = Sums(blank.plan, self._scale)
-        sums.load_state_dict(state["sums"])
+        sums.load_state_dict(state.part("sums"))
+        return _Loaded(
+            blank,
+            sums,
+            snapshot,
+            (draws.count(0), draws.count(1)),
+            state.count("updates"),
+            state.count("examples"),
+            state.number("weight", 0.0),
+            damping,
+        )
+
+    def _take_loaded(self, loaded: _Loaded) -> None:
+        """Continue with it."""
         # What functions read belongs to the sums.
-        self.risk.reads = blank.risk.reads
-        self.plan = blank.plan.of_risk(self.risk)
+        self.risk.reads = loaded.blank.risk.reads
+        self.plan = loaded.blank.plan.of_risk(self.risk)
         # What was summed before belongs to the first process; others go on from zero.
         first = self.risk.processes.rank == 0
-        self._sums = sums if first else sums.without_data()
-        self._snapshot = snapshot
+        self._sums = loaded.sums if first else loaded.sums.without_data()
+        self._snapshot = loaded.snapshot
         self._inverse = None
-        step, drawn = state["draws"]
+        step, drawn = loaded.draws
         self._drawn = step, -(-drawn // self.risk.processes.world)
-        self.updates, self.weight = state["updates"], state["weight"]
-        self.examples = state["examples"] if first else 0
-        self.damping = self.damping if state["damping"] is None else state["damping"]
+        self.updates = loaded.updates
+        self.weight = loaded.weight
+        self.examples = loaded.examples if first else 0
+        if loaded.damping is not None:
+            self.damping = loaded.damping
 
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"

@@ -4,21 +4,17 @@ it again.
 A state is `{"version", "plan", "options", "scale", "fingerprint"}`, and "blocks" of an operator or
 "sums" of an estimator. The plan says what the numbers are of, and is compared with that of whoever
 loads them; what was found out about functions that read parameters belongs to it. Classes are
-stored as `{"kind": name, "options": {...}}`.
+stored as `{"kind": name, "options": {...}}`. States have checksums (`linalg.checksums`), and so has
+each block by itself, as blocks of several processes are stored apart.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from io import BytesIO
 from numbers import Integral, Real
-from os import PathLike
-from pathlib import Path
 from typing import Any
 from warnings import warn
 
@@ -36,10 +32,12 @@ from curvlinops_plus.blocks.per_example import (
     ScaledIdentity,
 )
 from curvlinops_plus.blocks.plan import Plan
-from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
-from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
+from curvlinops_plus.linalg import Diagonal, LinearOperator, Structure
+from curvlinops_plus.linalg.checksums import require_intact
+from curvlinops_plus.linalg.dense import IdentityMultiple
+from curvlinops_plus.linalg.fields import FLOATS, Fields, reading
+from curvlinops_plus.linalg.packing import copied, require_dim, unpack
 from curvlinops_plus.risk import (
     CurvaturePropagation,
     Empirical,
@@ -53,6 +51,8 @@ from curvlinops_plus.risk.parameters import changed_parameters, fingerprint, mod
 
 VERSION = 1
 APPROXIMATIONS = (KFAC, EKFAC, TNT, NearestKronecker, DiagonalBlock, FullBlock, ScaledIdentity)
+# Options of a risk that a state has.
+_OPTIONS = ("num_data", "num_per_example_loss_terms", "progressbar")
 VECTORS = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
 
 
@@ -102,17 +102,15 @@ def plain(option: Any) -> Any:
     return {"repr": repr(option)}
 
 
-def from_data(
-    data: Mapping[str, Any], known: Iterable[type], argument: str
-) -> tuple[type, dict[str, Any]]:
+def from_data(data: Fields, known: Iterable[type], argument: str) -> tuple[type, dict[str, Any]]:
     """The class and the options that `as_data` described.
 
     Raises:
         ValueError: If the class is not among the known ones, or an option was not plain data.
     """
     kinds = {kind.__name__: kind for kind in known}
-    kind = data["kind"]
-    options = data["options"]
+    kind = data.word("kind")
+    options = data.part("options").data
     if kind not in kinds:
         raise ValueError(
             f"{kind} is not part of curvlinops_plus. Pass it: from_state_dict(..., {argument})."
@@ -171,7 +169,7 @@ def keys_of(plan: Mapping[str, Any]) -> set[str]:
     return {key for layer in plan["layers"].values() for key in layer["parameters"]}
 
 
-def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] | None:
+def params_of(state: Fields, model: nn.Module) -> dict[str, Tensor] | None:
     """The model's parameters that a state is of, in the order of its vectors; None if not all keys
     are the model's own names.
     """
@@ -185,22 +183,21 @@ def params_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor] |
 # ---------------------------------------------------------------------------------------- operators
 def description_of(K: Any) -> dict[str, Any]:
     """The state of an operator without its blocks."""
-    names = ("num_data", "num_per_example_loss_terms", "progressbar")
     return {
         "version": VERSION,
         "plan": plan_as_data(K, K.plan),
-        "options": {name: getattr(K.risk.options, name) for name in names},
+        "options": {name: plain(getattr(K.risk.options, name)) for name in _OPTIONS},
         "scale": K.scale,
         "fingerprint": dict(K.parameters),
         "examples": K.examples,
     }
 
 
-def checked(state: Any) -> Mapping[str, Any]:
-    """A state, if it is one.
+def checked(state: Any, title: str = "The state") -> Fields:
+    """The fields of a state, if it is one, and is what was saved.
 
     Raises:
-        ValueError: If it is foreign, cut off, or of another version.
+        ValueError: If it is foreign, cut off, damaged, or of another version.
     """
     if not isinstance(state, Mapping) or "plan" not in state:
         raise ValueError(
@@ -211,24 +208,71 @@ def checked(state: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"The state has version {state.get('version')}; this package reads version {VERSION}."
         )
-    if missing := {"options", "scale", "fingerprint", "examples"} - state.keys():
-        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    fields = Fields(state, title)
+    fields.require({"options", "scale", "fingerprint", "examples"})
+    with reading(title):
+        require_intact(state, title)
+    return _of_right_types(fields)
+
+
+def _of_right_types(state: Fields) -> Fields:
+    """Refuse a state with fields of other types than `description_of` makes.
+
+    What the fields say is compared with whoever loads them, in `take_state`.
+    """
+    plan = state.part("plan")
+    plan.word("class")
+    plan.word("dtype", FLOATS)
+    plan.flag("separate_weight_and_bias")
+    plan.require({"loss", "reads"})
+    plan.part("loss").word("loss")
+    for kind in (plan.part("vectors"), *(x.part("approximation") for x in layers_in(plan))):
+        kind.word("kind")
+        kind.part("options")
+    for layer in layers_in(plan):
+        shapes = layer.part("parameters")
+        for key in shapes.data:
+            sizes = shapes.sequence(key)
+            for axis in sizes.data:
+                sizes.count(axis)
+    options = state.part("options")
+    for name in options.data:
+        if name == "progressbar":
+            options.flag(name)
+        elif name not in _OPTIONS:
+            raise options.error("an entry", name, f"one of {', '.join(_OPTIONS)}")
+        elif options[name] is not None:
+            options.count(name)
+    state.number("scale")
+    if state["examples"] is not None:
+        state.count("examples")
+    fingerprint_of = state.part("fingerprint")
+    fingerprint_of.require(keys_of(plan.data))
+    for key in fingerprint_of.data:
+        numbers = fingerprint_of.sequence(key, 2).data.values()
+        if not all(type(number) is float for number in numbers):
+            raise fingerprint_of.error(repr(key), fingerprint_of[key], "two floats")
     return state
 
 
-def take_state(K: Any, state: Any) -> None:
-    """What `load_state_dict` of an operator does."""
-    state = checked(state)
+def layers_in(plan: Fields) -> list[Fields]:
+    """The descriptions of a plan's layers."""
+    return [layer for _, layer in plan.part("layers").parts()]
+
+
+def take_state(K: Any, state: Fields) -> None:
+    """What `load_state_dict` of an operator does with a checked state."""
     data = state["plan"]
     plan = K.plan.of_risk(copy.copy(K.risk))  # the caller's stays as it is
     # To have looked and found nothing is not the same as not to have looked.
     if difference(data["reads"], describe_reads(plan.risk.reads)):
-        plan.risk.reads = rebuild_reads(plan.risk, data["reads"])
+        with reading(f"{state.title}, 'reads'"):
+            plan.risk.reads = rebuild_reads(plan.risk, data["reads"])
         plan = plan.renewed()
     mine = plan_as_data(K, plan)
     if K.adopts_vectors and data["vectors"]["kind"] == mine["vectors"]["kind"]:
         mine["vectors"] = data["vectors"]
-        plan.vectors = vectors_of(data["vectors"], [type(K.vectors)])
+        plan.vectors = vectors_of(state.part("plan").part("vectors"), [type(K.vectors)])
     if keys_of(data) != keys_of(mine):
         more = sorted(keys_of(data) - keys_of(mine))
         fewer = sorted(keys_of(mine) - keys_of(data))
@@ -243,10 +287,8 @@ def take_state(K: Any, state: Any) -> None:
             f"State mismatch in {where}: the state has {theirs!r}, this operator {ours!r}."
         )
     blocks = None
-    if "blocks" in state:
-        if missing := [name for name in plan.kept_blocks if name not in state["blocks"]]:
-            raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
-        blocks = {name: unpack(state["blocks"][name], K.device) for name in plan.kept_blocks}
+    if "blocks" in state.data:
+        blocks = _unpacked_blocks(state, plan, K.device, K.dtype)
     rounding = 1e-5  # of another dtype
     if changed_parameters(state["fingerprint"], fingerprint(K.risk), rounding):
         warn(
@@ -267,180 +309,31 @@ def take_state(K: Any, state: Any) -> None:
     K.structure = Structure.PSD if K.scale >= 0 else Structure.SYMMETRIC
 
 
-def vectors_of(data: Mapping[str, Any], own: Iterable[type[Vectors]] = ()) -> Vectors:
+def _unpacked_blocks(
+    state: Fields, plan: Plan, device: torch.device, dtype: torch.dtype
+) -> dict[str, LinearOperator]:
+    """The blocks that this process keeps, each of the size that the plan says."""
+    packed = state.part("blocks")
+    if missing := [name for name in plan.kept_blocks if name not in packed.data]:
+        raise ValueError(f"The state lacks the blocks {missing}; is the file cut off?")
+    layouts = {group.name: group.layout for group in plan.groups}
+    ours = [entry for entry in plan if entry.approximation.kind in APPROXIMATIONS]
+    never_negative = {group.name for entry in ours for group in entry.layer.groups}
+    blocks: dict[str, LinearOperator] = {}
+    for name in plan.kept_blocks:
+        title = f"{state.title}, block {name!r}"
+        blocks[name] = unpack(packed[name], device, title, dtype)
+        require_dim(blocks[name], layouts[name].dim, title)
+        # A diagonal does not say what it is; a matrix that was negated twice says less than it is.
+        tells = isinstance(blocks[name], (Diagonal, IdentityMultiple)) and state["scale"] >= 0
+        least = Structure.PSD if tells else Structure.SYMMETRIC
+        if name in never_negative and blocks[name].structure < least:
+            raise ValueError(f"{title} is not {least.name}, as it must be. Is the file damaged?")
+    return blocks
+
+
+def vectors_of(data: Fields, own: Iterable[type[Vectors]] = ()) -> Vectors:
     """What `as_data` described, of this package or of one's own."""
     kind, options = from_data(data, [*VECTORS, *own], f"vectors={data['kind']}(...)")
-    return kind(**options)
-
-
-# -------------------------------------------------------------------------------------------- files
-def save(state: Any, path: str | PathLike[str]) -> None:
-    """Write a `state_dict` as one safetensors file; `load` reads it.
-
-    Tensors are stored under their keys joined by "/", everything else as JSON in the file's
-    metadata. A file that is there is replaced when the new one is complete.
-
-    Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all
-    processes have to call it. Process 0 writes the file, for which all get all blocks; `Checkpoint`
-    saves them apart.
-
-    Args:
-        state: What `state_dict()` returned, or an operator or estimator that has one.
-        path: The file.
-
-    Raises:
-        TypeError: If it is neither: most operators are known by their products alone.
-        ProcessError: In all processes that write together, if one of them fails.
-        ImportError: If the package safetensors is missing (`pip install safetensors`).
-
-    Example:
-        >>> import tempfile, torch
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save({"factors": {"fc": torch.eye(2)}, "seed": 0}, f"{folder}/K.safetensors")
-        ...     load(f"{folder}/K.safetensors")["seed"]
-        0
-    """
-    from safetensors.torch import save_file
-
-    if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
-        raise TypeError(
-            "save takes a state_dict, or what has one such as the operators of `curvature`, and "
-            f"then a path; a {type(state).__name__} has none."
-        )
-    thing: Any = state
-    processes: Any = Alone()
-    if isinstance(thing, OwnedBlockDiagonal) or getattr(thing, "owned", False):
-        processes = getattr(thing, "risk", thing).processes
-
-    def write() -> None:
-        tensors: dict[str, Tensor] = {}
-        content = state if isinstance(state, Mapping) else state.state_dict()
-        tree = json.dumps(_detach(content, "", tensors))
-        if processes.rank == 0:
-            # An operator that was loaded from this path goes on with the old file: its tensors are
-            # mapped from it.
-            unfinished = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-            try:
-                save_file(tensors, unfinished, metadata={"format": FORMAT, "state": tree})
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
-
-    processes.together(write)
-
-
-def load(path: str | PathLike[str]) -> dict[str, Any]:
-    """Read a `state_dict` that `save` wrote; tensors are on the CPU, and mapped from the file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: If the file is not one of ours.
-        safetensors.SafetensorError: If it is cut off, or no safetensors file.
-        FileNotFoundError: If there is none.
-
-    Example:
-        >>> import tempfile, torch
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save({"values": {0: torch.ones(2)}}, f"{folder}/K.safetensors")
-        ...     load(f"{folder}/K.safetensors")
-        {'values': {0: tensor([1., 1.])}}
-    """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} is a safetensors file, but not one that curvlinops_plus wrote."
-            )
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-    return _attach(json.loads(metadata["state"]), tensors)
-
-
-def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Replace tensors by references and keys that JSON can't carry by lists of pairs."""
-    if isinstance(node, Tensor):
-        tensors[path] = copied(node)
-        return {"$tensor": path}
-    if isinstance(node, Mapping):
-        pairs: list[list[Any]] = []
-        for key, item in node.items():
-            name = str(key).replace("%", "%25").replace("/", "%2F")
-            pairs.append([key, _detach(item, f"{path}/{name}".lstrip("/"), tensors)])
-        return {"$dict": pairs}
-    if isinstance(node, (list, tuple)):
-        items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]
-        return {"$tuple" if isinstance(node, tuple) else "$list": items}
-    return node
-
-
-def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(node, dict):
-        return node
-    ((kind, content),) = node.items()
-    if kind == "$tensor":
-        return tensors[content]
-    if kind == "$dict":
-        return {key: _attach(value, tensors) for key, value in content}
-    items = [_attach(value, tensors) for value in content]
-    return tuple(items) if kind == "$tuple" else items
-
-
-class Checkpoint:
-    """Something with a state, as `torch.distributed.checkpoint` saves and loads it, on any number
-    of processes.
-
-    That module asks what is to be loaded for its own state first, and loads what it finds there. An
-    estimator without any batch has no statistics to be found, so its whole state is one entry here.
-    An operator of `curvature` has one for each block: processes that keep blocks apart
-    (`owned=True`) save and load their own ones only.
-
-    Args:
-        thing: A `CurvatureEstimator`, an operator, a `KFACOptimizer`.
-
-    Cost: the state in memory once more while it is saved or loaded. All processes have to save and
-    load together.
-
-    Example:
-        >>> from curvlinops_plus import CurvatureEstimator, EmpiricalRisk
-        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
-        >>> one, two = CurvatureEstimator(risk), CurvatureEstimator(risk)
-        >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
-        >>> saved = Checkpoint(one).state_dict()  # as dcp.save and dcp.load do
-        >>> Checkpoint(two).load_state_dict(saved)
-        >>> two.updates
-        1
-    """
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in bytes."""
-        if hasattr(self.thing, "state_parts"):
-            parts = self.thing.state_parts()
-        else:
-            parts = {"state": self.thing.state_dict()}
-        as_bytes: dict[str, Any] = {}
-        for name, part in parts.items():
-            buffer = BytesIO()
-            torch.save(part, buffer)
-            as_bytes[name] = buffer.getvalue()
-        return as_bytes
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state.
-
-        Raises:
-            ValueError: As for that which has it.
-        """
-        parts = {
-            name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()
-        }
-        state = parts.pop("state")
-        if "blocks" in state:
-            for part in parts.values():
-                state["blocks"] |= part
-        self.thing.load_state_dict(state)
+    with reading(data.title):
+        return kind(**options)

@@ -7,7 +7,7 @@ other processes, a loaded state and the union of two streams are all objects of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import zip_longest
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ from curvlinops_plus.blocks.together import Stage, add_over_processes, costs_of,
 from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.linalg import Diagonal, LinearOperator
+from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
+from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.numerics import side_by_side
+from curvlinops_plus.linalg.packing import require_dim, require_sound, require_structure
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -431,10 +433,10 @@ class Sums:
         """
         return all(len(stages) == 1 for stages in self.stages.values()) and bool(self.waiting)
 
-    def blocks(self) -> dict[str, LinearOperator]:
-        """Block name to operator, of all layers of a stream that were called."""
+    def blocks(self, layers: Iterable[Layer] | None = None) -> dict[str, LinearOperator]:
+        """Block name to operator, of these layers of a stream; default: of all that were called."""
         blocks: dict[str, LinearOperator] = {}
-        for layer in self.called:
+        for layer in self.called if layers is None else layers:
             if layer in self.withdrawn:
                 blocks |= _identities(layer)
                 continue
@@ -497,24 +499,90 @@ class Sums:
             "withdrawn": [k for k, layer in enumerate(self.layers) if layer in self.withdrawn],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; these have no sums yet."""
+    def load_state_dict(self, state: Fields) -> None:
+        """Take over what `state_dict` returned; these have no sums yet.
+
+        Raises:
+            ValueError: If it is not of these layers, or damaged; blocks that can be made of the
+                sums without a decomposition are looked at.
+        """
+        with reading(state.title):
+            self._load(state)
+            self._require_sound_blocks(state.title)
+
+    def _load(self, state: Fields) -> None:
+        """Read totals first: stages after the first one are made of those before."""
         totals = self._totals_by_layer()
-        for index, of_layer in state["layers"].items():
-            totals[int(index)] = _totals_of_data(of_layer["totals"])
+        stages: dict[Layer, Fields] = {}
+        for index, of_layer in state.part("layers").parts():
+            if index not in [str(k) for k in range(len(self.layers))]:
+                raise state.error("a layer", index, f"an index below {len(self.layers)}")
+            totals[int(index)] = self._totals_of_data(of_layer.part("totals"))
+            stages[self.layers[int(index)]] = of_layer.sequence("stages")
         self._set_totals(totals)
-        for index, of_layer in state["layers"].items():
-            layer = self.layers[int(index)]
-            for number, stage in enumerate(of_layer["stages"]):
+        for layer, numbered in stages.items():
+            numbered.require([0])
+            for number, stage in numbered.parts():
                 if number:
                     self.stages[layer].append(self._following(layer))
                 for name, accumulator in self.stages[layer][number].items():
-                    accumulator.load_state_dict(stage[name])
-        self.step = _totals_of_data(state["step"])
-        self.decay = state["decay"]
-        self.entered = set(state["entered"])
-        # Earlier versions withdrew none.
-        self.withdrawn = {self.layers[index] for index in state.get("withdrawn", ())}
+                    _load_accumulator(accumulator, stage.part(name))
+        self.step = self._totals_of_data(state.part("step"))
+        self.decay = state.number("decay", 0.0)
+        self.entered = set(state.indices("entered", len(self.layers)))
+        if "withdrawn" in state.data:  # earlier versions withdrew none
+            indices = state.indices("withdrawn", len(self.layers))
+            self.withdrawn = {self.layers[index] for index in indices}
+
+    def _require_sound_blocks(self, title: str) -> None:
+        """Refuse sums whose blocks are of other sizes than the parameters, or not what they say."""
+        # Where no term has counted, or nothing was added, there is no block yet.
+        layers = [
+            layer
+            for layer in self.called
+            if self.totals_of(layer).loss_count > 0
+            and all(accumulator.raw for accumulator in self.stages[layer][-1].values())
+        ]
+        dims = {group.name: group.layout.dim for layer in layers for group in layer.groups}
+        for name, block in self.blocks(layers).items():
+            require_dim(block, dims[name], f"{title}, block {name!r}")
+            require_sound(block, f"{title}, block {name!r}")
+        for accumulator in self._of(layers, 0):
+            for name, M in accumulator.decompositions().items():
+                where = f"{title}, {accumulator.layer.title}, {name!r}"
+                require_structure(Dense(M, Structure.PSD), where)
+
+    def _totals_of_data(self, data: Fields) -> Totals:
+        """Undo `_totals_as_data`."""
+        weights = data.sequence("weights")
+        return Totals(
+            examples=data.count("examples"),
+            terms=data.count("terms"),
+            loss_count=data.number("loss_count", 0.0),
+            steps=data.number("steps", 0.0),
+            called=set(data.indices("called", len(self.layers))),
+            weights=tuple([weights.number(k, 0.0) for k in weights.data]),
+        )
+
+
+def _load_accumulator(accumulator: Accumulator, state: Fields) -> None:
+    """Give an accumulator the sums of a state, as finite tensors in its precision or a higher
+    one.
+    """
+    least = accumulator.layer.accumulation_dtype
+    for part in ("sums", "constants"):
+        tensors = state.part(part)
+        for name in tensors.data:
+            t = tensors.tensor(name)
+            if t.is_floating_point() and torch.promote_types(t.dtype, least) != t.dtype:
+                raise tensors.error(repr(name), t, f"a tensor of {least}")
+    counts = state.part("counts")
+    for name, count in counts.data.items():
+        if isinstance(count, Tensor):
+            counts.tensor(name)
+        else:
+            counts.number(name, 0.0)
+    accumulator.load_state_dict(state.data)
 
 
 def _update(stage: Stage, batch: LayerBatch) -> None:
@@ -567,8 +635,3 @@ def _totals_as_data(totals: Totals) -> dict[str, Any]:
     plain = totals.plain()
     data = {name: getattr(plain, name) for name in _COUNTED}
     return {**data, "called": sorted(plain.called), "weights": list(plain.weights)}
-
-
-def _totals_of_data(data: Mapping[str, Any]) -> Totals:
-    counted = {name: data[name] for name in _COUNTED}
-    return Totals(**counted, called=set(data["called"]), weights=tuple(data["weights"]))

@@ -29,6 +29,8 @@ from curvlinops_plus.linalg import (
     LinearOperator,
     Structure,
 )
+from curvlinops_plus.linalg.checksums import require_intact, sealed
+from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
 from curvlinops_plus.risk.parameters import fingerprint
 
@@ -522,16 +524,17 @@ class KFACInverseLinearOperator(Deferred):
         """Options, and the state of the operator that is inverted. The inverse blocks follow from
         them.
         """
-        return {"A": self._A.state_dict(), **self._options}
+        return sealed({"A": self._A.state_dict(), **self._options})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over options and the inverted operator's blocks.
 
         Raises:
-            ValueError: If the inverted operator's state does not fit.
+            ValueError: If the state is damaged, or that of the inverted operator does not fit;
+                nothing has changed then.
         """
-        self._A.load_state_dict(state_dict["A"])
-        self._options = {name: state_dict[name] for name in self._options}
+        made = type(self).from_state_dict(state_dict, self._A)
+        self._options = made._options
         vars(self).pop("operator", None)
 
     @classmethod
@@ -545,10 +548,24 @@ class KFACInverseLinearOperator(Deferred):
             A: The operator; it takes over the blocks of the state.
 
         Raises:
-            ValueError: If the state does not fit.
+            ValueError: If the state is damaged or does not fit; nothing has changed then.
         """
-        A.load_state_dict(state_dict["A"])
-        return cls(A, **{name: option for name, option in state_dict.items() if name != "A"})
+        title = "The state"
+        with reading(title):
+            require_intact(state_dict, title)
+        state = Fields(state_dict, title)
+        flags = ("use_heuristic_damping", "use_exact_damping", "cache", "retry_double_precision")
+        damping = state["damping"]
+        if isinstance(damping, (list, tuple)):
+            pair = state.sequence("damping", 2)
+            damping = (pair.number(0, 0.0), pair.number(1, 0.0))
+        else:
+            state.number("damping", 0.0)
+        state.number("min_damping", 0.0)
+        options = {name: state.flag(name) for name in flags}
+        inverse = cls(A, damping, min_damping=state["min_damping"], **options)
+        A.load_state_dict(state["A"])
+        return inverse
 
 
 class GGNDiagonalLinearOperator(BlockwiseLinearOperator):

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.linalg.arithmetic import Scaled
+from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.dense import Dense, Diagonal
+from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
@@ -238,13 +240,15 @@ class BlockDiagonal(LinearOperator):
         layouts = {}
         for name, layout in self.layouts.items():
             layouts[name] = {"patterns": layout.patterns, "sizes": layout.sizes}
-        return {
-            "format": FORMAT,
-            "class": "BlockDiagonal",
-            "space": {name: list(shape) for name, shape in self.space.shapes.items()},
-            "layouts": layouts,
-            "blocks": self._each(pack),
-        }
+        return sealed(
+            {
+                "format": FORMAT,
+                "class": "BlockDiagonal",
+                "space": {name: list(shape) for name, shape in self.space.shapes.items()},
+                "layouts": layouts,
+                "blocks": self._each(pack),
+            }
+        )
 
     @classmethod
     def from_state_dict(
@@ -257,7 +261,7 @@ class BlockDiagonal(LinearOperator):
             device: Where its tensors shall be.
 
         Raises:
-            ValueError: If it is no such state.
+            ValueError: If it is no such state, or damaged.
 
         Example:
             >>> from curvlinops_plus.linalg import Diagonal
@@ -272,15 +276,20 @@ class BlockDiagonal(LinearOperator):
                 "a curvature is read by BlockwiseLinearOperator.from_state_dict(state, model, "
                 "data)."
             )
-        space = Space(state_dict["space"])
-        blocks = {}
-        for name, block in state_dict["blocks"].items():
-            blocks[name] = unpack(block, torch.device(device))
-        layouts = {}
-        for name, layout in state_dict["layouts"].items():
-            shapes = {key: space.shapes[key] for key in layout["patterns"]}
-            layouts[name] = Layout(layout["patterns"], shapes, layout["sizes"])
-        return BlockDiagonal(blocks, layouts, space)
+        title = "The state"
+        with reading(title):
+            require_intact(state_dict, title)
+            fields = Fields(state_dict, title)
+            space = Space(fields.part("space").data)
+            blocks = {}
+            for name, block in fields.part("blocks").data.items():
+                blocks[name] = unpack(block, torch.device(device), f"{title}, block {name!r}")
+            layouts = {}
+            for name, layout in fields.part("layouts").parts():
+                patterns = layout.part("patterns").data
+                shapes = {key: space.shapes[key] for key in patterns}
+                layouts[name] = Layout(patterns, shapes, layout.part("sizes").data)
+            return BlockDiagonal(blocks, layouts, space)
 
     # Closed forms
     # ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.arithmetic import Scaled, Sum
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityLinearOperator, IdentityMultiple
+from curvlinops_plus.linalg.fields import FLOATS, Fields, reading, require_finite_entries
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker, KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
@@ -54,34 +54,121 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     return state
 
 
-def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
+def unpack(
+    state: Any,
+    device: torch.device,
+    title: str = "The state of a block",
+    dtype: torch.dtype | None = None,
+) -> LinearOperator:
     """The operator that `pack` described, on `device`.
 
+    Args:
+        state: What `pack` returned.
+        device: Where its tensors shall be.
+        title: What messages call it.
+        dtype: Of all its tensors; default: that of the first one.
+
     Raises:
-        ValueError: If the state is not one of `pack`.
+        ValueError: If the state is not one of `pack`: if a part is missing or of another kind, has
+            entries that are NaN or infinite or another dtype than the rest, or contradicts what
+            the state says of it (symmetric, positive semi-definite).
     """
-    try:
-        if state["type"] == _IDENTITY:
-            shapes = [(state["size"],)]
-            identity = IdentityLinearOperator(shapes, device, getattr(torch, state["dtype"]))
-            return identity._scale(state["c"])
-        kind = _SAVED[state["type"]]
-        parts = []
-        for key in kind._made_of:
-            part = state.get(key) if key == "rtol" else state[key]
-            if isinstance(part, Mapping):
-                part = unpack(part, device)
-            elif isinstance(part, Tensor):
-                part = copied(part).to(device)
-            elif key == "structure":
-                part = Structure[str(part)]
-            parts.append(part)
-        return kind(*parts)
-    except (KeyError, TypeError, AttributeError) as error:
+    with reading(title):
+        operator = _unpacked(Fields(state, title), device)
+    require_sound(operator, title, dtype)
+    return operator
+
+
+def _unpacked(fields: Fields, device: torch.device) -> Any:
+    name = fields.word("type", (*_SAVED, _IDENTITY))
+    if name == _IDENTITY:
+        dtype = FLOATS[fields.word("dtype", FLOATS)]
+        identity = IdentityLinearOperator([(fields.count("size"),)], device, dtype)
+        return identity._scale(fields.number("c"))
+    kind = _SAVED[name]
+    parts: list[Any] = []
+    for key in kind._made_of:
+        if key == "rtol" and key not in fields.data:
+            parts.append(None)
+        elif key in ("rtol", "c", "delta"):
+            number = fields[key]  # or one for each matrix of a batch
+            if isinstance(number, Tensor):
+                parts.append(copied(number).to(device))
+            else:
+                parts.append(fields.number(key))
+        elif key in ("matrix", "vector", "values"):
+            if not isinstance(fields[key], Tensor):
+                raise fields.error(repr(key), fields[key], "a tensor")
+            parts.append(copied(fields[key]).to(device))
+        elif key == "structure":
+            parts.append(Structure[fields.word(key, Structure.__members__)])
+        else:
+            parts.append(_unpacked(fields.part(key), device))
+    return kind(*parts)
+
+
+def require_sound(operator: LinearOperator, title: str, dtype: torch.dtype | None = None) -> None:
+    """Refuse an operator that is not what it says of itself, as far as this is cheap: dtype, no NaN
+    or infinite entries, symmetry, and no negative diagonal of a positive semi-definite matrix.
+
+    Args:
+        operator: Made of `pack`'s classes; of others nothing is looked at.
+        title: What messages call it.
+        dtype: Of all its tensors; default: that of the operator.
+
+    Raises:
+        ValueError: Naming the part.
+    """
+    dtype = dtype or operator.dtype
+    if not dtype.is_floating_point or operator.dtype != dtype:
+        raise ValueError(f"{title} is of {operator.dtype}; expected {dtype}. Is the file damaged?")
+    if isinstance(operator, (Dense, Eigendecomposed)):
+        require_structure(operator, title)
+    if isinstance(operator, IdentityMultiple):
+        require_finite_entries(torch.as_tensor(operator.c), title)
+    if _SAVED.get(type(operator).__name__) is not type(operator):
+        return
+    for key in operator._made_of:
+        part = getattr(operator, key)
+        if isinstance(part, LinearOperator):
+            require_sound(part, f"{title}, {key!r}", dtype)
+        elif isinstance(part, Tensor):
+            require_finite_entries(part, f"{title}, {key!r}")
+
+
+def require_dim(block: LinearOperator, dim: int, title: str) -> None:
+    """Refuse a block of another size than its parameters have."""
+    if block.shape != (dim, dim):
         raise ValueError(
-            f"The state of a block is incomplete or of an unknown type ({error!r}); is the file "
-            "cut off, or not ours?"
-        ) from error
+            f"{title} is a {block.shape[0]} x {block.shape[1]} matrix; expected {dim} x {dim} for "
+            "its parameters. Is the file damaged?"
+        )
+
+
+def require_structure(operator: Dense | Eigendecomposed, title: str) -> None:
+    """Refuse a matrix that is not symmetric, or whose diagonal or eigenvalues are negative, and
+    that says otherwise.
+    """
+    if operator.structure == Structure.GENERAL:
+        return
+    entries = operator.matrix if isinstance(operator, Dense) else operator.values
+    if not entries.numel():
+        return
+    # Inverses and powers round, relative to their largest entry.
+    rounding = torch.finfo(entries.dtype).eps ** 0.5 * entries.abs().max()
+    diagonal = entries
+    if isinstance(operator, Dense):
+        diagonal = entries.diagonal(dim1=-2, dim2=-1)
+        if bool(((entries - entries.mT).abs() > rounding).any()):
+            raise ValueError(
+                f"{title} is not symmetric, though it is {operator.structure.name}. Is the file "
+                "damaged?"
+            )
+    if operator.structure == Structure.PSD and bool((diagonal < -rounding).any()):
+        raise ValueError(
+            f"{title} has the negative entry or eigenvalue {float(diagonal.min()):.3g}, though it "
+            "is PSD. Is the file damaged?"
+        )
 
 
 def copied(t: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
-from curvlinops_plus.blocks.state import load, save
+from curvlinops_plus.blocks.files import load, save
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Vectors
 from curvlinops_plus.risk.vectors import CurvaturePropagation

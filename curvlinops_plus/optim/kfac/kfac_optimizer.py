@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops_plus.blocks import KFAC, CurvatureEstimator
+from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
+from curvlinops_plus.blocks.state import checked
 from curvlinops_plus.blocks.users_pass import PassStart
 from curvlinops_plus.contexts import Endings, GradMode, outside_autocast
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
+from curvlinops_plus.linalg.checksums import require_intact, sealed
+from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
@@ -41,6 +45,8 @@ Inverse = Literal["exact", "factored"]
 
 # The options of a preconditioner's groups.
 _PRECONDITIONER_OPTIONS = ("damping", "norm_constraint")
+# Options of groups that are stored as the fields of a class.
+_POLICIES: dict[str, type] = {"norm_constraint": NormConstraint, "weight_decay": WeightDecay}
 
 
 class _Recorded(NamedTuple):
@@ -229,21 +235,25 @@ class KFACPreconditioner(TiedOptimizer):
         ]
         if raw == self._raw_options:
             return
-        groups: list[dict[str, Any]] = self.param_groups
-        if not self._moves:  # all else is of the optimizer that takes the step
-            groups = [{name: group[name] for name in _PRECONDITIONER_OPTIONS} for group in groups]
-        self._check_options([GroupOptions(group) for group in groups])
+        self._check_options([GroupOptions(group) for group in self._read_groups(self.param_groups)])
         self._raw_options = raw
         self._P_is_current = False
 
+    def _read_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups with the options that this optimizer reads."""
+        if self._moves:
+            return groups
+        # all else is of the optimizer that takes the step
+        return [{name: group[name] for name in _PRECONDITIONER_OPTIONS} for group in groups]
+
     def _check_options(self, options: list[GroupOptions]) -> None:
-        """Take options, and refuse those that are out of range."""
-        self._options = options
+        """Refuse options that are out of range, or take all of them."""
         for c in (group.norm_constraint for group in options):
             if c is not None and c.norm != "euclidean" and self._power != -1:
                 raise ValueError(
                     f"A norm constraint in the {c.norm} norm is for inverses, and not for power=."
                 )
+        self._options = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: no layer is recorded for parameters that the optimizer was made without."""
@@ -607,7 +617,8 @@ class KFACPreconditioner(TiedOptimizer):
         """All that is needed to continue bit for bit, in tensors and plain Python; statistics under
         "curvature".
 
-        Parameters have their names in it, so their order does not matter.
+        Parameters have their names in it, so their order does not matter. It has checksums: to
+        change it before it is loaded, such as the learning rate, delete its entry "checksums", too.
         """
         self._keep(self._vectors)
         names = [self._keys[p] for group in self.param_groups for p in group["params"]]
@@ -618,7 +629,7 @@ class KFACPreconditioner(TiedOptimizer):
                 return asdict(value)
             return value.clone() if isinstance(value, Tensor) else value
 
-        return state | {
+        described = {
             "state": {
                 names[i]: {name: plain(t) for name, t in kept.items()}
                 for i, kept in state["state"].items()
@@ -633,38 +644,108 @@ class KFACPreconditioner(TiedOptimizer):
             "dampings": self._refreshed,
             "curvature": self.curvature.state_dict(),
         }
+        return sealed(state | described)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where another optimizer with the same arguments stopped.
 
         Raises:
-            ValueError: If the state is of another network, other groups or other approximations.
+            ValueError: If the state is of another network, other groups or other approximations, or
+                damaged; nothing has changed then.
         """
+        title = "The state"
+        with reading(title):
+            require_intact(state_dict, title)
+        state = Fields(state_dict, title)
+        state.require({"state", "param_groups", "steps", "heard", "dampings", "curvature"})
+        groups = self._groups_of(state.sequence("param_groups"))
+        curvature = state.part("curvature")
+        loaded = self.curvature._loaded(checked(curvature.data, curvature.title))
+        blocks = loaded.blank.plan.groups
+        kept = self._kept_of(state.part("state"), [group.layout.names for group in blocks])
+        steps = state.count("steps")
+        heard = state.sequence("heard", 2)
+        batches = heard.count(0)
+        examples = heard.count(1)
+        dampings = _dampings_of(state, loaded.snapshot)
+
+        # From here on nothing is refused.
+        self._check_options([GroupOptions(group) for group in self._read_groups(groups)])
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.curvature._take_loaded(loaded)
+        self.state.update(kept)
+        self._hooks.load(steps, batches, examples)
+        self._forget_inverse()
+        self._refreshed = dampings
+        self._raw_options = None
+        self._read_options()
+
+    def _groups_of(self, groups: Fields) -> list[dict[str, Any]]:
+        """Groups of a state with policies in place of what they are stored as."""
         keys = [[self._keys[p] for p in group["params"]] for group in self.param_groups]
-        keys_of_state = [group["params"] for group in state_dict["param_groups"]]
-        if [*map(set, keys)] != [*map(set, keys_of_state)]:
+        keys_of_state = [list(group["params"]) for _, group in groups.parts()]
+        if [*map(sorted, keys)] != [sorted(names, key=str) for names in keys_of_state]:
             raise ValueError(
                 f"The state is of groups with the parameters {keys_of_state}, and this optimizer "
                 f"has {keys}."
             )
-        self.curvature.load_state_dict(state_dict["curvature"])
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group in self.param_groups:
-            for name, kind in (("norm_constraint", NormConstraint), ("weight_decay", WeightDecay)):
-                policy = group.get(name)
+        loaded: list[dict[str, Any]] = []
+        for _, group in groups.parts():
+            group.require(self.defaults)
+            policies: dict[str, Any] = {}
+            for name, kind in _POLICIES.items():
+                policy = group.data.get(name)
                 if isinstance(policy, Mapping):
-                    group[name] = kind(**policy)
+                    with reading(f"{group.title}, {name!r}"):
+                        policies[name] = kind(**policy)
+                elif policy not in (None, inf):
+                    group.number(name, 0.0)
+            for name in {"lr", "momentum", "damping"} & self.defaults.keys():
+                if name == "damping" or group[name] != "adaptive":
+                    group.number(name, 0.0)
+            loaded.append({**group.data, **policies})
+        return loaded
+
+    def _kept_of(
+        self, state: Fields, blocks: Sequence[Sequence[str]]
+    ) -> dict[Tensor, dict[str, Tensor]]:
+        """Velocities of a state by parameters: all parameters of a block have one, or none."""
         params = {key: p for p, key in self._keys.items()}
-        for key, tensors in state_dict["state"].items():
-            # PyTorch would cast it to the parameters' dtype.
-            self.state[params[key]] = {
-                name: t.to(params[key].device, copy=True) for name, t in tensors.items()
-            }
-        self._hooks.load(state_dict["steps"], *state_dict["heard"])
-        self._forget_inverse()
-        self._refreshed = state_dict["dampings"]
-        self._raw_options = None
-        self._read_options()
+        names = ("velocity", "curved_velocity")
+        kept: dict[Tensor, dict[str, Tensor]] = {}
+        for key, of_parameter in state.parts():
+            if key not in params:
+                raise state.error("a parameter", key, f"one of {list(params)}")
+            p = params[key]
+            kept[p] = {}
+            for name in of_parameter.data:
+                if name not in names:
+                    raise of_parameter.error("an entry", name, f"one of {', '.join(names)}")
+                t = of_parameter.tensor(name, tuple(p.shape), self.curvature.risk.dtype)
+                # PyTorch would cast it to the parameters' dtype.
+                kept[p][name] = t.to(p.device, copy=True)
+        for keys in blocks:
+            if len({frozenset(kept.get(params[key], {})) for key in keys}) > 1:
+                raise ValueError(
+                    f"{state.title}: of {list(keys)}, which move together, some lack entries that "
+                    "others have; is the file cut off?"
+                )
+        return kept
+
+
+def _dampings_of(
+    state: Fields, snapshot: BlockwiseLinearOperator | None
+) -> dict[str, float] | None:
+    """The dampings of the last refresh, one for each of its blocks; None before the first."""
+    if state["dampings"] is None:
+        return None
+    dampings = state.part("dampings")
+    names: set[str] = set()
+    if snapshot is not None:
+        names = {group.name for group in snapshot.plan.groups}
+    if dampings.data.keys() != names:
+        raise state.error("'dampings'", str(list(dampings.data)), f"one for each of {names}")
+    return {name: float(dampings.number(name, 0.0)) for name in dampings.data}
 
 
 class KFACOptimizer(KFACPreconditioner):
@@ -805,24 +886,24 @@ class KFACOptimizer(KFACPreconditioner):
         )
 
     def _check_options(self, options: list[GroupOptions]) -> None:
-        super()._check_options(options)
-        self._adaptive = any("adaptive" in group.coefficients for group in options)
-        if self.trust is None and (
-            self._adaptive or self._levenberg is not None or self._reject is not None
-        ):
-            self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
-        self._hooks.keeps = self._looks_again
+        adaptive = any("adaptive" in group.coefficients for group in options)
         for name, values in zip(("lr", "momentum"), zip(*(each.coefficients for each in options))):
             if "adaptive" in values and len(set(values)) > 1:
                 raise ValueError(
                     f"{name} is adaptive in one group and a number in another; one value serves "
                     "all then."
                 )
-        if self._adaptive and any(each.norm_constraint is not None for each in options):
+        if adaptive and any(each.norm_constraint is not None for each in options):
             raise ValueError(
                 "Adaptive coefficients and a norm constraint can't both choose the length of a "
                 "step."
             )
+        super()._check_options(options)
+        self._adaptive = adaptive
+        looks_again = adaptive or self._levenberg is not None or self._reject is not None
+        if self.trust is None and looks_again:
+            self.trust = Trust(self.curvature, self._hooks.kept, self._exact_model)
+        self._hooks.keeps = self._looks_again
 
     @property
     def _adapts(self) -> bool:

@@ -14,7 +14,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.linalg.checksums import require_intact, sealed
+from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.optim.reconfiguration.damped_solve import (
     DampedSystem,
     Mode,
@@ -308,9 +310,9 @@ class StochasticReconfiguration(TiedOptimizer):
     Raises:
         ValueError: If a number is out of range, or arguments do not fit each other.
 
-    Its `state_dict` holds the group, the number of steps, and the previous direction; loaded into
-    an optimizer that was made with the same arguments and the same parameters, it continues bit for
-    bit. Schedules are not part of it.
+    Its `state_dict` holds the group, the number of steps, and the previous direction, with
+    checksums; loaded into an optimizer that was made with the same arguments and the same
+    parameters, it continues bit for bit. Schedules are not part of it.
 
     Example:
         >>> # the harmonic oscillator, whose ground state has a = 1 and energy 1/2
@@ -409,6 +411,38 @@ class StochasticReconfiguration(TiedOptimizer):
                 p.add_(delta, alpha=-step_size)
         group["steps"] += 1
         return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """As PyTorch's, with checksums: to change it, such as the learning rate, delete its entry
+        "checksums", too.
+        """
+        return sealed(super().state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where another optimizer with the same arguments stopped.
+
+        Raises:
+            ValueError: If the state is damaged, or of other parameters; nothing has changed then.
+        """
+        title = "The state"
+        with reading(title):
+            require_intact(state_dict, title)
+            state = Fields(state_dict, title)
+            group = state.sequence("param_groups", 1).part(0)
+            group.require({"params", *self.defaults})
+            params = self.param_groups[0]["params"]
+            if group["params"] != list(range(len(params))):
+                raise group.error("'params'", str(group["params"]), f"those of {len(params)}")
+            group.count("steps")
+            for name in ("lr", "damping", "momentum", "diagonal_shift"):
+                group.number(name, 0.0)
+            self._check(dict(group.data))
+            for number, of_parameter in state.part("state").parts():
+                p = params[group.sequence("params").count(number)]
+                # A scheduler of the user may keep more.
+                if "previous" in of_parameter.data:
+                    of_parameter.tensor("previous", tuple(p.shape), p.dtype)
+        super().load_state_dict(dict(state_dict))
 
     def _previous(self) -> Tensor | None:
         """The direction of the step before, `φ` [P]; None in the first step or without momentum."""
