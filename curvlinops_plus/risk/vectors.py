@@ -39,7 +39,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.draws import counter_key, uniforms
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.options import whole
 
 
 class Vectors(ABC):
