@@ -26,6 +26,7 @@ __all__ = [
     "number",
     "one_of",
     "random_generator",
+    "tensor_of",
     "type_error",
     "whole",
 ]
@@ -200,6 +201,14 @@ def device_of(name: str, value: Any) -> torch.device | None:
         return torch.device(value)
     except (TypeError, RuntimeError, ValueError, OverflowError) as error:
         raise type_error(name, value, "a device, such as 'cpu' or 'cuda:0'") from error
+
+
+def tensor_of(name: str, value: Any) -> Tensor:
+    """A tensor, also of a list of numbers or a NumPy array."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, RuntimeError, ValueError, OverflowError) as error:
+        raise type_error(name, value, "a tensor, or numbers for one") from error
 
 
 def type_error(name: str, value: Any, expected: str) -> TypeError:

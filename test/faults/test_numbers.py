@@ -77,25 +77,29 @@ def solved(solver: Callable[..., Any], *args: Any, **options: Any) -> tuple[Tens
 @pytest.mark.parametrize("rows", [4, slice(None)], ids=["one entry", "all"])
 def test_right_hand_sides(solver: Any, value: float, rows: Any) -> None:
     x, info = solved(solver, A, with_number(value, rows, 1))
-    assert x[:, 1].isnan().all() and info.relative_residual[1].isnan()
+    assert x[:, 1].isnan().all()
+    assert info.relative_residual[1].isnan()
     torch.testing.assert_close(x[:, [0, 2]], X[:, [0, 2]], rtol=1e-3, atol=1e-4)
     assert info.converged.tolist() == [True, False, True]
     x, info = solved(solver, A, with_number(value, rows, 1)[:, 1])
-    assert x.isnan().all() and not info.converged.any()
+    assert x.isnan().all()
+    assert not info.converged.any()
 
 
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_inverses(inverse: Any, recwarn: Any) -> None:
     solution = inverse(A)
     x = solution @ with_number(INF, 0, 2)
-    assert x[:, 2].isnan().all() and x[:, :2].isfinite().all()
+    assert x[:, 2].isnan().all()
+    assert x[:, :2].isfinite().all()
     assert solution.info.converged.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("solver", [cg, minres, lsmr])
 def test_first_guesses(solver: Any) -> None:
     x, info = solved(solver, A, B, x0=with_number(NAN, 3, 0))
-    assert x[:, 0].isnan().all() and info.converged.tolist() == [False, True, True]
+    assert x[:, 0].isnan().all()
+    assert info.converged.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("solver", [cg, minres, lsmr])
@@ -106,16 +110,19 @@ def test_products(solver: Any, value: float) -> None:
     right[5, [0, 2]] = 0  # and so it stays, as the last entry has no part in others
     broken = Broken(value, lambda X: X[5] != 0)
     x, info = solved(solver, broken, right)
-    assert x[:, 1].isnan().all() and info.converged.tolist() == [True, False, True]
+    assert x[:, 1].isnan().all()
+    assert info.converged.tolist() == [True, False, True]
     assert x[:, [0, 2]].isfinite().all()
     x, info = solved(solver, Broken(value, lambda X: X[5] == X[5]), right[:, :1])
-    assert x.isnan().all() and not info.converged.any()
+    assert x.isnan().all()
+    assert not info.converged.any()
 
 
 @pytest.mark.parametrize("solver", [cg, minres])
 def test_preconditioners(solver: Any) -> None:
     x, info = solved(solver, A, B, preconditioner=lambda R: R * NAN)
-    assert x.isnan().all() and not info.converged.any()
+    assert x.isnan().all()
+    assert not info.converged.any()
 
 
 def test_the_neumann_series() -> None:
@@ -123,7 +130,8 @@ def test_the_neumann_series() -> None:
     with pytest.raises(ValueError, match="overflowed at term 1"):
         neumann(broken, B)
     x, info = solved(neumann, broken, B, check_nan=False)
-    assert x.isnan().all() and not info.converged.any()
+    assert x.isnan().all()
+    assert not info.converged.any()
     with pytest.raises(ValueError, match="num_terms=-1; expected an integer of at least 0"):
         NeumannInverseLinearOperator(A, num_terms=-1)
 
@@ -134,7 +142,9 @@ def test_zero_is_still_solved() -> None:
         right = with_number(INF, 0, 0)
         right[:, 1] = 0
         x, info = solved(solver, A, right)
-        assert not x[:, 1].any() and bool(info.converged[1]) and info.relative_residual[1] == 0
+        assert not x[:, 1].any()
+        assert bool(info.converged[1])
+        assert info.relative_residual[1] == 0
 
 
 @pytest.mark.parametrize("mode", ["dense", "kernel", "lazy"])

@@ -20,16 +20,16 @@ from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
+    LARGEST_DAMPING,
     GroupOptions,
     LevenbergMarquardt,
     NormConstraint,
     StepReport,
     WeightDecay,
-    number,
-    one_of,
 )
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
+from curvlinops_plus.options import flag, integer, number, one_of
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
@@ -155,7 +155,10 @@ class KFACPreconditioner(TiedOptimizer):
         **risk_options: Any,
     ) -> None:
         one_of("inverse", inverse, "exact", "factored")
-        number("-power", -power, strict=True)
+        number("power", power, below=0)
+        statistics_every = integer("statistics_every", statistics_every, low=1)
+        inverse_every = integer("inverse_every", inverse_every, low=1)
+        flag("strict", strict)
         if inverse == "factored" and power != -1:
             raise ValueError(
                 f'inverse="factored" and power={power:g}: only inverses can be damped factor by '
@@ -221,7 +224,7 @@ class KFACPreconditioner(TiedOptimizer):
         """Read the options of all groups where some have changed."""
         raw = [
             [
-                float(value) if isinstance(value, Tensor) else value
+                float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
                 for name, value in group.items()
                 if name != "params"
             ]
@@ -474,7 +477,9 @@ class KFACPreconditioner(TiedOptimizer):
     def _raise_damping(self, report: StepReport) -> None:
         """The step is rejected."""
         report.rejected = True
-        limit = float("inf") if self._levenberg is None else self._levenberg.max
+        limit = LARGEST_DAMPING
+        if self._levenberg is not None:
+            limit = min(self._levenberg.max, limit)
         for group in self.param_groups:
             group["damping"] = min(group["damping"] * self._reject, limit)
 
@@ -770,8 +775,10 @@ class KFACOptimizer(KFACPreconditioner):
         adaptive = "adaptive" in (lr, momentum)
         if norm_constraint == "auto":
             norm_constraint = None if adaptive else 1e-3
-        one_of("quadratic_model", quadratic_model or "blocks", "blocks", "exact")
-        if reject is not None and (number("reject", reject, low=1.0) and callable(damping)):
+        one_of("quadratic_model", quadratic_model, "blocks", "exact", None)
+        number("reject", reject, low=1, optional=True)
+        flag("maximize", maximize)
+        if reject is not None and callable(damping):
             raise ValueError(
                 "reject= multiplies the damping, which is a schedule here; give a number."
             )
