@@ -65,6 +65,7 @@ def number(
         f"{word} {limit:g}" for word, limit in bounds.items() if limit is not None
     )
     if isinstance(value, Tensor):
+        value = value.detach()
         is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     else:
         is_number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
@@ -187,10 +188,10 @@ def instance(
     return value
 
 
-def random_generator(value: Any) -> torch.Generator | None:
+def random_generator(value: Any, advice: str = "") -> torch.Generator | None:
     """A generator of random numbers, or None for the global one."""
     expected = "a torch.Generator; for a seed write generator=torch.Generator().manual_seed(seed)"
-    return instance("generator", value, torch.Generator, expected, optional=True)
+    return instance("generator", value, torch.Generator, expected + advice, optional=True)
 
 
 def device_of(name: str, value: Any) -> torch.device | None:

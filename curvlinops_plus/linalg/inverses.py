@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.arithmetic import operator_of
 from curvlinops_plus.linalg.operator import LinearOperator, linear_in, moved
 from curvlinops_plus.linalg.solvers import (
     Preconditioner,
@@ -18,7 +19,6 @@ from curvlinops_plus.linalg.solvers import (
     lsmr,
     minres,
     neumann,
-    operator_of,
 )
 from curvlinops_plus.linalg.space import Structure
 from curvlinops_plus.options import number

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg.arithmetic import Foreign
+from curvlinops_plus.linalg.arithmetic import operator_of
 from curvlinops_plus.linalg.operator import LinearOperator, outside_autocast
 from curvlinops_plus.options import flag, function, integer, number
 
@@ -591,19 +591,3 @@ class System:
 def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
     """2-norm of each column."""
     return torch.linalg.vector_norm(a, dim=0)
-
-
-def operator_of(A: Any, square: bool = True) -> LinearOperator:
-    """`A`; an operator of curvlinops or the like is wrapped."""
-    if not isinstance(A, LinearOperator):
-        if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
-            raise TypeError(
-                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or "
-                "from_scipy(A)."
-            )
-        A = Foreign(A)
-    if square and A.shape[0] != A.shape[1]:
-        raise ValueError(
-            f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one."
-        )
-    return A
