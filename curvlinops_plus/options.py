@@ -48,7 +48,7 @@ def number(
     Args:
         low, above: It must be at least `low`, or larger than `above`.
         high, below: The same from the other side.
-        infinite: Whether it may be infinite.
+        infinite: Whether it may be infinite; or NaN, where there are no bounds.
         optional: Whether it may be None, which is returned.
 
     Example:
@@ -81,7 +81,7 @@ def number(
         and (high is None or as_float <= high)
         and (below is None or as_float < below)
     )
-    if not within or not (isfinite(as_float) or (infinite and as_float == as_float)):
+    if not within or not (infinite or isfinite(as_float)):
         kind = "number" if isfinite(as_float) else "finite number"
         raise ValueError(f"{name}={as_float:g}; expected a {f'{kind} {limits}'.rstrip()}.")
     return as_float

@@ -40,6 +40,7 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import OwnedBlockDiagonal, Structure
 from curvlinops_plus.linalg.packing import FORMAT, copied, unpack
+from curvlinops_plus.options import type_error
 from curvlinops_plus.risk import (
     CurvaturePropagation,
     Empirical,
@@ -415,6 +416,8 @@ class Checkpoint:
     """
 
     def __init__(self, thing: Any) -> None:
+        if not hasattr(thing, "state_dict"):
+            raise type_error("thing", thing, "what has a state_dict and a load_state_dict")
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:

@@ -280,8 +280,8 @@ def _in_order(boundaries: Boundaries) -> tuple[float | None, float | None]:
     low, high = (number("boundaries", boundary, optional=True) for boundary in known)
     if low is not None and high is not None and low > high:
         raise ValueError(
-            f"boundaries ({low:g}, {high:g}) must be the smallest and the largest eigenvalue, in this "
-            "order."
+            f"boundaries ({low:g}, {high:g}) must be the smallest and the largest eigenvalue, in "
+            "this order."
         )
     return low, high
 

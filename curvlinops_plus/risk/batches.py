@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.options import integer
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def count_examples(
     mapping's tensors share.
     """
     if batch_size_fn is not None:
-        return int(batch_size_fn(X))
+        return integer("batch_size_fn(X)", batch_size_fn(X), low=0)
     carriers: list[Any] = []
     if isinstance(X, Tensor):
         carriers = [X]

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.options import flag, function, number, one_of
 from curvlinops_plus.risk.batches import (
     Batch,
     check_data,
@@ -508,6 +509,13 @@ def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Te
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
+    function("output", options.output, "output(o), of what the model returns, to a tensor")
+    function("mask", options.mask, "mask(X, y), of a batch, to a bool tensor [N, T]")
+    function("weight", options.weight, "weight(X, y, ...), of a batch, to a tensor [N]")
+    function("batch_size_fn", options.batch_size_fn, "batch_size_fn(X), of an input, to N")
+    flag("progressbar", options.progressbar)
+    flag("shift_labels", options.shift_labels, optional=True)
+    one_of("reduction", options.reduction, "mean", "sum", None)
     if not isinstance(options.check, bool) and options.check != "every":
         raise ValueError(
             f"check={options.check!r}; expected True (the first batches, and some later), "
@@ -515,13 +523,12 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
         )
     counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
     for name, counted in counts.items():
-        number = getattr(options, name)
-        if number is not None and not 0 < float(number) < math.inf:
+        count = getattr(options, name)
+        if count is not None and not 0 < number(name, count, infinite=True) < math.inf:
             raise ValueError(
-                f"{name}={number} must be positive: it is the number of {counted}. None counts "
-                "them."
+                f"{name}={count} must be positive: it is the number of {counted}. None counts them."
             )
-        if number is not None and options.weight is not None:
+        if count is not None and options.weight is not None:
             raise UnsupportedError(
                 f"{name} replaces a count of examples or terms, and with weight= the mean is over "
                 'the sum of their weights. Use reduction="sum", with what shall be divided by in '
