@@ -103,8 +103,10 @@ def integer(name: str, value: Any, low: int | None = None, *, optional: bool = F
     integral = whole(value)
     if integral is None:
         raise type_error(name, value, expected)
+    if integral >= 2**63:
+        raise ValueError(f"{name}={shortened(integral)}; expected {expected}, below 2**63.")
     if low is not None and integral < low:
-        raise ValueError(f"{name}={shortened(integral)}; expected {expected}.")
+        raise ValueError(f"{name}={integral}; expected {expected}.")
     return integral
 
 

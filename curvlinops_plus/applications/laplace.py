@@ -201,7 +201,7 @@ class Laplace:
                 form.
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
-        noise = self.noise if noise is None else noise
+        noise = self.noise if noise is None else tensor_of("noise", noise)
         precisions = self._block_precisions(prior)
         c = self._curvature_factor(noise)
         positions = self._blocks.positions()

@@ -30,7 +30,7 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.damping import check_damping
-from curvlinops_plus.options import flag, number, one_of
+from curvlinops_plus.options import flag, integer, number, one_of
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
 from curvlinops_plus.risk.parameters import fingerprint
 
@@ -128,6 +128,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         kfac_type = KFACType(one_of("kfac_approx", kfac_approx, *names_of(KFACType)))
         expand = kfac_type is KFACType.EXPAND
         flag("check_deterministic", check_deterministic)
+        integer("mc_samples", mc_samples, low=1)
         if fisher_type is not FisherType.MC and mc_samples != 1:
             raise ValueError(
                 f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing."
@@ -613,6 +614,8 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
+        flag("check_deterministic", check_deterministic)
+        integer("mc_samples", mc_samples, low=0)
         risk = build_risk(
             model_func,
             loss_func,

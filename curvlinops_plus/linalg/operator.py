@@ -26,7 +26,7 @@ from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
-from curvlinops_plus.options import device_of, instance, integer, number, random_generator
+from curvlinops_plus.options import device_of, flag, instance, integer, number, random_generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -495,6 +495,7 @@ class LinearOperator(ABC):
             ValueError: If the matrix is not positive semi-definite, or the damping negative.
         """
         self._need_psd("have real powers")
+        flag("exact", exact)
         return self._power(number("p", p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
@@ -514,7 +515,7 @@ class LinearOperator(ABC):
         """
         self._need_psd("are covariances")
         random_generator(generator, ", for several draws num=...")
-        num = integer("num", num, low=0, optional=True)
+        num = integer("num", num, low=1, optional=True)
         # If z is standard normal, L z has the covariance L Lᵀ = A.
         like = torch.empty((), dtype=self.dtype, device=self.device)
         numbers = standard_normal(1 if num is None else num, self.shape[1], generator, like)

@@ -457,6 +457,10 @@ class System:
         max_iter: int | None = None,
     ) -> None:
         self.A = A
+        if isinstance(preconditioner, LinearOperator) and preconditioner.shape != A.shape[::-1]:
+            raise ValueError(
+                f"preconditioner is {preconditioner.label}; expected the shape of {A.label}."
+            )
         self.preconditioner = preconditioner
         self.limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
         self.dtype = torch.promote_types(A.dtype, torch.float32)

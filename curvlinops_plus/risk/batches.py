@@ -60,7 +60,11 @@ def check_data(data: Any) -> None:
         and not isinstance(data, IterableDataset)
         and not hasattr(kind, "__iter__")
     )
-    if dataset or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+    if (
+        dataset
+        or isinstance(data, Tensor)
+        or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+    ):
         advice = (
             "A Dataset holds single examples: wrap it, DataLoader(dataset, batch_size=...), or if "
             "its items are batches already, DataLoader(dataset, batch_size=None)."

@@ -169,7 +169,8 @@ class EmpiricalRisk(ModelParameters):
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
-        self.losses = Losses(loss, reduction, bool(check))
+        one_of("reduction", reduction, "mean", "sum", None)
+        self.losses = Losses(loss, reduction, check is not False)
         super().__init__(modules, params, self.processes)
         self.options = RiskOptions(
             output,
@@ -515,7 +516,6 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     function("batch_size_fn", options.batch_size_fn, "batch_size_fn(X), of an input, to N")
     flag("progressbar", options.progressbar)
     flag("shift_labels", options.shift_labels, optional=True)
-    one_of("reduction", options.reduction, "mean", "sum", None)
     if not isinstance(options.check, bool) and options.check != "every":
         raise ValueError(
             f"check={options.check!r}; expected True (the first batches, and some later), "
@@ -557,11 +557,12 @@ def takes_risk(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     loss and data.
     """
     constructor = function.__name__ == "__init__"
+    missing = object()  # then Python says so
 
     @wraps(function)
     def checked(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
-        risk = args[constructor] if len(args) > constructor else kwargs.get("risk")
-        if risk is not None and not isinstance(risk, EmpiricalRisk):
+        risk = args[constructor] if len(args) > constructor else kwargs.get("risk", missing)
+        if risk is not missing and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__
             raise TypeError(
                 f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, "

@@ -29,7 +29,7 @@ from curvlinops_plus.optim.kfac.policies import (
 )
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
-from curvlinops_plus.options import flag, integer, number, one_of
+from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
@@ -159,6 +159,7 @@ class KFACPreconditioner(TiedOptimizer):
         statistics_every = integer("statistics_every", statistics_every, low=1)
         inverse_every = integer("inverse_every", inverse_every, low=1)
         flag("strict", strict)
+        number("decay", decay)
         if inverse == "factored" and power != -1:
             raise ValueError(
                 f'inverse="factored" and power={power:g}: only inverses can be damped factor by '
@@ -170,6 +171,8 @@ class KFACPreconditioner(TiedOptimizer):
             )
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
+        if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
+            raise type_error("params", params, "a list of parameters, or of groups of them")
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
         super().__init__(
@@ -772,8 +775,8 @@ class KFACOptimizer(KFACPreconditioner):
         strict: bool = True,
         **risk_options: Any,
     ) -> None:
-        adaptive = "adaptive" in (lr, momentum)
-        if norm_constraint == "auto":
+        adaptive = "adaptive" in [word for word in (lr, momentum) if isinstance(word, str)]
+        if isinstance(norm_constraint, str) and norm_constraint == "auto":
             norm_constraint = None if adaptive else 1e-3
         one_of("quadratic_model", quadratic_model, "blocks", "exact", None)
         number("reject", reject, low=1, optional=True)

@@ -60,8 +60,8 @@ class LevenbergMarquardt:
         number("decay", self.decay, above=0, high=1)
         integer("interval", self.interval, low=1)
         number("min", self.min, low=0)
-        number("max", self.max, low=self.min, infinite=True)
-        number("initial", self.initial, low=self.min, high=self.max)
+        largest = number("max", self.max, low=self.min, infinite=True)
+        number("initial", self.initial, low=self.min, high=None if largest == inf else largest)
         pair = instance("thresholds", self.thresholds, (tuple, list), "two numbers, (low, high)")
         if len(pair) != 2:
             raise ValueError(f"thresholds={pair!r}; expected two numbers, (low, high).")

@@ -31,7 +31,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Scores,
     full_precision_no_grad,
 )
-from curvlinops_plus.options import integer, number, one_of
+from curvlinops_plus.options import flag, integer, number, one_of
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
 Solver = Literal["cholesky", "cg"]
@@ -105,6 +105,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         *,
         stored: bool = False,
     ) -> None:
+        flag("stored", stored)
         psi = LogAmplitude(log_psi, params, amplitude)
         with full_precision_no_grad(psi.device):
             self._set(Scores(Ensemble(psi, samples, weights, chunk_size), stored))

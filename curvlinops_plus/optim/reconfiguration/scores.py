@@ -165,6 +165,11 @@ class LogAmplitude:
         if isinstance(tree, Mapping):
             tree = self.space.flatten({name: as_real(t) for name, t in tree.items()})
         elif not isinstance(tree, Tensor):
+            instance(
+                "A vector like the parameters", tree, (list, tuple), "their container, or flat"
+            )
+            for t in tree:
+                instance("A vector like the parameters", t, Tensor, "made of tensors")
             tree = self.space.flatten([as_real(t) for t in tree])
         tree = tree.detach().to(self.device, self.dtype)
         X, form = self.space.read(tree, self.dtype, self.device)
