@@ -32,7 +32,7 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.operator import outside_autocast
 from curvlinops_plus.linalg.submatrices import select
-from curvlinops_plus.options import integer, tensor_of
+from curvlinops_plus.options import integer, number, random_generator, tensor_of
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -201,7 +201,9 @@ class Laplace:
                 form.
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
-        noise = self.noise if noise is None else tensor_of("noise", noise)
+        if not isinstance(noise, Tensor):
+            number("noise", noise, above=0, optional=True)
+        noise = self.noise if noise is None else noise
         precisions = self._block_precisions(prior)
         c = self._curvature_factor(noise)
         positions = self._blocks.positions()
@@ -323,6 +325,8 @@ class Laplace:
         Cost: a backward pass for each number of an example's output, as far as its parameters
         reach.
         """
+        samples = integer("samples", samples, low=1)
+        random_generator(generator)
         likelihood = self.likelihood
         noise = self.noise
         if noise is not None:

@@ -176,6 +176,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
         UnsupportedError: If a layer named exactly can't have the approximation asked for.
     """
     rules: dict[Any, Approximation] = {}
+    Approximation.of(default)  # also where no layer gets it
     if isinstance(approximation, Mapping):
         rules = {key: Approximation.of(value) for key, value in approximation.items()}
         approximation = default

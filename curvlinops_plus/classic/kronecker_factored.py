@@ -616,6 +616,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
     ) -> None:
         flag("check_deterministic", check_deterministic)
         integer("mc_samples", mc_samples, low=0)
+        integer("seed", seed)
         risk = build_risk(
             model_func,
             loss_func,

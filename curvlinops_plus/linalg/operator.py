@@ -474,8 +474,9 @@ class LinearOperator(ABC):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        number = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
-        return self._inverse(number, retry_double_precision)
+        flag("retry_double_precision", retry_double_precision)
+        resolved = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
+        return self._inverse(resolved, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.

@@ -516,7 +516,8 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
     function("batch_size_fn", options.batch_size_fn, "batch_size_fn(X), of an input, to N")
     flag("progressbar", options.progressbar)
     flag("shift_labels", options.shift_labels, optional=True)
-    if not isinstance(options.check, bool) and options.check != "every":
+    is_every = isinstance(options.check, str) and options.check == "every"
+    if not isinstance(options.check, bool) and not is_every:
         raise ValueError(
             f"check={options.check!r}; expected True (the first batches, and some later), "
             '"every" (all batches), or False.'

@@ -179,6 +179,8 @@ class KFACPreconditioner(TiedOptimizer):
             params.values() if isinstance(params, Mapping) else params,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
+        for group in self._groups_with_options():
+            GroupOptions(group)  # refuses what is out of range before the model gets hooks
         # Replicas must not drift apart.
         risk_options = {"processes": wrapped_processes(model), **risk_options}
         trained = [p for group in self.param_groups for p in group["params"]]
@@ -235,12 +237,17 @@ class KFACPreconditioner(TiedOptimizer):
         ]
         if raw == self._raw_options:
             return
-        groups: list[dict[str, Any]] = self.param_groups
-        if not self._moves:  # all else is of the optimizer that takes the step
-            groups = [{name: group[name] for name in _PRECONDITIONER_OPTIONS} for group in groups]
-        self._check_options([GroupOptions(group) for group in groups])
+        self._check_options([GroupOptions(group) for group in self._groups_with_options()])
         self._raw_options = raw
         self._P_is_current = False
+
+    def _groups_with_options(self) -> list[dict[str, Any]]:
+        """The parameter groups with the options that are read here."""
+        if self._moves:
+            return self.param_groups
+        # All else is of the optimizer that takes the step.
+        names = _PRECONDITIONER_OPTIONS
+        return [{name: group[name] for name in names} for group in self.param_groups]
 
     def _check_options(self, options: list[GroupOptions]) -> None:
         """Take options, and refuse those that are out of range."""
