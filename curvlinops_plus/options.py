@@ -8,7 +8,7 @@ another type is a `TypeError`, one out of range a `ValueError`; both say what wa
 from __future__ import annotations
 
 import operator
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from numbers import Real
 from reprlib import repr as shortened
 from typing import Any
@@ -60,31 +60,35 @@ def number(
     """
     if optional and value is None:
         return None
-    bounds = {"at least": low, "above": above, "at most": high, "below": below}
-    limits = " and ".join(
-        f"{word} {limit:g}" for word, limit in bounds.items() if limit is not None
-    )
     if isinstance(value, Tensor):
         value = value.detach()
         is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     else:
         is_number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
-    if not is_number:
-        raise type_error(name, value, f"a number {limits}".rstrip())
-    try:
-        as_float = float(value)
-    except OverflowError:
-        as_float = inf if value > 0 else -inf
+    as_float = _nearest_float(value) if is_number else nan
     within = (
         (low is None or as_float >= low)
         and (above is None or as_float > above)
         and (high is None or as_float <= high)
         and (below is None or as_float < below)
     )
-    if not within or not (infinite or isfinite(as_float)):
-        kind = "number" if isfinite(as_float) else "finite number"
-        raise ValueError(f"{name}={as_float:g}; expected a {f'{kind} {limits}'.rstrip()}.")
-    return as_float
+    if is_number and within and (infinite or isfinite(as_float)):
+        return as_float
+    bounds = {"at least": low, "above": above, "at most": high, "below": below}
+    limits = [f"{word} {limit:g}" for word, limit in bounds.items() if limit is not None]
+    kind = "a number" if isfinite(as_float) or not is_number else "a finite number"
+    expected = f"{kind} {' and '.join(limits)}".rstrip()
+    if not is_number:
+        raise type_error(name, value, expected)
+    raise ValueError(f"{name}={as_float:g}; expected {expected}.")
+
+
+def _nearest_float(real: Any) -> float:
+    """A number as a float; infinite if it is larger than all of these."""
+    try:
+        return float(real)
+    except OverflowError:  # of an integer
+        return inf if real > 0 else -inf
 
 
 def integer(name: str, value: Any, low: int | None = None, *, optional: bool = False) -> Any:
@@ -196,7 +200,7 @@ def random_generator(value: Any, advice: str = "") -> torch.Generator | None:
     return instance("generator", value, torch.Generator, expected + advice, optional=True)
 
 
-def device_of(name: str, value: Any) -> torch.device | None:
+def device_of(name: str, value: Any) -> Any:
     """A device, also by its name; None stays None."""
     if value is None or isinstance(value, torch.device):
         return value

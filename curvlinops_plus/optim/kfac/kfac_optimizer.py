@@ -154,21 +154,9 @@ class KFACPreconditioner(TiedOptimizer):
         strict: bool = True,
         **risk_options: Any,
     ) -> None:
-        one_of("inverse", inverse, "exact", "factored")
-        number("power", power, below=0)
+        _refuse_options(inverse, power, decay, strict, risk_options)
         statistics_every = integer("statistics_every", statistics_every, low=1)
         inverse_every = integer("inverse_every", inverse_every, low=1)
-        flag("strict", strict)
-        number("decay", decay)
-        if inverse == "factored" and power != -1:
-            raise ValueError(
-                f'inverse="factored" and power={power:g}: only inverses can be damped factor by '
-                "factor."
-            )
-        if "weight" in risk_options:
-            raise UnsupportedError(
-                "weight=: an optimizer can't see whether your gradients have weights of examples."
-            )
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
         if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
@@ -904,3 +892,21 @@ class KFACOptimizer(KFACPreconditioner):
             if decay:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
+
+
+def _refuse_options(
+    inverse: Any, power: Any, decay: Any, strict: Any, risk_options: Mapping[str, Any]
+) -> None:
+    """Refuse options of a preconditioner that are out of range, or contradict each other."""
+    one_of("inverse", inverse, "exact", "factored")
+    number("power", power, below=0)
+    flag("strict", strict)
+    number("decay", decay)
+    if inverse == "factored" and power != -1:
+        raise ValueError(
+            f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.'
+        )
+    if "weight" in risk_options:
+        raise UnsupportedError(
+            "weight=: an optimizer can't see whether your gradients have weights of examples."
+        )
