@@ -24,6 +24,7 @@ from curvlinops_plus import (
     lsmr,
     minres,
     neumann,
+    stochastic_reconfiguration,
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
 
@@ -158,3 +159,20 @@ def test_stochastic_reconfiguration_moves_nothing(mode: Any) -> None:
             with pytest.raises(NumericsError, match="local_costs is NaN or infinite for"):
                 optimizer.step(x, costs)
     assert a == 2
+
+
+@pytest.mark.parametrize("solver", ["cg", "cholesky"])
+def test_a_previous_direction_that_is_not_finite(solver: Any) -> None:
+    x = torch.linspace(-2, 2, 9, dtype=F64)
+    a = [torch.tensor(2.0, dtype=F64)]
+    with pytest.raises(NumericsError, match=r"the previous direction, .* NaN or infinite"):
+        stochastic_reconfiguration(
+            lambda p, x: -p[0] * x**2 / 2,
+            a,
+            x,
+            x**2,
+            momentum=0.5,
+            mode="dense",
+            solver=solver,
+            previous=[torch.tensor(NAN, dtype=F64)],
+        )

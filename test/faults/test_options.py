@@ -73,6 +73,7 @@ P = problem("mlp")
 RISK = EmpiricalRisk(P.model, P.loss, P.data, P.params)
 K = curvature(RISK, KFAC)
 MATRIX = Dense(torch.eye(12, dtype=F64), Structure.PSD)
+BATCH = Dense(torch.eye(2, dtype=F64).repeat(2, 1, 1), Structure.PSD)
 MASK = torch.ones(6, 3, dtype=torch.bool)
 TWO = torch.ones(2)
 
@@ -168,6 +169,7 @@ TABLE: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (HeuristicDamping, "damping", [NAN, -1], "expected a .*number at least 0"),
     (of(HeuristicDamping, 1e-3), "min", [NAN, -1], "expected a .*number at least 0"),
     (K.inverse, "damping", [INF, NAN, 10**400, torch.tensor(INF)], FINITE),
+    (lambda dampings: BATCH.inverse(dampings), "dampings", [torch.tensor([INF, 1.0])], "finite"),
     (K.power, "p", [NAN, INF, "x"], "number"),
     (lambda shift: K.shift(shift), "shift", [NAN, torch.tensor(NAN)], FINITE),
     (lambda factor: factor * K, "factor", [NAN, INF], FINITE),
