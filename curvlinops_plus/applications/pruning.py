@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +91,7 @@ def prune(
     instance("K", K, LinearOperator, "an operator, such as curvature(risk, KFAC)")
     number("sparsity", sparsity)
     rounds = integer("rounds", rounds)
-    several = (list, tuple, set, Mapping)
-    instance("candidates", candidates, several, "a list of names of parameters", optional=True)
+    instance("candidates", candidates, Iterable, "a list of names of parameters", optional=True)
     holders = _holders(model, K)
     chosen = set(holders if candidates is None else candidates)
     _require_prunable(holders, chosen, sparsity, rounds)

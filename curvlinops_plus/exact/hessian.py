@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def _blocks_of(block_sizes: Sequence[int] | None, sizes: list[int]) -> list[_Blo
     """
     counts = [len(sizes)]
     if block_sizes is not None:
-        instance("block_sizes", block_sizes, (list, tuple), "a list of integers")
+        instance("block_sizes", block_sizes, Iterable, "a list of integers")
         counts = [integer("block_sizes", count) for count in block_sizes]
     if sum(counts) != len(sizes) or any(count <= 0 for count in counts):
         raise ValueError(

@@ -165,7 +165,7 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
             "Expected the damping of a positive semi-definite matrix to be at least 0, got "
             f"{lowest:g}."
         )
-    if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+    if isinstance(value, Tensor) and value.ndim and not bool(value.isfinite().all()):
         raise ValueError(f"Expected finite dampings, got {value.tolist()}.")
     return value
 

@@ -80,11 +80,8 @@ class Vectors(ABC):
             raise ValueError(f"{kind} needs at least one sample, got samples={options['samples']}.")
         for name in {"signs", "per_term"} & options.keys():
             flag(name, options[name])
-        if not isinstance(self.matrix, (str, type(None))) or self.matrix not in (
-            None,
-            "fisher",
-            "ggn",
-        ):
+        is_word = self.matrix is None or isinstance(self.matrix, str)
+        if not is_word or self.matrix not in (None, "fisher", "ggn"):
             raise ValueError(f'{kind}(matrix={self.matrix!r}) must be None, "fisher" or "ggn".')
 
     @property

@@ -213,7 +213,7 @@ TABLE: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (of(NeumannInverseLinearOperator, MATRIX), "scale", [NAN, INF], FINITE),
     (CGInverseLinearOperator, "A", ["x", None], "Expected a LinearOperator"),
     (lambda A: SubmatrixLinearOperator(A, [0], [0]), "A", [None], "Expected a LinearOperator"),
-    (IdentityLinearOperator, "shapes", [3, TWO], "expected a list of shapes"),
+    (IdentityLinearOperator, "shapes", [3, TWO], "of shapes"),
     (from_scipy, "op", ["x", None, [1.0]], "expected an operator of this package, a tensor"),
     (K.sample, "generator", [0], "expected a torch.Generator; for a seed"),
     (K.sample, "num", [2.5, 0], COUNT),
