@@ -68,7 +68,7 @@ class FromDistribution(Likelihood):
         loss: Any = None,
     ) -> None:
         super().__init__(loss, one_of("reduction", reduction, "mean", "sum"))
-        form = "make(f), of outputs, to a torch.distributions.Distribution"
+        form = "make(f) -> Distribution, called with outputs"
         self.make = function("make", make, form, optional=False)
         self.class_axis = integer("class_axis", class_axis)
 

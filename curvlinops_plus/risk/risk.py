@@ -510,10 +510,12 @@ def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Te
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    function("output", options.output, "output(o), of what the model returns, to a tensor")
-    function("mask", options.mask, "mask(X, y), of a batch, to a bool tensor [N, T]")
-    function("weight", options.weight, "weight(X, y, ...), of a batch, to a tensor [N]")
-    function("batch_size_fn", options.batch_size_fn, "batch_size_fn(X), of an input, to N")
+    function("output", options.output, "output(o) -> tensor, called with what the model returns")
+    function("mask", options.mask, "mask(X, y) -> bool tensor [N, T], called with each batch")
+    function("weight", options.weight, "weight(X, y, ...) -> tensor [N], called with each batch")
+    function(
+        "batch_size_fn", options.batch_size_fn, "batch_size_fn(X) -> N, called with each input"
+    )
     flag("progressbar", options.progressbar)
     flag("shift_labels", options.shift_labels, optional=True)
     is_every = isinstance(options.check, str) and options.check == "every"

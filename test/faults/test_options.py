@@ -183,9 +183,9 @@ TABLE: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (NearestKronecker.using, "power_iterations", [NAN, 0], COUNT),
     (ScaledIdentity.using, "scale", [INF, -1.0], "expected a .*number at least 0"),
     # --------------------------------------------------------------------------------------- risks
-    (risk, "mask", [MASK], CALLED + r"mask\(X, y\), of a batch, to a bool tensor \[N, T\]"),
-    (risk, "weight", [torch.ones(6), 1.0], CALLED + r"weight\(X, y, ...\), of a batch"),
-    (risk, "output", [torch.ones(6, 3), 0], CALLED + r"output\(o\), of what the model returns"),
+    (risk, "mask", [MASK], CALLED + r"mask\(X, y\) -> bool tensor \[N, T\], called with each batch"),
+    (risk, "weight", [torch.ones(6), 1.0], CALLED + r"weight\(X, y, ...\) -> tensor \[N\]"),
+    (risk, "output", [torch.ones(6, 3), 0], CALLED + r"output\(o\) -> tensor, called with what the model"),
     (risk, "batch_size_fn", [6, torch.tensor(6)], CALLED + r"batch_size_fn\(X\)"),
     (risk, "num_data", ["x", [6], 1j], "expected a number"),
     (risk, "progressbar", ["no"], WHETHER),
