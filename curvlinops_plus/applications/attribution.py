@@ -14,6 +14,8 @@ from torch import Tensor
 from curvlinops_plus.applications.order import require_order
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator, Space
+from curvlinops_plus.linalg.arithmetic import operator_of
+from curvlinops_plus.options import flag, instance
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
@@ -179,6 +181,7 @@ def send_back(
 
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
     """Refuse what has no gradients of single examples, or examples in an unknown order."""
+    flag("per_term", per_term)
     for loss in risk.losses:
         loss.require_likelihood()
     if risk.processes.world > 1:
@@ -252,6 +255,9 @@ def attribution_scores(
         >>> scores.shape, (scores > 0)  # the same class helps
         (torch.Size([1, 3]), tensor([[ True,  True, False]]))
     """
+    P = operator_of(P, square=False)
+    instance("queries", queries, EmpiricalRisk, "an EmpiricalRisk, train.with_data(...)")
+    instance("train", train, EmpiricalRisk, "an EmpiricalRisk")
     if queries.model is not train.model or not _agree(queries.params, train.params):
         raise ValueError(
             "Risks of queries and of training examples differ in model or parameters; take "
@@ -326,6 +332,7 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         >>> self_influence(IdentityLinearOperator(risk.space), risk)  # (2 y)²
         tensor([ 4., 36.])
     """
+    P = operator_of(P, square=False)
     influences = []
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]

@@ -32,6 +32,7 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.submatrices import select
+from curvlinops_plus.options import integer, number, random_generator, tensor_of
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
@@ -109,7 +110,7 @@ class Laplace:
     ) -> None:
         self.K = K
         self.risk = _risk_for_posterior(K)
-        self._max_bytes = max_bytes
+        self._max_bytes = integer("max_bytes", max_bytes, low=0)
         self._parameters = parameters_of(K)
         require_present(self.risk, self._parameters, "K")
         totals = _loss_totals(self.risk)
@@ -200,6 +201,8 @@ class Laplace:
                 form.
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
+        if not isinstance(noise, Tensor):
+            number("noise", noise, above=0, optional=True)
         noise = self.noise if noise is None else noise
         precisions = self._block_precisions(prior)
         c = self._curvature_factor(noise)
@@ -322,6 +325,8 @@ class Laplace:
         Cost: a backward pass for each number of an example's output, as far as its parameters
         reach.
         """
+        samples = integer("samples", samples, low=1)
+        random_generator(generator)
         likelihood = self.likelihood
         noise = self.noise
         if noise is not None:
@@ -448,7 +453,7 @@ def _as_float(value: Any) -> float:
 
 
 def _positive(value: Any, name: str) -> Tensor:
-    number = torch.as_tensor(value, dtype=torch.float64)
-    if number.ndim or not 0 < float(number.detach()) < float("inf"):
+    precision = tensor_of(name, value).double()
+    if precision.ndim or not 0 < float(precision.detach()) < float("inf"):
         raise ValueError(f"{name} is {value!r}; expected one positive finite number.")
-    return number
+    return precision

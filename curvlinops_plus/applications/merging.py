@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from curvlinops_plus.applications.networks import require_own_values, risk_of
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg import LinearOperator, RelativeDamping, Structure, cg
+from curvlinops_plus.options import instance
 from curvlinops_plus.risk.parameters import inner_model
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,8 +65,14 @@ def merge(
         >>> merged.weight.detach().round(decimals=3)  # (2 · 0 + 1 · 3) / 3, (2 · 0 + 4 · 3) / 6
         tensor([[1., 2.]])
     """
+    instance("models", models, Iterable, "a list of networks")
+    instance("curvatures", curvatures, Iterable, "a list of operators, one for each network")
     models = [cast(Model, inner_model(model)) for model in models]
     curvatures = list(curvatures)
+    for k, model in enumerate(models):
+        instance(f"models[{k}]", model, nn.Module, "a torch.nn.Module")
+    for k, K in enumerate(curvatures):
+        instance(f"curvatures[{k}]", K, LinearOperator, "an operator of `curvature`")
     if not models or len(models) != len(curvatures):
         raise ValueError(
             f"Expected a curvature for each of {len(models)} models, got {len(curvatures)}."

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvlinops_plus.applications.networks import parameters_of, require_present, risk_of
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.linalg import LinearOperator, Structure
+from curvlinops_plus.options import instance, number
 
 
 class QuadraticPenalty:
@@ -66,6 +67,9 @@ class QuadraticPenalty:
         *,
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
+        instance("K", K, LinearOperator, "an operator, such as curvature(risk, KFAC)")
+        number("strength", strength)
+        instance("params", params, Mapping, "a dict of parameters by their names", optional=True)
         if K.structure < Structure.SYMMETRIC:
             raise ValueError(f"Expected a symmetric matrix, got {K.label}.")
         risk = risk_of(K)

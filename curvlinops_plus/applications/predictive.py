@@ -70,7 +70,7 @@ def needs_covariance(likelihood: Likelihood, link: str) -> bool:
         raise UnsupportedError(
             f"{likelihood.name} has no predictive distribution here; outputs(X) has their moments."
         )
-    if link not in links:
+    if not isinstance(link, str) or link not in links:
         raise ValueError(f"link={link!r}; {likelihood.name} has {', '.join(map(repr, links))}.")
     return isinstance(likelihood, CrossEntropy) and link != "probit"
 

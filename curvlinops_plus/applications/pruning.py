@@ -15,6 +15,7 @@ from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.damping import Damping
+from curvlinops_plus.options import instance, integer, number
 
 
 @torch.no_grad()
@@ -86,6 +87,11 @@ def prune(
         >>> masks["weight"].sum(), model.weight.sum().round(decimals=2)
         (tensor(2), tensor(3.))
     """
+    instance("model", model, nn.Module, "a torch.nn.Module")
+    instance("K", K, LinearOperator, "an operator, such as curvature(risk, KFAC)")
+    number("sparsity", sparsity)
+    rounds = integer("rounds", rounds)
+    instance("candidates", candidates, Iterable, "a list of names of parameters", optional=True)
     holders = _holders(model, K)
     chosen = set(holders if candidates is None else candidates)
     _require_prunable(holders, chosen, sparsity, rounds)

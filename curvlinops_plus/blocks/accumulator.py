@@ -52,6 +52,10 @@ class Needs:
     kept: int
 
 
+#: Option to the function `(name, value)` that refuses it.
+Readers = Mapping[str, Callable[[str, Any], Any]]
+
+
 class _MadeByOperators(ABCMeta):
     """A class of which operators make objects, each for a layer, and users don't."""
 
@@ -112,6 +116,9 @@ class Accumulator(metaclass=_MadeByOperators):
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that
     #: they are in.
     constants: ClassVar[tuple[str, ...]] = ()
+
+    #: Readers of the options that `using` takes, by name: each refuses what is out of range.
+    readers: ClassVar[Readers] = {}
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer = layer
@@ -386,6 +393,9 @@ class Approximation:
     def __init__(self, kind: type[Accumulator], options: Mapping[str, Any] | None = None) -> None:
         self.kind = kind
         self.options = dict(options or {})
+        for name, value in self.options.items():
+            if name in kind.readers:
+                kind.readers[name](name, value)
 
     @classmethod
     def of(cls, choice: Any) -> Approximation:

@@ -43,6 +43,7 @@ from curvlinops_plus.linalg.checksums import sealed
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.fields import reading
 from curvlinops_plus.linalg.packing import pack
+from curvlinops_plus.options import device_of, flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.calls import OutsideReads
@@ -118,7 +119,9 @@ class BlockwiseLinearOperator(Deferred):
         compute: bool = True,
     ) -> None:
         plan = Plan(risk, approximation, default, vectors, separate_weight_and_bias, owned)
-        if not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+        flag("compute", compute)
+        kept = whole(max_kept_bytes)
+        if kept is None or kept < 0:
             raise ValueError(
                 f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0; 0 keeps "
                 "nothing."
@@ -148,11 +151,11 @@ class BlockwiseLinearOperator(Deferred):
         self.owned = plan.owned
         #: What multiples are, times the curvature.
         self.scale = 1.0
-        self.check_deterministic = check_deterministic
+        self.check_deterministic = flag("check_deterministic", check_deterministic, optional=True)
         self.max_kept_bytes = max_kept_bytes
         self.max_bytes = max_bytes
         #: Where finished blocks are kept, if not on the operator's own device.
-        self.kept_on = None if offload is None else torch.device(offload)
+        self.kept_on = device_of("offload", offload)
         self._operator: BlockDiagonal | None = None
         #: Sweeps of which some are left.
         self._begun: Sweeps | None = None

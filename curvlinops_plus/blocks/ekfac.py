@@ -10,7 +10,8 @@ Source: George et al. 2018.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from curvlinops_plus.blocks.accumulator import (
     LossScale,
     Needs,
     Parts,
+    Readers,
     is_one_product,
     products,
 )
@@ -37,6 +39,7 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.dense import Factor
 from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.options import number
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 
@@ -73,6 +76,10 @@ class EKFAC(KFAC):
 
     needs_gradients = True
     sweeps = 2
+    readers: ClassVar[Readers] = {
+        **KFAC.readers,
+        "basis_rtol": partial(number, low=0, below=1),
+    }
 
     def __init__(
         self,
@@ -84,8 +91,6 @@ class EKFAC(KFAC):
         basis_rtol: float = 0.0,
     ) -> None:
         super().__init__(layer, group, scale, kfac_approx, max_bytes)
-        if not 0 <= basis_rtol < 1:
-            raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
         self.basis_rtol = basis_rtol
 
     def needs(self) -> Needs:

@@ -22,7 +22,9 @@ from curvlinops_plus.errors import CurvatureWarning, ProcessError, UnsupportedEr
 from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.checksums import sealed
+from curvlinops_plus.linalg.damping import check_damping
 from curvlinops_plus.linalg.fields import Fields
+from curvlinops_plus.options import flag, number
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
@@ -149,6 +151,8 @@ class CurvatureEstimator:
         leave_out_uncalled: bool = False,
     ) -> None:
         _check_decay(decay)
+        check_damping("damping", damping)
+        flag("leave_out_uncalled", leave_out_uncalled)
         self.decay = decay
         self.damping = damping
         self.leave_out_uncalled = leave_out_uncalled
@@ -702,7 +706,7 @@ class CurvatureEstimator:
 
 
 def _check_decay(decay: float) -> None:
-    if not 0 < decay <= 1:
+    if not 0 < number("decay", decay) <= 1:
         raise ValueError(
             f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old "
             "ones."

@@ -30,6 +30,7 @@ from curvlinops_plus.linalg import OwnedBlockDiagonal
 from curvlinops_plus.linalg.checksums import bytes_of, checksum_of, detached
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.packing import FORMAT
+from curvlinops_plus.options import type_error
 
 try:
     import fcntl
@@ -349,6 +350,8 @@ class Checkpoint:
     """
 
     def __init__(self, thing: Any) -> None:
+        if not hasattr(thing, "state_dict"):
+            raise type_error("thing", thing, "what has a state_dict and a load_state_dict")
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:

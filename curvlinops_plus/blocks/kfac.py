@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from curvlinops_plus.blocks.accumulator import (
     LossScale,
     Needs,
     Parts,
+    Readers,
     is_one_product,
     products,
 )
@@ -44,6 +46,7 @@ from curvlinops_plus.linalg import (
     nearest_kronecker,
 )
 from curvlinops_plus.linalg.dense import Factor
+from curvlinops_plus.options import integer, one_of
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 # Larger factors are diagonal.
@@ -113,6 +116,10 @@ class KFAC(Accumulator):
 
     per_group = False
     affine = True
+    readers: ClassVar[Readers] = {
+        "kfac_approx": lambda name, value: one_of(name, value, "expand", "reduce"),
+        "max_bytes": partial(integer, low=0),
+    }
 
     def __init__(
         self,
@@ -123,10 +130,6 @@ class KFAC(Accumulator):
         max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__(layer, group, scale)
-        if kfac_approx not in ("expand", "reduce"):
-            raise ValueError(
-                f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'."
-            )
         self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is
         #: tracked.

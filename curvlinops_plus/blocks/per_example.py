@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from math import isfinite, prod
+from functools import partial
+from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from curvlinops_plus.blocks.accumulator import (
     LossScale,
     Needs,
     Parts,
+    Readers,
     is_one_product,
     products,
 )
@@ -36,6 +39,7 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.nearest import balanced, nearest_to_matrix
+from curvlinops_plus.options import integer, number
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 
@@ -99,6 +103,7 @@ class FullBlock(Accumulator):
     """
 
     needs_gradients = True
+    readers: ClassVar[Readers] = {"max_bytes": partial(integer, low=0)}
 
     def __init__(
         self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30
@@ -154,6 +159,8 @@ class ScaledIdentity(Accumulator):
         tensor([1., 1., 1., 1.])
     """
 
+    readers: ClassVar[Readers] = {"scale": partial(number, low=0)}
+
     def __init__(
         self,
         layer: Layer,
@@ -162,8 +169,6 @@ class ScaledIdentity(Accumulator):
         scale: float = 1.0,
     ) -> None:
         super().__init__(layer, group, of_loss)
-        if not (scale >= 0 and isfinite(scale)):
-            raise ValueError(f"ScaledIdentity: expected a finite scale of at least 0, got {scale}.")
         self.number = float(scale)
 
     def needs(self) -> Needs:
@@ -286,6 +291,8 @@ class TNT(KroneckerBlock):
         True
     """
 
+    readers: ClassVar[Readers] = {"max_bytes": partial(integer, low=0)}
+
     def __init__(
         self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30
     ) -> None:
@@ -358,6 +365,12 @@ class NearestKronecker(KroneckerBlock):
         True
     """
 
+    readers: ClassVar[Readers] = {
+        "power_iterations": partial(integer, low=1),
+        "max_bytes": partial(integer, low=0),
+        "max_factor_bytes": partial(integer, low=0),
+    }
+
     def __init__(
         self,
         layer: Layer,
@@ -368,10 +381,6 @@ class NearestKronecker(KroneckerBlock):
         max_factor_bytes: int = 2 * 2**30,
     ) -> None:
         super().__init__(layer, group, scale, max_factor_bytes)
-        if power_iterations < 1:
-            raise ValueError(
-                f"power_iterations={power_iterations}: expected at least 1. Without any it is KFAC."
-            )
         self.power_iterations = power_iterations
         *batch, o, i = self.shape
         self.block_bytes = prod(batch) * (o * i) ** 2 * layer.accumulation_dtype.itemsize

@@ -17,6 +17,7 @@ from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.rule import EnclosedRule
+from curvlinops_plus.options import flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, as_vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.function_reads import (
@@ -69,6 +70,8 @@ class Plan:
     owned: bool = False
 
     def __post_init__(self) -> None:
+        flag("separate_weight_and_bias", self.separate_weight_and_bias)
+        flag("owned", self.owned)
         self.vectors = as_vectors(self.vectors)
         self.risk = self.risk.for_vectors(self.vectors)
         layers = layers_of(self.risk, self.separate_weight_and_bias)
@@ -173,6 +176,7 @@ def assigned(layers: list[Layer], approximation: Any, default: Any) -> list[Laye
         UnsupportedError: If a layer named exactly can't have the approximation asked for.
     """
     rules: dict[Any, Approximation] = {}
+    Approximation.of(default)  # also where no layer gets it
     if isinstance(approximation, Mapping):
         rules = {key: Approximation.of(value) for key, value in approximation.items()}
         approximation = default
@@ -371,7 +375,7 @@ def groups_within(plan: Iterable[LayerPlan], max_bytes: int) -> tuple[list[list[
     Raises:
         UnsupportedError: If a layer alone needs more; names it.
     """
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+    if whole(max_bytes) is None or max_bytes < 1:
         raise ValueError(
             f"max_bytes={max_bytes!r} must be an integer of at least 1, or None for no limit."
         )

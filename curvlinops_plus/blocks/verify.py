@@ -29,6 +29,7 @@ from curvlinops_plus.errors import VerificationError
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
 from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.options import flag, integer
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
@@ -126,6 +127,8 @@ def verify(K: Any, num_examples: int = 3, stored: bool = True) -> Verification:
         >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
         7
     """
+    num_examples = integer("num_examples", num_examples, low=1)
+    flag("stored", stored)
     risk: EmpiricalRisk = K.risk
     tolerance = TOLERANCE[min(p.dtype.itemsize for p in risk.params.values())]
     risk.renew()

@@ -34,6 +34,11 @@ class KFACType(str, Enum):
     REDUCE = "reduce"
 
 
+def names_of(kinds: type[Enum]) -> list[str]:
+    """The strings of the members."""
+    return [kind.value for kind in kinds]
+
+
 def build_risk(
     model_func: nn.Module | Callable[..., Any],
     loss_func: Any,

@@ -18,7 +18,7 @@ from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.per_example import DiagonalBlock, NearestKronecker
 from curvlinops_plus.blocks.sweeps import KEPT_BYTES, Sweeps
-from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk
+from curvlinops_plus.classic.arguments import FisherType, KFACType, build_risk, names_of
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import (
     Deferred,
@@ -30,7 +30,9 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.checksums import require_intact, sealed
+from curvlinops_plus.linalg.damping import check_damping
 from curvlinops_plus.linalg.fields import Fields, reading
+from curvlinops_plus.options import flag, integer, number, one_of
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, Layer, MonteCarlo, Vectors
 from curvlinops_plus.risk.parameters import fingerprint
 
@@ -124,8 +126,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         offload: str | torch.device | None = None,
         **risk_options: Any,
     ) -> None:
-        fisher_type = FisherType(fisher_type)
-        expand = KFACType(kfac_approx) is KFACType.EXPAND
+        fisher_type = FisherType(one_of("fisher_type", fisher_type, *names_of(FisherType)))
+        kfac_type = KFACType(one_of("kfac_approx", kfac_approx, *names_of(KFACType)))
+        expand = kfac_type is KFACType.EXPAND
+        flag("check_deterministic", check_deterministic)
+        integer("mc_samples", mc_samples, low=1)
         if fisher_type is not FisherType.MC and mc_samples != 1:
             raise ValueError(
                 f"mc_samples={mc_samples}: fisher_type={fisher_type.value!r} draws nothing."
@@ -490,6 +495,12 @@ class KFACInverseLinearOperator(Deferred):
             raise ValueError(
                 "Only exact damping is supported for EKFAC. Pass use_exact_damping=True."
             )
+        check_damping("damping", damping)
+        number("min_damping", min_damping, low=0)
+        flag("use_heuristic_damping", use_heuristic_damping)
+        flag("use_exact_damping", use_exact_damping)
+        flag("cache", cache)
+        flag("retry_double_precision", retry_double_precision)
         if use_exact_damping + use_heuristic_damping + isinstance(damping, tuple) > 1:
             raise ValueError(
                 "Either use heuristic damping or exact damping, or give a pair. Heuristic and "
@@ -620,6 +631,9 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
+        flag("check_deterministic", check_deterministic)
+        integer("mc_samples", mc_samples, low=0)
+        integer("seed", seed)
         risk = build_risk(
             model_func,
             loss_func,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from curvlinops_plus.classic.arguments import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
 from curvlinops_plus.linalg.arithmetic import Adjoint
+from curvlinops_plus.options import instance
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
 Params = Sequence[Tensor] | Mapping[str, Tensor]
@@ -396,6 +397,7 @@ class ActivationHessianLinearOperator(ActivationHessian):
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
+        instance("model_func", model_func, nn.Module, "a torch.nn.Module")
         params = dict(model_func.named_parameters())
         risk = build_risk(
             model_func,

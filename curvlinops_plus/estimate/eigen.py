@@ -22,6 +22,7 @@ from curvlinops_plus.estimate.matrix import (
     multiplying,
     random_vectors,
 )
+from curvlinops_plus.options import flag, instance, integer, number
 
 Which = Literal["largest", "smallest", "largest magnitude"]
 Boundaries = tuple[float | None, float | None] | None
@@ -84,9 +85,10 @@ def top_eigenpairs(
         tensor([49., 48.])
     """
     with multiplying(A, "symmetric") as M:
+        k = integer("k", k)
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be at least 1 and at most A's size ({M.shape[0]}).")
-        end: Which = "largest" if largest else "smallest"
+        end: Which = "largest" if flag("largest", largest) else "smallest"
         return extreme_eigenpairs(M, M.matmat, k, end, tol, max_iter, generator)
 
 
@@ -123,6 +125,7 @@ def spectral_norm(
         tensor(4.)
     """
     with multiplying(A, "a matrix") as M:
+        flag("return_error", return_error)
         product, power = M.for_singular_values()
         pair = extreme_eigenpairs(M, product, 1, "largest magnitude", tol, max_iter, generator)
         size = pair.eigenvalues[0].abs()
@@ -172,6 +175,9 @@ def condition_number(
         tensor(10.)
     """
     with multiplying(A, "a matrix") as M:
+        flag("return_error", return_error)
+        number("tol", tol, low=0)
+        max_iter = integer("max_iter", max_iter, low=1)
         product, power = M.for_singular_values()
         start = random_vectors(1, min(M.shape), "normal", generator, M.zero)
         steps = min(50, max_iter)
@@ -230,9 +236,9 @@ def approximate_boundaries(
     low, high = _in_order(boundaries)
     with multiplying(A, "symmetric") as M:
         if low is None:
-            low = _end(M, "smallest", tol, generator)
+            low = _end(M, "smallest", number("tol", tol, low=0), generator)
         if high is None:
-            high = _end(M, "largest", tol, generator)
+            high = _end(M, "largest", number("tol", tol, low=0), generator)
     return float(low), float(high)
 
 
@@ -257,7 +263,7 @@ def approximate_boundaries_abs(
     low, high = _in_order(boundaries)
     with multiplying(A, "symmetric") as M:
         if high is None:
-            high = _end(M, "largest magnitude", tol, generator)
+            high = _end(M, "largest magnitude", number("tol", tol, low=0), generator)
         high = abs(high)
         if low is None:
             start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
@@ -267,11 +273,15 @@ def approximate_boundaries_abs(
 
 
 def _in_order(boundaries: Boundaries) -> tuple[float | None, float | None]:
-    low, high = boundaries or (None, None)
+    known = (None, None) if boundaries is None else boundaries
+    pair = "(smallest, largest) eigenvalue, of which one may be None"
+    if len(instance("boundaries", known, (tuple, list), pair)) != 2:
+        raise ValueError(f"boundaries={known!r}; expected {pair}.")
+    low, high = (number("boundaries", boundary, optional=True) for boundary in known)
     if low is not None and high is not None and low > high:
         raise ValueError(
-            f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this "
-            "order."
+            f"boundaries ({low:g}, {high:g}) must be the smallest and the largest eigenvalue, in "
+            "this order."
         )
     return low, high
 
@@ -298,6 +308,8 @@ def extreme_eigenpairs(
     """The `k` eigenpairs at one end of the spectrum of `M`, or of its Gram matrix, which `product`
     multiplies with.
     """
+    number("tol", tol, low=0, optional=True)
+    max_iter = integer("max_iter", max_iter, low=1)
     n = min(M.shape)
     rank = _RANK[which]
     if n <= max(20, 2 * k):

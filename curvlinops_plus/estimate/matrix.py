@@ -18,6 +18,7 @@ from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.arithmetic import Foreign
 from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.options import device_of, instance, integer, random_generator
 
 BLOCK_BYTES = 2**27  # of random vectors, and what is kept for each, at once
 Arguments = ParamSpec("Arguments")
@@ -189,10 +190,14 @@ def random_vector(
         >>> random_vector(3, generator=torch.Generator().manual_seed(0)).square()
         tensor([1., 1., 1.])
     """
-    if distribution not in ("rademacher", "normal", "sphere"):
+    if not isinstance(distribution, str) or distribution not in ("rademacher", "normal", "sphere"):
         raise ValueError(
             f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'."
         )
+    dim = integer("dim", dim, low=0)
+    device = device_of("device", device)
+    instance("dtype", dtype, torch.dtype, "one of PyTorch, as torch.float64")
+    random_generator(generator)
     v = torch.empty(dim, device=device, dtype=dtype)
     if distribution == "rademacher":
         if generator is None:

@@ -30,6 +30,7 @@ from curvlinops_plus.estimate.matrix import (
     mean_of_draws,
     multiplying,
 )
+from curvlinops_plus.options import flag, integer, number
 
 
 @estimator
@@ -82,7 +83,9 @@ def logdet(
     """
     with multiplying(A, "symmetric") as M:
         n = M.shape[0]
-        steps = min(num_steps, n)
+        steps = min(integer("num_steps", num_steps, low=1), n)
+        num_probes = integer("num_probes", num_probes, low=1)
+        flag("return_error", return_error)
         fewer = steps if steps == n else max(1, steps - steps // 4)
 
         def sample(V: Tensor) -> Tensor:  # -> [2, k], with all and with fewer steps
@@ -242,7 +245,8 @@ class _LanczosRuns:
         generator: Generator | None = None,
     ) -> None:
         self.A = A
-        self.ncv = ncv
+        self.ncv = integer("ncv", ncv, low=2)
+        number("boundaries_tol", boundaries_tol, low=0)
         self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator)
         self._generator = generator
         self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
@@ -258,6 +262,11 @@ class _LanczosRuns:
         """The grid with margins, and the mean over runs of the density of bumps at nodes, or at
         their logarithms.
         """
+        num_repeats = integer("num_repeats", num_repeats, low=1)
+        num_points = integer("num_points", num_points, low=1)
+        number("kappa", kappa, above=1)
+        number("margin", margin, low=0)
+        number("epsilon", epsilon, low=0, optional=True)
         with multiplying(self.A) as M:
             for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
                 T = lanczos(M.matmat, V, min(self.ncv, M.shape[0]), reorthogonalize=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import index
 
 import torch
 from torch import Generator, Tensor
@@ -16,6 +15,7 @@ from curvlinops_plus.estimate.matrix import (
     mean_of_draws,
     multiplying,
 )
+from curvlinops_plus.options import flag, integer
 
 
 @estimator
@@ -293,7 +293,8 @@ def _estimate(
     With one product they come in blocks; with more, all together.
     """
     with multiplying(A, "square" if square else "a matrix") as M:
-        num = index(num_matvecs)
+        num = integer("num_matvecs", num_matvecs)
+        flag("return_error", return_error)
         if not 0 < num < min(M.shape):
             raise ValueError(
                 f"num_matvecs ({num}) must be at least 1 and less than A's size {M.shape}."

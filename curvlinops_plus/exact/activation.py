@@ -16,7 +16,7 @@ from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import ValueHessian
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Space, Structure
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.options import whole
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.loss_passes import LossWeights

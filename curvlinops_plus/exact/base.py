@@ -16,6 +16,7 @@ from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.passes import Passes
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import linear_in
+from curvlinops_plus.options import flag
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, raise_unreached, require_rereadable
@@ -72,6 +73,7 @@ class RiskOperator(LinearOperator):
         self.dtype = risk.dtype
         self.device = risk.device
         self._passes = passes
+        flag("check_deterministic", check_deterministic, optional=True)
         self._compares_few = check_deterministic is not False
 
     def _products(self, X: Tensor, reading: Reading) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from curvlinops_plus.exact.base import Reading, RiskOperator
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.linalg import Structure
+from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, refuse_outside_reads
 from curvlinops_plus.risk.risk import takes_risk
@@ -118,7 +119,10 @@ def _blocks_of(block_sizes: Sequence[int] | None, sizes: list[int]) -> list[_Blo
     Args:
         sizes: Numbers of entries of the parameters.
     """
-    counts = [len(sizes)] if block_sizes is None else list(block_sizes)
+    counts = [len(sizes)]
+    if block_sizes is not None:
+        instance("block_sizes", block_sizes, Iterable, "a list of integers")
+        counts = [integer("block_sizes", count) for count in block_sizes]
     if sum(counts) != len(sizes) or any(count <= 0 for count in counts):
         raise ValueError(
             f"block_sizes={counts} must be positive and add up to {len(sizes)}, the parameters."

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.exact.differentiable import DerivativeFixes
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.options import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import Batch, gradients_of, postorder

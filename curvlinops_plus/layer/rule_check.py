@@ -29,6 +29,7 @@ from curvlinops_plus.layer.replay import (
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.options import instance, integer
 
 _TOLERANCE = 1e-8  # of double precision
 
@@ -104,6 +105,11 @@ def check_rule(
         gradients, one vector and fewer examples  0.0e+00
         all 4 checks passed
     """
+    instance("module", module, nn.Module, "a torch.nn.Module")
+    kind = rule() if isinstance(rule, type) else rule
+    instance("rule", kind, LayerRule, "a rule, or the class of one", optional=True)
+    num_vectors = integer("num_vectors", num_vectors, low=1)
+    seed = integer("seed", seed, low=0)
     # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
     computed = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
     double = copy.deepcopy(module, {id(t): _to_double(t).clone() for t in computed}).double()

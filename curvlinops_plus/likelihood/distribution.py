@@ -19,6 +19,7 @@ from curvlinops_plus.likelihood.likelihood import (
     count_tensor,
     hessian_products,
 )
+from curvlinops_plus.options import function, integer, one_of
 
 
 class FromDistribution(Likelihood):
@@ -67,9 +68,10 @@ class FromDistribution(Likelihood):
         class_axis: int = -1,
         loss: Any = None,
     ) -> None:
-        super().__init__(loss, reduction)
-        self.make = make
-        self.class_axis = class_axis
+        super().__init__(loss, one_of("reduction", reduction, "mean", "sum"))
+        form = "make(f) -> Distribution, called with outputs"
+        self.make = function("make", make, form, optional=False)
+        self.class_axis = integer("class_axis", class_axis)
 
     def canonical_target(
         self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int

@@ -71,6 +71,13 @@ class Likelihood(ABC):
     def __init__(self, loss: Any = None, reduction: str = "mean") -> None:
         self.loss = loss
         self._default_reduction = reduction
+        for option in self.option_names:
+            weights = getattr(loss, option, None)
+            if isinstance(weights, Tensor) and not bool(weights.isfinite().all()):
+                raise ValueError(
+                    f"{self.name}({option}=...) has entries that are NaN or infinite, at "
+                    f"{(~weights.isfinite()).nonzero().tolist()[:5]}; expected finite weights."
+                )
 
     @property
     def name(self) -> str:

@@ -236,6 +236,22 @@ class Foreign(LinearOperator):
         return Y.to(X, copy=True)  # it may be the argument
 
 
+def operator_of(A: Any, square: bool = True) -> LinearOperator:
+    """`A`; an operator of curvlinops or the like is wrapped."""
+    if not isinstance(A, LinearOperator):
+        if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
+            raise TypeError(
+                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or "
+                "from_scipy(A)."
+            )
+        A = Foreign(A)
+    if square and A.shape[0] != A.shape[1]:
+        raise ValueError(
+            f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one."
+        )
+    return A
+
+
 class Deferred(LinearOperator):
     """Stands for `self.operator`, which a subclass may compute at first use: its products and
     closed forms.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.space import Structure
+from curvlinops_plus.options import number
 
 Scalar = float | Tensor
 Rule = Callable[[Any], Any]  # a number, or a pair for the factors of a Kronecker product
@@ -51,6 +52,9 @@ class RelativeDamping:
     """
 
     factor: float
+
+    def __post_init__(self) -> None:
+        number("RelativeDamping(factor)", self.factor, low=0)
 
     def __call__(self, operator: Any) -> Tensor:
         return self.factor * operator.trace / operator.shape[0]
@@ -83,11 +87,27 @@ class HeuristicDamping:
     damping: Scalar | Rule | Mapping[str, Any]
     min: float = 1e-8
 
+    def __post_init__(self) -> None:
+        check_damping("HeuristicDamping(damping)", self.damping)
+        number("HeuristicDamping(min)", self.min, low=0)
+
     def __call__(self, operator: Any) -> Any:
         damping = resolve(self.damping, operator)
         if not hasattr(operator, "G"):
             return damping
         return heuristic_damping(operator.A, operator.G, damping, self.min)
+
+
+def check_damping(name: str, damping: Any) -> None:
+    """Refuse what can't be the damping of a positive semi-definite matrix, before there is one."""
+    if isinstance(damping, Mapping):
+        for block, of_block in damping.items():
+            check_damping(f"{name}[{block!r}]", of_block)
+    elif isinstance(damping, tuple):
+        for of_factor in damping:
+            check_damping(name, of_factor)
+    elif not callable(damping) and not (isinstance(damping, Tensor) and damping.ndim):
+        number(name, damping, low=0)
 
 
 def relative_part(damping: Any) -> RelativeDamping | None:
@@ -102,11 +122,13 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
 
     Raises:
         TypeError: If it is neither, naming `what` was expected to be a number.
+        ValueError: If it is NaN or infinite.
     """
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        number(what, value)
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
-        return float(value)
+        return number(what, value)
     shown = list(value.shape) if isinstance(value, Tensor) else repr(value)
     raise TypeError(
         f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; "
@@ -126,7 +148,7 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If it is negative and the matrix positive semi-definite.
+        ValueError: If it is NaN or infinite, or negative and the matrix positive semi-definite.
     """
     value: Any = damping(operator) if callable(damping) else damping
     if each and isinstance(value, tuple) and hasattr(operator, "factors"):
@@ -137,12 +159,14 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
         value = value.to(operator.device, operator.dtype)
     else:
         value = scalar(value, operator, "the damping")
-    number = float(value.detach().min()) if isinstance(value, Tensor) else value
-    if operator.structure == Structure.PSD and not number >= 0:
+    lowest = float(value.detach().min()) if isinstance(value, Tensor) else value
+    if operator.structure == Structure.PSD and not lowest >= 0:
         raise ValueError(
             "Expected the damping of a positive semi-definite matrix to be at least 0, got "
-            f"{number:g}."
+            f"{lowest:g}."
         )
+    if isinstance(value, Tensor) and value.ndim and not bool(value.isfinite().all()):
+        raise ValueError(f"Expected finite dampings, got {value.tolist()}.")
     return value
 
 

@@ -33,6 +33,7 @@ from curvlinops_plus.linalg.numerics import (
 )
 from curvlinops_plus.linalg.operator import Flat, LinearOperator, moved
 from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.options import device_of, instance
 
 T = TypeVar("T")
 
@@ -522,7 +523,8 @@ class IdentityLinearOperator(IdentityMultiple):
         dtype: torch.dtype | None = None,
     ) -> None:
         space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
-        place = torch.empty(0, device="cpu" if device is None else device).device
+        instance("dtype", dtype, torch.dtype, "one of PyTorch, as torch.float64", optional=True)
+        place = torch.empty(0, device=device_of("device", device) or "cpu").device
         super().__init__(space, 1.0, place, dtype or torch.get_default_dtype())
 
 

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.arithmetic import operator_of
 from curvlinops_plus.linalg.operator import LinearOperator, linear_in, moved
 from curvlinops_plus.linalg.solvers import (
     Preconditioner,
     SolveInfo,
     cg,
+    check_solver_options,
     lsmr,
     minres,
     neumann,
-    operator_of,
 )
 from curvlinops_plus.linalg.space import Structure
+from curvlinops_plus.options import number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +38,7 @@ class IterativeInverse(LinearOperator):
     square = True
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
+        check_solver_options(**options)
         #: Keywords of the solver.
         self.options = options
         self._set_matrix(operator_of(A, self.square))
@@ -121,10 +124,11 @@ class CGInverseLinearOperator(IterativeInverse):
         initial_guess: Any = None,
         preconditioner: Preconditioner = None,
     ) -> None:
-        tol = tolerance
+        tol = number("tolerance", tolerance, low=0, optional=True)
         if tol is None and max_iter is None:
             tol = 1e-5
         if stop_updating_after is not None:
+            number("stop_updating_after", stop_updating_after, low=0)
             tol = max(tol or 0.0, stop_updating_after)
         super().__init__(
             A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner

@@ -24,6 +24,7 @@ from curvlinops_plus.linalg.nearest import nearest_kronecker
 from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import Flat, LinearOperator
 from curvlinops_plus.linalg.space import Structure
+from curvlinops_plus.options import flag
 
 
 class Kronecker(Flat):
@@ -175,6 +176,7 @@ class Kronecker(Flat):
         return Eigendecomposed(Q, powers(values + damping, -1.0, self), self.structure, rtol=0.0)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        flag("exact", exact)
         # A factor of size 1 is a number: the exact power costs no more.
         exact = exact or 1 in (self.G.size, self.A.size)
         if exact or not bool((self.G.traces() * self.A.traces() > 0).all()):

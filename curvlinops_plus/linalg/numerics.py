@@ -13,7 +13,6 @@ entries of the matrix that their eigenvector is made of.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 
-import numpy as np
 import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
@@ -370,22 +368,3 @@ def _show(damping: float | Tensor) -> str:
     if damping.ndim == 0:
         return f"{float(damping):.1e}"
     return f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
-
-
-def whole(number: Any) -> int | None:
-    """An integer, also one of NumPy or a 0-d tensor of integers; None for anything else, True and
-    False included.
-
-    Example:
-        >>> whole(torch.tensor(3)), whole(3.0), whole(True)
-        (3, None, None)
-    """
-    # Before NumPy 2.3 np.True_ is an index.
-    if isinstance(number, (bool, np.bool_)):
-        return None
-    if isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool):
-        return None
-    try:
-        return operator.index(number)
-    except TypeError:
-        return None

@@ -26,6 +26,7 @@ from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
+from curvlinops_plus.options import device_of, flag, instance, integer, number, random_generator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -294,8 +295,9 @@ class LinearOperator(ABC):
             dtype = device
             device = None
         place = None
+        instance("dtype", dtype, torch.dtype, "one of PyTorch, as torch.float64", optional=True)
         if device is not None:
-            place = torch.device(device)
+            place = device_of("device", device)
             if place.type == self.device.type and place.index is None:
                 place = self.device
             # As its tensors say: "cuda" is "cuda:0", and "cpu:0" is "cpu".
@@ -472,8 +474,9 @@ class LinearOperator(ABC):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        number = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
-        return self._inverse(number, retry_double_precision)
+        flag("retry_double_precision", retry_double_precision)
+        resolved = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
+        return self._inverse(resolved, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
@@ -493,7 +496,8 @@ class LinearOperator(ABC):
             ValueError: If the matrix is not positive semi-definite, or the damping negative.
         """
         self._need_psd("have real powers")
-        return self._power(float(p), resolve(damping, self))
+        flag("exact", exact)
+        return self._power(number("p", p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
         """Samples from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten`
@@ -511,12 +515,8 @@ class LinearOperator(ABC):
             ValueError: If the matrix is not positive semi-definite.
         """
         self._need_psd("are covariances")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(
-                f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a "
-                "seed write generator=torch.Generator().manual_seed(seed), for several draws "
-                "num=..."
-            )
+        random_generator(generator, ", for several draws num=...")
+        num = integer("num", num, low=1, optional=True)
         # If z is standard normal, L z has the covariance L Lᵀ = A.
         like = torch.empty((), dtype=self.dtype, device=self.device)
         numbers = standard_normal(1 if num is None else num, self.shape[1], generator, like)

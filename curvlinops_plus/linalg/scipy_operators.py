@@ -16,6 +16,7 @@ from curvlinops_plus.linalg.arithmetic import Foreign
 from curvlinops_plus.linalg.dense import Dense
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
+from curvlinops_plus.options import device_of, instance, type_error
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
@@ -100,8 +101,17 @@ def from_scipy(
     if dtype is None:
         single = op_dtype in (np.float32, np.float16)
         dtype = torch.float32 if single else torch.float64
-    device = "cpu" if device is None else device
+    instance("dtype", dtype, torch.dtype, "one of PyTorch, as torch.float64")
+    instance("structure", structure, Structure, "one of Structure, as Structure.SYMMETRIC")
+    device = device_of("device", "cpu" if device is None else device)
     if isinstance(op, np.ndarray):
+        if op.ndim != 2:
+            raise ValueError(f"Expected a matrix [m, n], got an array {list(op.shape)}.")
         return Dense(torch.tensor(np.ascontiguousarray(op), dtype=dtype, device=device), structure)
     like = torch.empty(0, dtype=dtype, device=device)
-    return Foreign(scipy.sparse.linalg.aslinearoperator(op), like, structure)
+    try:
+        scipy_operator = scipy.sparse.linalg.aslinearoperator(op)
+    except (TypeError, ValueError) as error:
+        kinds = "an operator of this package, a tensor or array [m, n], or one of SciPy's matrices"
+        raise type_error("The matrix", op, kinds) from error
+    return Foreign(scipy_operator, like, structure)

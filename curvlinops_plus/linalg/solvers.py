@@ -5,6 +5,9 @@ Right-hand sides are divided by their largest entry first, so that tiny and huge
 nor overflow. What `SolveInfo` reports is the true residual `b - A x`, from a product with `A` at
 the end; a missed tolerance warns with a `CurvatureWarning`. The operators, such as
 `CGInverseLinearOperator`, solve in every product: see `inverses`.
+
+A column in which a number is NaN or infinite, of the right-hand side, the first guess or a product
+that it needs, has the solution NaN and counts as not converged; the others don't notice.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from torch import Tensor
 
 from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg.arithmetic import Foreign
+from curvlinops_plus.linalg.arithmetic import operator_of
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.options import flag, function, integer, number
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 
@@ -34,8 +38,8 @@ class SolveInfo:
     Attributes:
         iterations: How many it took, the largest number over columns.
         relative_residual: `‖b - A x‖ / ‖b‖` of each column, [K], from a product with `A` at the
-            end; 0 for `b = 0`.
-        converged: Whether each column met its tolerance, [K].
+            end; 0 for `b = 0`, and NaN where `x` is.
+        converged: Whether each column met its tolerance, [K]; where a number was not finite, none.
         reason: "converged", or why other columns ended.
 
     Example:
@@ -85,7 +89,7 @@ def cg(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square or shapes do not fit.
+        ValueError: If `A` is not square, shapes do not fit, or an option is out of range.
 
     Cost: one product with `A` and the preconditioner per iteration, with all columns until the last
     one is done, and one product with `A` at the end. Memory: seven tensors [n, K].
@@ -97,6 +101,7 @@ def cg(
         >>> x, info.iterations
         (tensor([0.0909, 0.6364]), 2)
     """
+    check_solver_options(tol=tol, atol=atol, max_iter=max_iter, preconditioner=preconditioner)
     A = operator_of(A)
     accepted = 1e-5 if tol is None else tol
     system = System(A, b, x0, preconditioner, max_iter)
@@ -110,10 +115,12 @@ def cg(
         Z = system.M(R)
         P = Z
         rz = (R * Z).sum(0)
+        system.leave_out(~rz.isfinite())
         active = (norm(R) > goal) & (rz > 0)
         while iterations < system.limit and bool(active.any()):  # the one question to the device
             Q = system.product(P)
             curvature = (P * Q).sum(0)
+            system.leave_out(active & ~curvature.isfinite())
             active = active & (curvature > 0)
             # The step along P to the minimum; 0 for columns that have ended.
             alpha = torch.where(active, rz / curvature, 0.0)
@@ -122,6 +129,7 @@ def cg(
             Z = system.M(R)
             rz_before = rz
             rz = (R * Z).sum(0)
+            system.leave_out(active & ~rz.isfinite())
             # The next direction is conjugate to the others: Pᵀ A P' = 0.
             P = torch.where(active, rz / rz_before, 0.0) * P + Z
             active = active & (norm(R) > goal) & (rz > 0)
@@ -171,7 +179,8 @@ def minres(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square, shapes do not fit, or the preconditioner is indefinite.
+        ValueError: If `A` is not square, shapes do not fit, an option is out of range, or the
+            preconditioner is indefinite.
 
     Cost: one product with `A` and the preconditioner per iteration and column, and a tenth more for
     true residuals.
@@ -182,6 +191,8 @@ def minres(
         >>> x, bool(info.converged)
         (tensor([ 1.0000, -0.5000]), True)
     """
+    number("tol", tol, low=0)
+    check_solver_options(atol=atol, max_iter=max_iter, preconditioner=preconditioner)
     A = operator_of(A)
     system = System(A, b, x0, preconditioner, max_iter)
     goal = system.goal(tol, atol)
@@ -192,10 +203,10 @@ def minres(
 
             def precondition(r: np.ndarray) -> np.ndarray:
                 R = torch.as_tensor(size * r[:, None]).to(system.X)
-                return system.M(R).cpu().double().numpy()
+                return _finite(system.M(R).cpu().double().numpy())
 
             make: Any = scipy.sparse.linalg.LinearOperator
-            M = make(A.shape, precondition)
+            M = make(A.shape, precondition, dtype=np.float64)
         # SciPy's tolerance is relative to ‖A‖ ‖x‖.
         options = {"rtol": torch.finfo(system.dtype).eps, "maxiter": system.limit, "M": M}
 
@@ -213,6 +224,17 @@ def minres(
 
 class _Met(Exception):
     """Ends SciPy's iteration: the tolerance is met."""
+
+
+class _NotFinite(Exception):
+    """Ends SciPy's iteration: a product has NaN or infinite entries."""
+
+
+def _finite(product: np.ndarray) -> np.ndarray:
+    """The product, if it is finite."""
+    if not np.isfinite(product).all():
+        raise _NotFinite
+    return product
 
 
 def _minres(
@@ -281,7 +303,7 @@ def lsmr(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not fit, or an option is out of range.
 
     Cost: one product with `A` and one with `Aᵀ` per iteration and column.
 
@@ -292,6 +314,9 @@ def lsmr(
         >>> round(float(x), 4), round(float(info.relative_residual), 2)
         (3.0, 0.58)
     """
+    check_solver_options(
+        damp=damp, atol=atol, btol=btol, conlim=conlim, max_iter=max_iter, show=show
+    )
     A = operator_of(A, square=False)
     system = System(A, b, x0, max_iter=max_iter)
     goal = system.norm_b.new_full(system.norm_b.shape, -1.0)
@@ -309,8 +334,7 @@ def lsmr(
             solution = scipy.sparse.linalg.lsmr(op, right, damp / size, x0=x, **options)
             x, reason, iterations = solution[:3]
             # 3 and 6 say that the condition number is above conlim, 7 is the limit.
-            at_end = reason not in (3, 6, 7) and system.limit > 0
-            if at_end and bool(np.isfinite(x).all()):
+            if reason not in (3, 6, 7) and system.limit > 0:
                 goal[column] = torch.inf
             return x, iterations
 
@@ -352,8 +376,8 @@ def neumann(
         `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
-        ValueError: If `A` is not square, shapes do not fit, or the terms overflow (see
-            `check_nan`).
+        ValueError: If `A` is not square, shapes do not fit, an option is out of range, or the terms
+            overflow (see `check_nan`).
 
     Cost: one product with `A` and the preconditioner per term.
 
@@ -363,6 +387,13 @@ def neumann(
         >>> x.round(decimals=4)
         tensor([2., 2.])
     """
+    check_solver_options(
+        num_terms=num_terms,
+        scale=scale,
+        preconditioner=preconditioner,
+        tol=tol,
+        check_nan=check_nan,
+    )
     A = operator_of(A)
     system = System(A, b, None, preconditioner, num_terms + 2)
     goal = system.goal(1.0 if tol is None else tol, 0.0)
@@ -376,7 +407,7 @@ def neumann(
             system.X = system.X + scale * Z
             R = R - scale * system.product(Z)
             size = norm(R)
-            if check_nan and not bool((size.isfinite() | ~system.norm_b.isfinite()).all()):
+            if check_nan and not bool(size.isfinite().all()):
                 raise ValueError(
                     f"The Neumann series overflowed at term {terms} of {num_terms + 1}: it "
                     f"diverges. Decrease {advice}."
@@ -388,8 +419,27 @@ def neumann(
         return system.report("The Neumann series", tolerance, terms, goal, advice)
 
 
+def check_solver_options(**options: Any) -> None:
+    """Refuse options of the functions in this file that are out of range, by their names."""
+    for name, value in options.items():
+        if name == "preconditioner":
+            form = "[n, k] -> [n, k], or an operator"
+            if not isinstance(value, LinearOperator):
+                function(name, value, form)
+        elif name in ("max_iter", "num_terms"):
+            integer(name, value, low=0, optional=name == "max_iter")
+        elif name in ("show", "check_nan"):
+            flag(name, value)
+        elif name == "scale":
+            number(name, value)
+        elif name != "x0":
+            number(name, value, low=0, infinite=name == "conlim", optional=name == "tol")
+
+
 class System:
     """`A X = B` with columns scaled to a largest entry of 1, as flat tensors in float32 at least.
+
+    Columns that are not finite are 0 in here, and become NaN in the report.
 
     Args:
         b: Right-hand sides, anything that `A.out_space` reads.
@@ -408,19 +458,31 @@ class System:
         max_iter: int | None = None,
     ) -> None:
         self.A = A
+        if isinstance(preconditioner, LinearOperator) and preconditioner.shape != A.shape[::-1]:
+            raise ValueError(
+                f"preconditioner is {preconditioner.label}; expected the shape of {A.label}."
+            )
         self.preconditioner = preconditioner
         self.limit = min(10 * min(A.shape), 1000) if max_iter is None else max_iter
         self.dtype = torch.promote_types(A.dtype, torch.float32)
         B, self.container = A.out_space.read(b, A.dtype, A.device)
         B = B.detach().to(self.dtype)
+        #: Columns of which all numbers so far were finite, [K].
+        self.is_finite = B.isfinite().all(0)
+        guess = B.new_zeros(A.shape[1], B.shape[1])
+        if x0 is not None:
+            guess = guess + A.in_space.read(x0, A.dtype, A.device)[0].detach().to(self.dtype)
+            self.leave_out(~guess.isfinite().all(0))
+        B = torch.where(self.is_finite, B, 0.0)
         largest = B.abs().amax(0)
-        self.scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+        self.scale = torch.where(largest > 0, largest, 1.0)
         self.B = B / self.scale  # [m, K]
         self.norm_b = norm(self.B)
-        self.X = B.new_zeros(A.shape[1], B.shape[1])
-        if x0 is not None:
-            guess = A.in_space.read(x0, A.dtype, A.device)[0].detach().to(self.dtype)
-            self.X = torch.where(largest == 0, self.X, guess / self.scale)
+        self.X = torch.where(largest > 0, guess / self.scale, 0.0)
+
+    def leave_out(self, columns: Tensor) -> None:  # [K]
+        """Have these columns end as NaN: a number that they need is not finite."""
+        self.is_finite = self.is_finite & ~columns
 
     def M(self, R: Tensor) -> Tensor:  # [n, k] -> [n, k]
         """The product with the preconditioner, which may have a lower precision."""
@@ -451,6 +513,17 @@ class System:
         ratios = norm(products) / self.norm_b  # ‖Aᵀ b‖ / ‖b‖
         return float(ratios.nan_to_num(0.0, 0.0).amax()) or 1.0
 
+    def scaled_for_scipy(self, size: float) -> Any:
+        """`A / size` for SciPy, whose products raise where they are not finite."""
+        A = self.A.to_scipy() * (1 / size)
+        make: Any = scipy.sparse.linalg.LinearOperator
+        return make(
+            A.shape,
+            lambda v: _finite(A.matvec(v)),
+            lambda v: _finite(A.rmatvec(v)),
+            dtype=A.dtype,
+        )
+
     def solve_columns(
         self,
         solve: Callable[[Any, np.ndarray, np.ndarray, int], tuple[np.ndarray, int]],
@@ -462,13 +535,16 @@ class System:
             solve: Called with `A / size`, the right-hand side, the first guess times `size` and the
                 number of the column; returns the solution times `size` and its iterations.
         """
-        op = self.A.to_scipy() * (1 / size)
+        op = self.scaled_for_scipy(size)
         B = self.B.cpu().double().numpy()
         X = self.X.cpu().double().numpy()
         most = 0
-        usable = (self.norm_b > 0) & self.norm_b.isfinite()
-        for column in usable.nonzero()[:, 0].tolist():
-            x, iterations = solve(op, B[:, column], size * X[:, column], column)
+        for column in self.norm_b.nonzero()[:, 0].tolist():
+            try:
+                x, iterations = solve(op, B[:, column], size * X[:, column], column)
+            except _NotFinite:
+                self.is_finite[column] = False
+                continue
             self.X[:, column] = torch.as_tensor(x / size)
             most = max(most, iterations)
         return most
@@ -487,8 +563,11 @@ class System:
             advice: Why columns end that are neither converged nor at the limit.
         """
         residual = norm(self.residual())
+        self.leave_out(~residual.isfinite())
+        self.X = torch.where(self.is_finite, self.X, torch.nan)
         relative = torch.where(self.norm_b == 0, 0.0, residual / self.norm_b)
-        converged = (residual <= goal) | (self.norm_b == 0)
+        relative = torch.where(self.is_finite, relative, torch.nan)
+        converged = self.is_finite & ((residual <= goal) | (self.norm_b == 0))
         reason = "converged"
         missed = int((~converged).sum())
         if missed:
@@ -497,7 +576,7 @@ class System:
             if worst == torch.inf:
                 reason = (
                     "the right-hand side, or a product with A or the preconditioner, has NaN or "
-                    "infinite entries"
+                    "infinite entries; x is NaN there"
                 )
             elif iterations >= self.limit:
                 reason = (
@@ -517,19 +596,3 @@ class System:
 def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
     """2-norm of each column."""
     return torch.linalg.vector_norm(a, dim=0)
-
-
-def operator_of(A: Any, square: bool = True) -> LinearOperator:
-    """`A`; an operator of curvlinops or the like is wrapped."""
-    if not isinstance(A, LinearOperator):
-        if isinstance(A, Tensor) or not isinstance(getattr(A, "dtype", None), torch.dtype):
-            raise TypeError(
-                f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or "
-                "from_scipy(A)."
-            )
-        A = Foreign(A)
-    if square and A.shape[0] != A.shape[1]:
-        raise ValueError(
-            f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one."
-        )
-    return A

@@ -8,7 +8,7 @@ converted by `Space.read`, and the result by `Space.write` to the container type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.options import instance
 
 Tree = Mapping[str, Tensor] | Sequence[Tensor]
 Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
@@ -104,8 +105,8 @@ class Space:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
-        named = _by_name(shapes)
-        if any(isinstance(shape, (int, str)) for shape in named.values()):
+        named = _by_name(instance("shapes", shapes, Iterable, "a list of shapes"))
+        if not all(isinstance(shape, (tuple, list)) for shape in named.values()):
             raise TypeError(
                 f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}."
             )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.arithmetic import Deferred, Scaled
+from curvlinops_plus.linalg.arithmetic import Deferred, Scaled, operator_of
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import is_zero
 from curvlinops_plus.linalg.dense import Dense, Diagonal, IdentityMultiple
@@ -57,6 +57,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()
         tensor(4.)
     """
+    A = operator_of(A, square=False)
     row_selection = select(rows, A.out_space, A.device, "row")
     selection = select(cols, A.in_space, A.device, "column")
     if isinstance(A, Deferred):
@@ -138,9 +139,12 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
 
 def _positions(which: Any, every: Tensor) -> Tensor | None:
     """The positions of a mask or of different integers; None of anything else."""
-    if isinstance(which, (Sequence, np.ndarray)):
-        which = np.asarray(which)
-    numbers = torch.as_tensor(which, device=every.device)
+    try:
+        if isinstance(which, (Sequence, np.ndarray)):
+            which = np.asarray(which)
+        numbers = torch.as_tensor(which, device=every.device)
+    except (TypeError, RuntimeError, ValueError, OverflowError):
+        return None
     if numbers.numel() == 0:
         numbers = numbers.long()
     if numbers.dtype == torch.bool:
@@ -245,7 +249,7 @@ class SubmatrixLinearOperator(LinearOperator):
     _made_of = ("A", "rows", "cols")
 
     def __init__(self, A: LinearOperator, row_idxs: Any, col_idxs: Any) -> None:
-        self.A = A
+        self.A = operator_of(A, square=False)
         self.set_submatrix(row_idxs, col_idxs)
 
     def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
@@ -294,6 +298,7 @@ class ProjectedLinearOperator(LinearOperator):
     _made_of = ("A", "selection")
 
     def __init__(self, A: LinearOperator, idxs: Any) -> None:
+        A = operator_of(A, square=False)
         super().__init__(A.in_space, A.dtype, A.device, A.structure, A.out_space)
         self.A = A
         self.selection = select(idxs, A.out_space, A.device, "row")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.options import integer
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,11 @@ def check_data(data: Any) -> None:
         and not isinstance(data, IterableDataset)
         and not hasattr(kind, "__iter__")
     )
-    if dataset or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")):
+    if (
+        dataset
+        or isinstance(data, Tensor)
+        or not (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+    ):
         advice = (
             "A Dataset holds single examples: wrap it, DataLoader(dataset, batch_size=...), or if "
             "its items are batches already, DataLoader(dataset, batch_size=None)."
@@ -100,7 +105,7 @@ def count_examples(
     mapping's tensors share.
     """
     if batch_size_fn is not None:
-        return int(batch_size_fn(X))
+        return integer("batch_size_fn(X)", batch_size_fn(X), low=0)
     if isinstance(X, Tensor) and X.ndim:
         return X.shape[0]
     carriers: list[Any] = []

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.options import flag, function, number, one_of
 from curvlinops_plus.risk.batches import (
     Batch,
     check_data,
@@ -169,7 +170,8 @@ class EmpiricalRisk(ModelParameters):
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data = data
-        self.losses = Losses(loss, reduction, bool(check))
+        one_of("reduction", reduction, "mean", "sum", None)
+        self.losses = Losses(loss, reduction, check is not False)
         super().__init__(modules, params, self.processes)
         self.options = RiskOptions(
             output,
@@ -505,20 +507,28 @@ def _checked_weight(weight: Any, N: int, index: int, device: torch.device) -> Te
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    if not isinstance(options.check, bool) and options.check != "every":
+    function("output", options.output, "output(o) -> tensor, called with what the model returns")
+    function("mask", options.mask, "mask(X, y) -> bool tensor [N, T], called with each batch")
+    function("weight", options.weight, "weight(X, y, ...) -> tensor [N], called with each batch")
+    function(
+        "batch_size_fn", options.batch_size_fn, "batch_size_fn(X) -> N, called with each input"
+    )
+    flag("progressbar", options.progressbar)
+    flag("shift_labels", options.shift_labels, optional=True)
+    is_every = isinstance(options.check, str) and options.check == "every"
+    if not isinstance(options.check, bool) and not is_every:
         raise ValueError(
             f"check={options.check!r}; expected True (the first batches, and some later), "
             '"every" (all batches), or False.'
         )
     counts = {"num_data": "examples", "num_per_example_loss_terms": "loss terms per example"}
     for name, counted in counts.items():
-        number = getattr(options, name)
-        if number is not None and not 0 < float(number) < math.inf:
+        count = getattr(options, name)
+        if count is not None and not 0 < number(name, count, infinite=True) < math.inf:
             raise ValueError(
-                f"{name}={number} must be positive: it is the number of {counted}. None counts "
-                "them."
+                f"{name}={count} must be positive: it is the number of {counted}. None counts them."
             )
-        if number is not None and options.weight is not None:
+        if count is not None and options.weight is not None:
             raise UnsupportedError(
                 f"{name} replaces a count of examples or terms, and with weight= the mean is over "
                 'the sum of their weights. Use reduction="sum", with what shall be divided by in '
@@ -547,11 +557,12 @@ def takes_risk(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
     loss and data.
     """
     constructor = function.__name__ == "__init__"
+    missing = object()  # then Python says so
 
     @wraps(function)
     def checked(*args: Inputs.args, **kwargs: Inputs.kwargs) -> T:
-        risk = args[constructor] if len(args) > constructor else kwargs.get("risk")
-        if risk is not None and not isinstance(risk, EmpiricalRisk):
+        risk = args[constructor] if len(args) > constructor else kwargs.get("risk", missing)
+        if risk is not missing and not isinstance(risk, EmpiricalRisk):
             owner = type(args[0]).__name__ if constructor else function.__name__
             raise TypeError(
                 f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, "

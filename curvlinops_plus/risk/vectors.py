@@ -39,7 +39,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.likelihood.draws import batch_uniforms, counter_key, uniforms
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.options import flag, whole
 
 
 class Vectors(ABC):
@@ -78,7 +78,10 @@ class Vectors(ABC):
             object.__setattr__(self, name, number)  # as a frozen dataclass sets its fields
         if options.get("samples", 1) < 1:
             raise ValueError(f"{kind} needs at least one sample, got samples={options['samples']}.")
-        if self.matrix not in (None, "fisher", "ggn"):
+        for name in {"signs", "per_term"} & options.keys():
+            flag(name, options[name])
+        is_word = self.matrix is None or isinstance(self.matrix, str)
+        if not is_word or self.matrix not in (None, "fisher", "ggn"):
             raise ValueError(f'{kind}(matrix={self.matrix!r}) must be None, "fisher" or "ggn".')
 
     @property

@@ -125,10 +125,10 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), {"Linear": KFAC}), ValueError, "A key is a name, a glob or the class"),
     (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
     # options of approximations
-    (lambda: curvature(risk(), KFAC.using(kfac_approx="x")), ValueError, "kfac_approx='x' is unknown; expected"),
-    (lambda: curvature(risk(), EKFAC.using(basis_rtol=1.0)), ValueError, "basis_rtol to be at least 0 and below 1"),
-    (lambda: curvature(risk(), SWEEPS.kind.using(power_iterations=0)), ValueError, "power_iterations=0: expected"),
-    (lambda: curvature(risk(), ScaledIdentity.using(scale=-1.0)), ValueError, "finite scale of at least 0, got -1.0"),
+    (lambda: curvature(risk(), KFAC.using(kfac_approx="x")), ValueError, "kfac_approx='x'; expected one of 'expand', 'reduce'"),
+    (lambda: curvature(risk(), EKFAC.using(basis_rtol=1.0)), ValueError, "basis_rtol=1; expected a number at least 0 and below 1"),
+    (lambda: curvature(risk(), SWEEPS.kind.using(power_iterations=0)), ValueError, "power_iterations=0; expected an integer of at least 1"),
+    (lambda: curvature(risk(), ScaledIdentity.using(scale=-1.0)), ValueError, "scale=-1; expected a number at least 0"),
     (lambda: curvature(risk(), TNT.using(max_bytes=100)), UnsupportedError, "factor G takes .*above the limit of 100"),
     (
         lambda: curvature(risk(), SWEEPS.kind.using(max_factor_bytes=100)),

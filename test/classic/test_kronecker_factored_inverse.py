@@ -125,7 +125,7 @@ def test_heuristic_damping_of_several_matrices_with_a_bias_apart(kind: str) -> N
         nn.CrossEntropyLoss(),
         list(model.parameters()),
         data,
-        "type-2",
+        fisher_type="type-2",
         separate_weight_and_bias=True,
     )
     weight, bias = (

@@ -203,7 +203,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: A + "A", TypeError, r"unsupported operand type\(s\)"),
     (lambda: np.asarray(A), TypeError, r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy"),
     (lambda: A @ torch.ones(3, dtype=torch.long), TypeError, r"got torch.int64; convert it, X.to\(torch.float32\)"),
-    (lambda: A.sample(3), TypeError, r"a torch.Generator, got int 3; for a seed write .*manual_seed.* draws num="),
+    (lambda: A.sample(3), TypeError, r"generator is the int 3; expected a torch.Generator; for a seed write .*manual_seed.* draws num="),
     (lambda: A.quadratic_form(None), TypeError, r"Expected a tensor .*; got NoneType"),
     (lambda: A.quadratic_form(torch.tensor(1.0)), ValueError, r"J of shape \[3\] or \[..., m, 3\], got \[\]"),
     (lambda: A[:, [0]].quadratic_form(torch.ones(1)), ValueError, "Only a square matrix has quadratic forms, got"),

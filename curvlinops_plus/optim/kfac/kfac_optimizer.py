@@ -23,16 +23,16 @@ from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
+    LARGEST_DAMPING,
     GroupOptions,
     LevenbergMarquardt,
     NormConstraint,
     StepReport,
     WeightDecay,
-    number,
-    one_of,
 )
 from curvlinops_plus.optim.kfac.trust import QuadraticModel, Trust
 from curvlinops_plus.optim.tied import TiedOptimizer
+from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
@@ -159,25 +159,21 @@ class KFACPreconditioner(TiedOptimizer):
         strict: bool = True,
         **risk_options: Any,
     ) -> None:
-        one_of("inverse", inverse, "exact", "factored")
-        number("-power", -power, strict=True)
-        if inverse == "factored" and power != -1:
-            raise ValueError(
-                f'inverse="factored" and power={power:g}: only inverses can be damped factor by '
-                "factor."
-            )
-        if "weight" in risk_options:
-            raise UnsupportedError(
-                "weight=: an optimizer can't see whether your gradients have weights of examples."
-            )
+        _refuse_options(inverse, power, decay, strict, risk_options)
+        statistics_every = integer("statistics_every", statistics_every, low=1)
+        inverse_every = integer("inverse_every", inverse_every, low=1)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
+        if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
+            raise type_error("params", params, "a list of parameters, or of groups of them")
         self._schedule = damping if callable(damping) else None
         damping = damping(0) if callable(damping) else damping
         super().__init__(
             params.values() if isinstance(params, Mapping) else params,
             {**self._group_options, "damping": damping, "norm_constraint": norm_constraint},
         )
+        for group in self._read_groups(self.param_groups):
+            GroupOptions(group)  # refuses what is out of range before the model gets hooks
         # Replicas must not drift apart.
         risk_options = {"processes": wrapped_processes(model), **risk_options}
         trained = [p for group in self.param_groups for p in group["params"]]
@@ -227,7 +223,7 @@ class KFACPreconditioner(TiedOptimizer):
         """Read the options of all groups where some have changed."""
         raw = [
             [
-                float(value) if isinstance(value, Tensor) else value
+                float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
                 for name, value in group.items()
                 if name != "params"
             ]
@@ -490,7 +486,9 @@ class KFACPreconditioner(TiedOptimizer):
     def _raise_damping(self, report: StepReport) -> None:
         """The step is rejected."""
         report.rejected = True
-        limit = float("inf") if self._levenberg is None else self._levenberg.max
+        limit = LARGEST_DAMPING
+        if self._levenberg is not None:
+            limit = min(self._levenberg.max, limit)
         for group in self.param_groups:
             group["damping"] = min(group["damping"] * self._reject, limit)
 
@@ -854,11 +852,13 @@ class KFACOptimizer(KFACPreconditioner):
         strict: bool = True,
         **risk_options: Any,
     ) -> None:
-        adaptive = "adaptive" in (lr, momentum)
-        if norm_constraint == "auto":
+        adaptive = "adaptive" in [word for word in (lr, momentum) if isinstance(word, str)]
+        if isinstance(norm_constraint, str) and norm_constraint == "auto":
             norm_constraint = None if adaptive else 1e-3
-        one_of("quadratic_model", quadratic_model or "blocks", "blocks", "exact")
-        if reject is not None and (number("reject", reject, low=1.0) and callable(damping)):
+        one_of("quadratic_model", quadratic_model, "blocks", "exact", None)
+        number("reject", reject, low=1, optional=True)
+        flag("maximize", maximize)
+        if reject is not None and callable(damping):
             raise ValueError(
                 "reject= multiplies the damping, which is a schedule here; give a number."
             )
@@ -978,3 +978,21 @@ class KFACOptimizer(KFACPreconditioner):
             if decay:
                 value += sum(decay / 2 * float(p.square().sum()) for p in group["params"])
         return value
+
+
+def _refuse_options(
+    inverse: Any, power: Any, decay: Any, strict: Any, risk_options: Mapping[str, Any]
+) -> None:
+    """Refuse options of a preconditioner that are out of range, or contradict each other."""
+    one_of("inverse", inverse, "exact", "factored")
+    number("power", power, below=0)
+    flag("strict", strict)
+    number("decay", decay)
+    if inverse == "factored" and power != -1:
+        raise ValueError(
+            f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.'
+        )
+    if "weight" in risk_options:
+        raise UnsupportedError(
+            "weight=: an optimizer can't see whether your gradients have weights of examples."
+        )

@@ -3,38 +3,21 @@ means; and what a step has done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
 from typing import Any, Literal
 
+from curvlinops_plus.options import flag, instance, integer, number, one_of
 
-def number(
-    name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False
-) -> float:
-    """A number in `[low, high]`, or above `low` if `strict`; 0-d tensors are numbers.
-
-    Raises:
-        ValueError: If it is outside.
-    """
-    as_float = float(value)
-    if not low <= as_float <= high or (strict and as_float == low):
-        bounds = f"{'above' if strict else 'at least'} {low:g}"
-        if high < inf:
-            bounds += f" and at most {high:g}"
-        raise ValueError(f"{name}={as_float:g}; expected a number {bounds}.")
-    return as_float
+#: No damping grows beyond, however often it is raised.
+LARGEST_DAMPING = sys.float_info.max
 
 
-def one_of(name: str, value: str, *known: str) -> None:
-    """Refuse an unknown word."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}.")
-
-
-def as_policy(kind: Callable[[float], Any], value: Any) -> Any:
+def as_policy(kind: type, value: Any) -> Any:
     """A policy, which a number stands for."""
-    return value if value is None or is_dataclass(value) else kind(value)
+    return value if value is None or isinstance(value, kind) else kind(value)
 
 
 @dataclass(frozen=True)
@@ -74,17 +57,23 @@ class LevenbergMarquardt:
     include_damping: bool = False
 
     def __post_init__(self) -> None:
-        number("decay", self.decay, high=1.0, strict=True)
-        number("interval", self.interval, low=1)
-        number("max", self.max, low=self.min)
-        number("initial", self.initial, low=self.min, high=self.max)
-        number("The second threshold", self.thresholds[1], low=self.thresholds[0], strict=True)
+        number("decay", self.decay, above=0, high=1)
+        integer("interval", self.interval, low=1)
+        number("min", self.min, low=0)
+        largest = number("max", self.max, low=self.min, infinite=True)
+        number("initial", self.initial, low=self.min, high=None if largest == inf else largest)
+        pair = instance("thresholds", self.thresholds, (tuple, list), "two numbers, (low, high)")
+        if len(pair) != 2:
+            raise ValueError(f"thresholds={pair!r}; expected two numbers, (low, high).")
+        number("The first threshold", pair[0])
+        number("The second threshold", pair[1], above=pair[0])
+        flag("include_damping", self.include_damping)
 
     def adapted(self, damping: float, rho: float) -> float:
         """The damping after a step with the ratio `rho`."""
         factor = self.decay**self.interval
         if isnan(rho) or rho < self.thresholds[0]:
-            damping /= factor
+            damping = min(damping / factor, LARGEST_DAMPING)
         elif rho > self.thresholds[1]:
             damping *= factor
         return min(max(damping, self.min), self.max)
@@ -114,7 +103,7 @@ class NormConstraint:
     norm: Literal["damped", "fisher", "euclidean"] = "damped"
 
     def __post_init__(self) -> None:
-        number("The norm constraint", self.c, strict=True)
+        number("The norm constraint", self.c, above=0)
         one_of("of", self.of, "update", "step")
         one_of("norm", self.norm, "damped", "fisher", "euclidean")
 
@@ -145,7 +134,7 @@ class WeightDecay:
     kind: Literal["decoupled", "coupled", "in_loss"] = "decoupled"
 
     def __post_init__(self) -> None:
-        number("The weight decay", self.strength)
+        number("The weight decay", self.strength, low=0)
         one_of("kind", self.kind, "decoupled", "coupled", "in_loss")
 
 
@@ -165,9 +154,10 @@ class GroupOptions:
         self.coefficients: list[Any] = []
         for name, default in (("lr", 1.0), ("momentum", 0.0)):
             value = group.get(name, default)
-            self.coefficients.append(value if value == "adaptive" else number(name, value))
+            is_adaptive = isinstance(value, str) and value == "adaptive"
+            self.coefficients.append(value if is_adaptive else number(name, value, low=0))
         self.rates = [1.0 if v == "adaptive" else float(v) for v in self.coefficients]
-        self.damping = number("damping", group["damping"])
+        self.damping = number("damping", group["damping"], low=0)
         self.norm_constraint: NormConstraint | None = as_policy(
             NormConstraint, group["norm_constraint"]
         )

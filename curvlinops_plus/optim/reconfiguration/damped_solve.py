@@ -20,7 +20,7 @@ from torch import Tensor
 from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError, level_of_user
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
-from curvlinops_plus.linalg.numerics import damped_cholesky
+from curvlinops_plus.linalg.numerics import check_finite, damped_cholesky
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.linalg.solvers import cg
 from curvlinops_plus.optim.reconfiguration.scores import (
@@ -31,6 +31,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     PsiParams,
     Scores,
 )
+from curvlinops_plus.options import flag, integer, number, one_of
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
 Solver = Literal["cholesky", "cg"]
@@ -104,6 +105,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         *,
         stored: bool = False,
     ) -> None:
+        flag("stored", stored)
         psi = LogAmplitude(log_psi, params, amplitude)
         with plain_mode(psi.device.type):
             self._set(Scores(Ensemble(psi, samples, weights, chunk_size), stored))
@@ -289,9 +291,18 @@ class DampedSystem:
         return (self.scores @ unknowns).square().sum() + self.shift * unknowns.square().sum()
 
     def _solve(self, b: Tensor) -> tuple[Tensor, SolveReport]:
-        """`(matrix + shift)⁻¹ b`."""
-        if self.solver == "cg":
-            return self._cg(b)
+        """`(matrix + shift)⁻¹ b`.
+
+        Raises:
+            NumericsError: If `b` or the solution is NaN or infinite.
+        """
+        check_finite(b, "the right-hand side, made of costs and of the previous direction,")
+        x, report = self._cg(b) if self.solver == "cg" else self._decomposed(b)
+        check_finite(x, "the direction")
+        return x, report
+
+    def _decomposed(self, b: Tensor) -> tuple[Tensor, SolveReport]:
+        """The solution by a decomposition of the matrix."""
         M = self.matrix.to_dense()
         solver = "cholesky"
         rank = None
@@ -347,20 +358,25 @@ class DampedSystem:
 
 
 def check_options(
-    mode: Mode, solver: Solver | None, momentum: float = 0.0, **numbers: float
+    mode: Mode,
+    solver: Solver | None,
+    tol: float | None,
+    max_iter: int | None,
+    momentum: float = 0.0,
+    **numbers: float,
 ) -> None:
     """Check names and numbers before anything is computed."""
-    if not 0 <= momentum < 1:  # directions could grow without bound
-        raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
-    if mode not in get_args(Mode):
-        raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
-    if solver not in (None, *get_args(Solver)) or (mode, solver) == ("lazy", "cholesky"):
+    number("momentum", momentum, low=0, below=1)  # directions could grow without bound
+    one_of("mode", mode, *get_args(Mode))
+    one_of("solver", solver, *get_args(Solver), None)
+    if mode == "lazy" and solver == "cholesky":
         raise ValueError(
-            f'Expected solver to be None, "cg" or, unless lazy, "cholesky", got {solver!r}.'
+            'solver="cholesky" needs the matrix, which mode="lazy" does not form; expected "cg".'
         )
+    number("tol", tol, low=0, optional=True)
+    integer("max_iter", max_iter, low=0, optional=True)
     for name, value in numbers.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"Expected {name} to be a finite number of at least 0, got {value!r}.")
+        number(name, value, low=0)
 
 
 def smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:

@@ -41,6 +41,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     name_samples,
 )
 from curvlinops_plus.optim.tied import TiedOptimizer
+from curvlinops_plus.options import one_of, tensor_of
 
 
 class Reconfiguration(NamedTuple):
@@ -141,7 +142,8 @@ def stochastic_reconfiguration(
     """
     psi = LogAmplitude(log_psi, params, amplitude)
     phi = None if previous is None else psi.read(previous)
-    check_options(mode, solver, momentum, damping=damping, diagonal_shift=diagonal_shift)
+    numbers = {"damping": damping, "diagonal_shift": diagonal_shift}
+    check_options(mode, solver, tol, max_iter, momentum, **numbers)
     with plain_mode(psi.device.type):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
         target, _ = centred_costs(ensemble, local_costs)
@@ -159,7 +161,7 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
     """
     psi = ensemble.psi
     n = ensemble.n
-    costs = torch.as_tensor(local_costs).detach().to(psi.device)
+    costs = tensor_of("local_costs", local_costs).detach().to(psi.device)
     if costs.shape != (n,):
         raise ValueError(
             f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}."
@@ -265,7 +267,7 @@ def fisher_inverse(
         >>> inverse([torch.tensor(1.0)], torch.tensor([-1.0, 1.0, 3.0]))
         [tensor(1.5000)]
     """
-    check_options(mode, solver, damping=damping)
+    check_options(mode, solver, tol, max_iter, damping=damping)
     if mode == "kernel" and not damping:
         raise ValueError(
             'mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.'
@@ -344,8 +346,7 @@ class StochasticReconfiguration(TiedOptimizer):
         tol: float | None = None,
         max_iter: int | None = None,
     ) -> None:
-        if norm not in ("euclidean", "fisher"):
-            raise ValueError(f'Expected norm to be "euclidean" or "fisher", got {norm!r}.')
+        one_of("norm", norm, "euclidean", "fisher")
         self._psi = LogAmplitude(log_psi, params, amplitude)
         self._schedule = damping if callable(damping) else None
         self._norm = norm
@@ -465,5 +466,7 @@ class StochasticReconfiguration(TiedOptimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         names = ("lr", "damping", "diagonal_shift", "norm_constraint")
-        numbers = {name: group[name] for name in names if group[name] is not None}
-        check_options(self._options["mode"], self._options["solver"], group["momentum"], **numbers)
+        numbers = {name: group[name] for name in names}
+        if numbers["norm_constraint"] is None:
+            del numbers["norm_constraint"]
+        check_options(**self._options, momentum=group["momentum"], **numbers)

@@ -44,6 +44,7 @@ from curvlinops_plus.contexts import GradMode, outside_autocast
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
+from curvlinops_plus.options import function, instance, integer, one_of, tensor_of
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import (
     Draws,
@@ -78,11 +79,8 @@ class LogAmplitude:
     """
 
     def __init__(self, log_psi: LogPsi, params: PsiParams, amplitude: Amplitude = "real") -> None:
-        if amplitude not in get_args(Amplitude):
-            raise ValueError(
-                f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}."
-            )
-        self.kind = amplitude
+        self.kind: Amplitude = one_of("amplitude", amplitude, *get_args(Amplitude))
+        function("log_psi", log_psi, "log_psi(params, samples) -> [n]", optional=False)
         self.function = log_psi
         self.container: Any = list
         if isinstance(params, Mapping):
@@ -103,6 +101,8 @@ class LogAmplitude:
                 "Expected `params` of a function to be a list, tuple or dict of tensors; got "
                 f"{params!r}."
             )
+        for name, p in self.params.items():
+            instance(f"params[{name}]", p, Tensor, "a tensor")
         self.device = next(iter(self.params.values())).device
         self.dtype = torch.float32  # the real dtype in which all are combined
         for p in self.params.values():
@@ -166,6 +166,11 @@ class LogAmplitude:
         if isinstance(tree, Mapping):
             tree = self.space.flatten({name: as_real(t) for name, t in tree.items()})
         elif not isinstance(tree, Tensor):
+            instance(
+                "A vector like the parameters", tree, (list, tuple), "their container, or flat"
+            )
+            for t in tree:
+                instance("A vector like the parameters", t, Tensor, "made of tensors")
             tree = self.space.flatten([as_real(t) for t in tree])
         tree = tree.detach().to(self.device, self.dtype)
         X, form = self.space.read(tree, self.dtype, self.device)
@@ -231,7 +236,10 @@ class Ensemble:
     def __init__(
         self, psi: LogAmplitude, samples: Any, weights: Any = None, chunk_size: int | None = None
     ) -> None:
-        sizes = {len(t) for t in tree_leaves(samples)}
+        for leaf in tree_leaves(samples):
+            instance("samples", leaf, Tensor, "a tensor [n, ...], or a tuple, list or dict of such")
+        integer("chunk_size", chunk_size, low=1, optional=True)
+        sizes = {len(t) if t.ndim else 0 for t in tree_leaves(samples)}
         if len(sizes) != 1:
             raise ValueError(
                 "Expected tensors with all samples along their first axis; got the lengths "
@@ -257,7 +265,7 @@ class Ensemble:
         if weights is None:
             w = torch.ones(self.n, dtype=self.psi.dtype)
         else:
-            w = torch.as_tensor(weights).detach()
+            w = tensor_of("weights", weights).detach()
         if w.shape != (self.n,) or w.is_complex():
             raise ValueError(
                 f"Expected {self.n} real weights, one per sample; got {w.dtype} of shape "

@@ -357,28 +357,32 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (
         ValueError,
-        r"damping to be a finite number of at least 0, got nan",
+        r"damping=nan; expected a finite number at least 0",
         lambda: sr(*ARGS, float("nan")),
     ),
     (
         ValueError,
-        r"momentum to be at least 0 and below 1, got 1.0",
+        r"momentum=1; expected a number at least 0 and below 1",
         lambda: sr(*ARGS, momentum=1.0),
     ),
     (
         ValueError,
-        r"mode to be one of \['lazy', 'dense', .* got 'qgt'",
+        r"mode='qgt'; expected one of 'lazy', 'dense'",
         lambda: sr(*ARGS, mode="qgt"),
     ),
-    (ValueError, r"solver to be None, .* got 'lu'", lambda: sr(*ARGS, solver="lu")),
     (
         ValueError,
-        r"solver to be .* got 'cholesky'",
+        r"solver='lu'; expected one of 'cholesky', 'cg', None",
+        lambda: sr(*ARGS, solver="lu"),
+    ),
+    (
+        ValueError,
+        r'solver="cholesky" needs the matrix, .*expected "cg"',
         lambda: sr(*ARGS, mode="lazy", solver="cholesky"),
     ),
     (
         ValueError,
-        r"amplitude to be one of \['real', .* got 'imaginary'",
+        r"amplitude='imaginary'; expected one of 'real', 'complex'",
         lambda: sr(*ARGS, amplitude="imaginary"),
     ),
     (
@@ -454,16 +458,16 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         r"grad has NaN",
         lambda: fisher_inverse(*NET.args[:2])(torch.full((37,), INF), X),
     ),
-    (ValueError, 'norm to be "euclidean" or "fisher", got \'max\'', optimizer(norm="max")),
-    (ValueError, "lr to be a finite number of at least 0, got -1", optimizer(lr=-1)),
+    (ValueError, "norm='max'; expected one of 'euclidean', 'fisher'", optimizer(norm="max")),
+    (ValueError, "lr=-1; expected a number at least 0", optimizer(lr=-1)),
     (
         ValueError,
-        "norm_constraint to be a finite number of at least 0, got -1",
+        "norm_constraint=-1; expected a number at least 0",
         optimizer(norm_constraint=-1),
     ),
     (
         ValueError,
-        r"damping to be .* at least 0, got -1\.0",
+        r"damping=-1; expected a number at least 0",
         lambda: optimizer(damping=lambda step: -1.0)().step(X, E),
     ),
 ]
