@@ -149,20 +149,3 @@ def test_sums_with_operators_of_others(make: Any) -> None:
 
 
 EYE = Dense(torch.eye(2))
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
-    (lambda: from_scipy(EYE), TypeError, "got a Dense"),
-    (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-    (
-        lambda: from_scipy(MATRIX, structure=PSD),
-        ValueError,
-        r"expected a PSD matrix to be square, got \[4, 6\]",
-    ),
-    (lambda: sla.eigsh(EYE, k=1), TypeError, r"torch\.float32|not an array"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_refused(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
