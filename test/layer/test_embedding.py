@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, rule_of
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 
@@ -163,25 +162,6 @@ def test_any_bags(drawn: tuple[nn.Module, Any]) -> None:
     check(BAG, module, args, {}, g)
     J = BAG.per_example_grads(module, args, {}, g)["weight"]
     torch.testing.assert_close(J, autodiff(module, args, {}, g), rtol=1e-12, atol=1e-12)
-
-
-BAGS = nn.EmbeddingBag(VOCABULARY, D)
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), torch.tensor(3)), ValueError,
-     r"Embedding\(7, 3\) got an input of shape \(\), expected \[exam.*x\[None\]"),
-    (lambda: BAG.input_of(BAGS, (FLAT,), {}), ValueError,
-     r"EmbeddingBag\(7, 3, mode='mean'\) got an input of shape \(9,\) without `off"),
-    (lambda: BAG.input_of(BAGS, ([1, 2],), {}), ValueError,
-     "EmbeddingBagRule expects a tensor as first input of the layer, got list"),
-    (lambda: EMBEDDING.check(nn.Embedding(5, 3, max_norm=1.0)), UnsupportedError, "in place.*Set max_norm=None"),
-    (lambda: BAG.check(nn.EmbeddingBag(5, 3, max_norm=1.0)), UnsupportedError, "in place.*Set max_norm=None"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
-def test_refusals(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
 
 
 # ------------------------------------------------------------------------------------------ options
