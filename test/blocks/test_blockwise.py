@@ -13,10 +13,12 @@ from torch import nn
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    DiagonalBlock,
     EKFACLinearOperator,
     EmpiricalRisk,
     GGNDiagonalLinearOperator,
     KFACLinearOperator,
+    RelativeDamping,
     curvature,
 )
 from test.cases import close, same
@@ -179,3 +181,27 @@ def test_sweeps_see_the_same_data(more: list[Any]) -> None:
             curvature(
                 EmpiricalRisk(model, nn.MSELoss(), data), kind, **options | {"max_kept_bytes": kept}
             )
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
+def test_damping_of_a_negative_multiple(approximation: Any) -> None:
+    """An indefinite multiple has an inverse; a semi-definite matrix less a multiple of the identity
+    is refused.
+    """
+    K, eye, c = (
+        curvature(EmpiricalRisk(network(), nn.MSELoss(), DATA), approximation),
+        torch.eye(26, dtype=torch.float64),
+        -0.5,
+    )
+    close((c * K).inverse(0.1).to_dense() @ (c * K.to_dense() + 0.1 * eye), eye, 1e-6)
+    with pytest.raises(
+        ValueError,
+        match='block "0": Expected the damping of a positive semi-definite matrix to be at',
+    ):
+        K.shift(-0.2).inverse(0.1)
+    close((c * K).inverse(c * 0.1).to_dense(), K.inverse(0.1).to_dense() / c)
+    close(K.shift(-0.2).inverse(0.3).to_dense(), K.inverse(0.1).to_dense())
+    close(
+        (c * K).inverse(RelativeDamping(0.1)).to_dense(),
+        K.inverse(RelativeDamping(0.1)).to_dense() / c,
+    )

@@ -30,6 +30,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     ForwardOnly,
+    FromDistribution,
     FullBlock,
     KFACLinearOperator,
     MonteCarlo,
@@ -37,8 +38,9 @@ from curvlinops_plus import (
     ScaledIdentity,
     VerificationError,
     curvature,
+    register_likelihood,
 )
-from curvlinops_plus.blocks.verify import BLOCK_CHECK, STORED_CHECK
+from curvlinops_plus.blocks.verify import BLOCK_CHECK, LOSS_CHECK, STORED_CHECK
 from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
@@ -468,3 +470,49 @@ def test_warnings_are_not_repeated() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CurvatureWarning)
         made().verify()
+
+
+# ---------------------------------------------------------------------------------- likelihoods
+class Sharpened(nn.CrossEntropyLoss):
+    """A loss whose likelihood is another one's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(1.01 * input, target)
+
+
+register_likelihood(Sharpened)(
+    lambda loss: FromDistribution(lambda f: torch.distributions.Categorical(logits=f))
+)
+
+
+def _operator(loss: nn.Module, gap: float, dtype: torch.dtype) -> LinearOperator:
+    """Of a model whose outputs are about `gap` apart."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight *= 0.1
+        model.bias.copy_(gap * torch.tensor([1.0, 0.0, 0.3, -0.5]))
+    X, y = torch.rand(5, 3).to(dtype), torch.tensor([0, 1, 0, 3, 0])
+    if not isinstance(loss, nn.CrossEntropyLoss):
+        y = torch.rand(5, 4).to(dtype).round()
+    return curvature(EmpiricalRisk(model.to(dtype), loss, [(X, y)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 16.0, 1000.0])
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)],
+)
+def test_a_saturated_loss_passes(loss: nn.Module, gap: float, dtype: torch.dtype) -> None:
+    found = _operator(loss, gap, dtype).verify()  # type: ignore[attr-defined]
+    assert any(check == LOSS_CHECK for _, check, _ in found.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 12.0, 1000.0])
+def test_a_wrong_likelihood_is_found_also_there(gap: float, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        VerificationError, match=r"loss Sharpened, check \(c\) loss Hessian.*with all its options"
+    ):
+        _operator(Sharpened(), gap, dtype).verify()  # type: ignore[attr-defined]

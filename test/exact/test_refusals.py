@@ -135,6 +135,8 @@ REFUSED: list[Refusal] = [
     (lambda: activation(("0", "output")), ValueError, "must be .module name"),
     (lambda: activation(("1", "output", 0), model=called_twice()),
      ValueError, '"1" was called 2 times'),
+    (lambda: GGN(risk()).to(torch.float32),
+     NotImplementedError, r"GGN owns no tensors .*model.to\(...\)"),
     # of several classes
     *[(lambda kind=kind: classic(kind, chunk_size=0),
        ValueError, "chunk_size=0 must be an integer of at least 1") for kind in (*KINDS, *ROWS)],

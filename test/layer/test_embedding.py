@@ -10,9 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
-from curvlinops_plus.layer import AffineRule, rule_of
+from curvlinops_plus import (
+    GGN,
+    KFAC,
+    AffineRule,
+    CurvatureEstimator,
+    CurvatureWarning,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    Hessian,
+    Jacobian,
+    curvature,
+)
+from curvlinops_plus.layer import rule_of
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
+from test.helpers import Written
 
 V, B, VOCABULARY, D = 2, 4, 7, 3
 EMBEDDING, BAG = EmbeddingRule(), EmbeddingBagRule()
@@ -204,3 +219,42 @@ def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: A
         check(rule, module, args, {}, g)
         twin, tolerance = autodiff(module, args, {}, g), 1e-12 if g.dtype == torch.float64 else 1e-4
         same(rule.per_example_grads(module, args, {}, g), {"weight": twin}, tolerance)
+
+
+# ---------------------------------------------------------------------------- scaled gradients
+CE, CLASSES = nn.CrossEntropyLoss(), torch.tensor([0, 1, 2, 0, 1, 2])
+TOKENS = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
+
+
+def test_embeddings_that_scale_gradients() -> None:
+    """Their gradients are the user's; curvature is that without the option, wherever it listens, or
+    is refused.
+    """
+    found, dense, grads = [], [], []
+    for scales in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)
+        ).double()
+        for vectors in (Exact(), Empirical()):
+            estimator = CurvatureEstimator(EmpiricalRisk(model, CE, ()), vectors=vectors)
+            with estimator.listen((TOKENS, CLASSES)):
+                model(TOKENS)
+            found.append(estimator.operator.to_dense())
+        CE(model(TOKENS), CLASSES).backward()
+        grads.append(model[0].weight.grad)
+
+        def looks_up(m: Any, x: Tensor, scales: bool = scales) -> Tensor:
+            return m.last(functional.embedding(x, m.table, scale_grad_by_freq=scales).flatten(1))
+
+        reader = Written(looks_up, table=model[0].weight, last=model[2])
+        table = EmpiricalRisk(reader, CE, [(TOKENS, CLASSES)])
+        dense.append([kind(table).to_dense() for kind in (GGN, Hessian, Jacobian)])
+        if scales:
+            with pytest.warns(
+                CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"
+            ):
+                curvature(table, KFAC)
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*dense)
+    assert not torch.allclose(*grads)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, FullBlock, Jacobian, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
+from curvlinops_plus.risk.preserve import training_modules
 from test.cases import close
 
 
@@ -153,3 +154,22 @@ def test_modules_without_parameters_may_be_replaced() -> None:
     risk = _risk(model)
     model[1] = nn.ReLU()
     close(GGN(risk).to_dense(), GGN(_risk(model)).to_dense())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.Dropout(0.1), "'0' (Dropout)"),
+        (nn.BatchNorm1d(5), "'0' (BatchNorm1d)"),
+        (nn.LSTM(5, 5, num_layers=2, dropout=0.1), "'0' (LSTM)"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), "'0' (MultiheadAttention)"),
+        (nn.Dropout(0.0), ""),
+        (nn.LSTM(5, 5, num_layers=2), ""),
+        (nn.MultiheadAttention(4, 2), ""),
+        (nn.ReLU(), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_modules_in_training_mode(module: nn.Module, name: str) -> None:
+    assert training_modules(nn.Sequential(module)) == name
+    assert training_modules(nn.Sequential(module).eval()) == ""
