@@ -30,6 +30,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
 from test.helpers import F64, Refusal, normal, refusals
+from test.nets import tanh_net
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:.*differ:curvlinops_plus.CurvatureWarning"
@@ -42,7 +43,7 @@ TARGETS: dict[nn.Module, Tensor] = {CE: CLASSES, COUNTS: Y.abs(), BINARY: (Y > 0
 
 def network(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return tanh_net(2, 4, 3).double()
 
 
 M = network()

@@ -22,12 +22,13 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close, same
-from test.helpers import seeded
+from test.helpers import normal, seeded
+from test.nets import tanh_net
 
 
 def network() -> nn.Sequential:
     generator = seeded(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(3, 4, 2).double()
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=generator)
     return model
@@ -35,7 +36,7 @@ def network() -> nn.Sequential:
 
 DATA = [
     (
-        torch.randn(5, 3, dtype=torch.float64, generator=seeded()),
+        normal(5, 3),
         torch.zeros(5, 2, dtype=torch.float64),
     )
 ]

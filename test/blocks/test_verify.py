@@ -51,6 +51,7 @@ from curvlinops_plus.linalg import (
 )
 from test.cases import APPROXIMATIONS, NETS, VECTORS, close, problem
 from test.helpers import Written, normal, seeded
+from test.nets import tanh_net
 
 Block = Any
 
@@ -338,7 +339,7 @@ def test_in_mixed_precision(approximation: Any) -> None:
             return m.body(x).float()
 
     torch.manual_seed(0)
-    model = Written(forward, body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = Written(forward, body=tanh_net(6, 8, 3))
     data = [(torch.randn(7, 6), torch.arange(7) % 3)]
     curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).verify()
     wrong = curvature(
@@ -360,7 +361,7 @@ def test_operators_of_the_classic_door() -> None:
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock, TNT])
 def test_in_other_precisions(approximation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    model = tanh_net(6, 8, 3).to(dtype)
     data = [(normal(7, 6).to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0]))]
     K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation)
     assert BLOCK_CHECK in str(K.verify())
@@ -374,7 +375,7 @@ def test_in_other_precisions(approximation: Any, dtype: torch.dtype) -> None:
 
 # -------------------------------------------------------------------------------------- stored ones
 def made(approximation: Any = KFAC, data: Any = None, **options: Any) -> Any:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = tanh_net(4, 5, 3).double()
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=seeded(p.numel()))
     data = [

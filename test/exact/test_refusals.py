@@ -26,7 +26,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from test.cases import unchanged
-from test.helpers import F64, Refusal, normal, refusals
+from test.helpers import F64, Refusal, normal, refusals, seeded
 from test.middles import without_tangents
 
 HEAD = ("0", "output", 0)
@@ -55,7 +55,7 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def shuffled() -> DataLoader[Any]:
-    return loader(shuffle=True, generator=torch.Generator().manual_seed(0))
+    return loader(shuffle=True, generator=seeded())
 
 
 class Changing:

@@ -31,11 +31,11 @@ from curvlinops_plus.estimate import (
     xtrace,
 )
 from curvlinops_plus.linalg import Dense, Kronecker, Structure
-from test.helpers import F64, Counted, seeded
+from test.helpers import F64, Counted, normal, seeded
 
 
 def psd(n: int, seed: int = 0) -> Tensor:
-    M = torch.randn(n, n, dtype=F64, generator=seeded(seed))
+    M = normal(n, n, seed=seed)
     return M @ M.T / n + torch.eye(n, dtype=F64)
 
 
@@ -157,7 +157,7 @@ def test_other_matrices() -> None:
     """Integers of NumPy are read in double precision; rectangles of every kind."""
     found = hutchinson_trace(scipy.sparse.csr_array(np.diag([1, 2, 3])), 2)
     torch.testing.assert_close(found, torch.tensor(6.0, dtype=F64))
-    wide = torch.randn(4, 9, dtype=F64, generator=seeded())
+    wide = normal(4, 9)
     for make in (Counted, Dense, lambda M: M.numpy(), KINDS["scipy"], KINDS["scipy sparse array"]):
         for M in (wide, wide.T.contiguous()):
             expected = hutchinson_squared_fro(M, 3, generator=seeded())
@@ -181,7 +181,7 @@ def test_products_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for estimate, num, most in estimates:
         # Of vectors that happen to be parallel one would be left out.
-        estimate(M := Counted(MATRIX), num, generator=torch.Generator().manual_seed(0))
+        estimate(M := Counted(MATRIX), num, generator=seeded())
         assert (sum(M.seen), max(M.seen)) == (num, most)
     monkeypatch.setattr(
         matrix, "BLOCK_BYTES", 3 * 16 * MATRIX[0].nbytes

@@ -27,7 +27,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.layer import rule_of
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
-from test.helpers import Written
+from test.helpers import Written, normal, seeded
 
 V, B, VOCABULARY, D = 2, 4, 7, 3
 EMBEDDING, BAG = EmbeddingRule(), EmbeddingBagRule()
@@ -95,7 +95,7 @@ FLAT, OFFSETS = (
     torch.tensor([3, 1, 3, 0, 6, 6, 6, 2, 1]),
     torch.tensor([0, 3, 3, 7]),
 )  # the second bag is empty
-WEIGHTS = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+WEIGHTS = normal(9, seed=3)
 
 CALLS = {
     "table": ({}, (torch.tensor([[3, 1, 3], [0, 0, 0], [5, 1, 6], [1, 1, 2]]),), {}),
@@ -161,7 +161,7 @@ def bags(draw: st.DrawFn) -> tuple[nn.Module, Any]:
     module = nn.EmbeddingBag(
         VOCABULARY, D, mode=mode, padding_idx=padding_idx, include_last_offset=last
     )
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    generator = seeded(draw(st.integers(0, 999)))
     flat = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     weights = (torch.randn(len(flat), generator=generator),) if weighted else ()

@@ -10,6 +10,7 @@ from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import likelihood_of
+from test.helpers import seeded
 
 MSE, CE = likelihood_of(nn.MSELoss()), likelihood_of(nn.CrossEntropyLoss())
 SIZE = st.integers(1, 3)
@@ -72,7 +73,7 @@ def long(*shape: int) -> torch.Tensor:
 
 
 Z = torch.zeros
-LOGITS = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+LOGITS = torch.randn(2, 3, generator=seeded())
 
 
 def test_taken() -> None:

@@ -15,11 +15,11 @@ from curvlinops_plus.likelihood import (
     likelihood_of,
     register_likelihood,
 )
-from test.helpers import Refusal, refusals
+from test.helpers import Refusal, refusals, seeded
 
 CE, MSE, NLL, BCE = nn.CrossEntropyLoss(), nn.MSELoss(), nn.NLLLoss(), nn.BCELoss()
 GAUSSIAN, BINARY = nn.GaussianNLLLoss(), nn.BCEWithLogitsLoss()
-LOGITS = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+LOGITS = torch.randn(2, 3, generator=seeded())
 INDICES = r"needs class indices of shape .*, integers, .*class probabilities"
 
 

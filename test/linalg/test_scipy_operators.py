@@ -15,6 +15,7 @@ from curvlinops_plus import HessianLinearOperator
 from curvlinops_plus.linalg import Dense, Structure, from_scipy
 from test.linalg.cases import F64, normal
 from test.linalg.test_laws import close
+from test.nets import tanh_net
 
 PSD, SYMMETRIC = Structure.PSD, Structure.SYMMETRIC
 F32 = torch.float32
@@ -25,7 +26,7 @@ MATRIX = normal(4, 6).numpy()
 def test_scipy_s_solvers(dtype: torch.dtype) -> None:
     """ARPACK works in float64, whatever the operator computes in."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+    model = tanh_net(4, 5, 2).to(dtype)
     data = [(torch.randn(12, 4).to(dtype), torch.randn(12, 2).to(dtype))]
     H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
     S, tolerance = H.to_scipy(), 1e-9 if dtype == F64 else 1e-4

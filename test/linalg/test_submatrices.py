@@ -25,6 +25,7 @@ from curvlinops_plus.linalg import (
     Structure,
     SubmatrixLinearOperator,
 )
+from test.helpers import seeded
 from test.linalg.cases import (
     CASES,
     F64,
@@ -37,6 +38,7 @@ from test.linalg.cases import (
     psd,
 )
 from test.linalg.test_laws import close
+from test.nets import tanh_net
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
 SPACE = Space.from_shapes({"a": (2, 2), "b": (3,), "c": (2,)})  # 9 entries
@@ -145,7 +147,7 @@ def test_parts_of_blocks(which: str) -> None:
     """
     K, M = block_diagonal()
     n = len(M)
-    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    shuffled = torch.randperm(n, generator=seeded())
     at = {
         "sorted": shuffled[: n // 2].sort().values,
         "shuffled": shuffled[: n // 2],
@@ -217,7 +219,7 @@ def test_entries_of_parts_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_curvature_matrices() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(3, 4, 2).double()
     data = [(torch.randn(7, 3, dtype=F64), torch.randn(7, 2, dtype=F64))]
     params, names = dict(model.named_parameters()), ["2.weight", "2.bias"]
     G = GGNLinearOperator(model, nn.MSELoss(), params, data)

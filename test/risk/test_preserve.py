@@ -17,6 +17,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
 from curvlinops_plus.risk.preserve import training_modules
 from test.cases import close
+from test.helpers import seeded
+from test.nets import tanh_net
 
 
 class Asks(nn.Module):
@@ -44,7 +46,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 
 
 def _risk(model: nn.Module, params: Any = None) -> EmpiricalRisk:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     data = [
         (
             torch.rand(6, 3, generator=generator).double(),
@@ -150,7 +152,7 @@ def test_models_with_other_tensors_than_when_the_risk_was_made(
 
 
 def test_modules_without_parameters_may_be_replaced() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = tanh_net(3, 3, 2).double()
     risk = _risk(model)
     model[1] = nn.ReLU()
     close(GGN(risk).to_dense(), GGN(_risk(model)).to_dense())

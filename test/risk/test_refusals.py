@@ -27,26 +27,22 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.risk.vectors import CurvaturePropagation, as_vectors
 from test.cases import problem
-from test.helpers import Refusal, Written, refusals
+from test.helpers import Refusal, Written, normal, refusals
 
 KINDS = (HessianLinearOperator, GGNLinearOperator, KFACLinearOperator)
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, Y = numbers(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
-TARGET = numbers(6, 3, seed=3).softmax(1)
+X, Y = normal(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+TARGET = normal(6, 3, seed=3).softmax(1)
 
 
 def net(out: int = 3) -> nn.Linear:
     with torch.random.fork_rng(devices=[]):
         model = nn.Linear(5, out, dtype=torch.float64)
     with torch.no_grad():
-        model.weight.copy_(numbers(out, 5, seed=1))
-        model.bias.copy_(numbers(out, seed=2))
+        model.weight.copy_(normal(out, 5, seed=1))
+        model.bias.copy_(normal(out, seed=2))
     return model
 
 
@@ -100,7 +96,7 @@ class Complex(nn.Module):
         return torch.view_as_complex(x.unflatten(1, (2, 2)).contiguous())
 
 
-GAUSSIAN, TWO = nn.GaussianNLLLoss(), [(X, numbers(6, 2))]
+GAUSSIAN, TWO = nn.GaussianNLLLoss(), [(X, normal(6, 2))]
 ATTENTION, TIMES = problem("attention"), problem("time first")
 MODEL = net()
 
@@ -135,7 +131,7 @@ def scaled(inner: nn.Module) -> Written:
 
 def of_loss(loss: Any, target: Any) -> EmpiricalRisk:
     """The first of two outputs has this loss."""
-    y = numbers(6, 4)
+    y = normal(6, 4)
     data = [(X, {"a": target, "b": y[:, 2:]})]
     split = lambda f: {"a": f[:, :2], "b": f[:, 2:]}  # noqa: E731
     return EmpiricalRisk(net(4), {"a": loss, "b": MSE}, data, output=split)

@@ -26,6 +26,7 @@ from curvlinops_plus.risk.vectors import (
     Vectors,
     as_vectors,
 )
+from test.helpers import seeded
 
 F64 = torch.float64
 
@@ -34,7 +35,7 @@ def terms(
     loss: nn.Module, *shape: int, C: int = 3, seed: int = 0
 ) -> tuple[Likelihood, Tensor, Tensor]:
     """A likelihood with outputs and targets [*shape, C]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     f = torch.randn(*shape, C, dtype=F64, generator=generator)
     likelihood = likelihood_of(loss)
     if isinstance(loss, nn.CrossEntropyLoss):
