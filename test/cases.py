@@ -170,7 +170,7 @@ class Net:
     #: Names of modules to the axis of their examples where it is not the first and PyTorch's own
     #: modules say so.
     axes: dict[str, int] = field(default_factory=dict)
-    #: Turns a copy of the model into one that `torch.func` can differentiate, for the twin.
+    #: Prepares the copy of the model that is the twin's.
     plain: Callable[[nn.Module], object] = lambda model: None
 
 
@@ -621,7 +621,7 @@ class Problem:
         """The slow exact twin."""
         net, hugging = self.net, self.net.logits
         classes_last = hugging and isinstance(self.loss, nn.CrossEntropyLoss)
-        made = Reference(
+        return Reference(
             self.model,
             self.loss,
             self.data,
@@ -633,9 +633,6 @@ class Problem:
             example_axis={**net.axes, **net.options.get("example_axis", {})},
             plain=net.plain,
             **options,
-        )
-        return made.with_targets(
-            [item["labels"] if isinstance(item, Mapping) else item[1] for item in self.data]
         )
 
     @cached_property

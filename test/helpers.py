@@ -102,6 +102,23 @@ def check_fast_paths(
     )
 
 
+Refusal = tuple[Callable[[], object], type[Exception], str]
+"""What is tried, its error, and a pattern of its message."""
+
+
+def refusals(table: Sequence[Refusal], *things: Any) -> Callable[..., None]:
+    """A test of every line of a table; nothing of these things changes."""
+
+    @pytest.mark.parametrize(
+        ("call", "error", "words"), table, ids=[words for _, _, words in table]
+    )
+    def test(call: Callable[[], object], error: type[Exception], words: str) -> None:
+        with unchanged(*things) if things else nullcontext(), pytest.raises(error, match=words):
+            call()
+
+    return test
+
+
 def refuses_cdist(words: str) -> AbstractContextManager[object]:
     """`pytest.raises` where `torch.cdist` has no second derivative; it has one since PyTorch
     2.15.

@@ -19,6 +19,7 @@ from curvlinops_plus.linalg import Dense
 from test.cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from test.fuzz.limits import small_buffers
 from test.helpers import normal
+from test.nets import tanh_net
 
 
 def rows_of(p: Problem, per_term: bool = False) -> list[Tensor]:
@@ -73,7 +74,7 @@ def test_scores_are_products_of_gradients(name: str) -> None:
 
 def small_net() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = tanh_net(4, 5, 3).double()
     return model, normal(12, 4), torch.arange(12) % 3
 
 

@@ -28,6 +28,7 @@ from curvlinops_plus import (
 from test.cases import close, unchanged
 from test.fuzz.limits import small_buffers
 from test.helpers import F64, normal, seeded
+from test.nets import tanh_net
 
 N, C = 12, 3
 
@@ -48,7 +49,7 @@ class Tokens(nn.Module):
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    return tanh_net(2, 4, C).double()
 
 
 def cnn() -> nn.Module:

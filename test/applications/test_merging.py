@@ -22,10 +22,11 @@ from curvlinops_plus import (
 )
 from test.cases import unchanged
 from test.helpers import F64, normal
+from test.nets import tanh_net
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return tanh_net(3, 4, 2)
 
 
 def experts(number: int = 2, make: Callable[[], nn.Module] = mlp) -> list[Any]:

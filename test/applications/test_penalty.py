@@ -19,11 +19,12 @@ from curvlinops_plus import (
     curvature,
 )
 from test.helpers import normal
+from test.nets import tanh_net
 
 
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return tanh_net(3, 4, 2).double()
 
 
 def risk_of(model: nn.Module, seed: int = 0, **options: Any) -> EmpiricalRisk:

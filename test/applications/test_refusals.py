@@ -29,21 +29,21 @@ from curvlinops_plus import (
     prune,
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
-from test.helpers import F64, normal
+from test.helpers import F64, Refusal, normal, refusals
+from test.nets import tanh_net
 
-X, Y, CLASSES = normal(12, 2), normal(12, 3, seed=1), torch.arange(12) % 3
-MSE, CE, COUNTS, BINARY = (
-    nn.MSELoss(),
-    nn.CrossEntropyLoss(),
-    nn.PoissonNLLLoss(),
-    nn.BCEWithLogitsLoss(),
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:.*differ:curvlinops_plus.CurvatureWarning"
 )
+X, Y, CLASSES = normal(12, 2), normal(12, 3, seed=1), torch.arange(12) % 3
+MSE, CE = nn.MSELoss(), nn.CrossEntropyLoss()
+COUNTS, BINARY = nn.PoissonNLLLoss(), nn.BCEWithLogitsLoss()
 TARGETS: dict[nn.Module, Tensor] = {CE: CLASSES, COUNTS: Y.abs(), BINARY: (Y > 0).double()}
 
 
 def network(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return tanh_net(2, 4, 3).double()
 
 
 M = network()
@@ -135,151 +135,78 @@ def prune_computed() -> None:
 
 
 OLD, FOLLOWS = "have changed since", "computed in each product from the parameters that"
-#: What is tried, the error, and some of its words.
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    # -------------------------------------------------------------------------------------- Laplace
+REFUSED: list[Refusal] = [
+    # Laplace
     (lambda: Laplace(GGN(risk_of()).materialize()), TypeError, "takes the curvature of a risk"),
     (lambda: Laplace(kfac() + kfac()), TypeError, "takes the curvature of a risk"),
     (lambda: Laplace(12 * kfac()), ValueError, "K is 12 times a curvature; give K itself"),
     (lambda: Laplace(GGN(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "not HuberLoss"),
-    (
-        lambda: Laplace(curvature(two_losses(), KFAC)),
-        UnsupportedError,
-        "not .*MSELoss.*, .*MSELoss",
-    ),
+    (lambda: Laplace(curvature(two_losses(), KFAC)),
+     UnsupportedError, "not .*MSELoss.*, .*MSELoss"),
     (lambda: Laplace(GGN(weighted())), UnsupportedError, "the weight 1, not loss 'y'"),
-    (
-        lambda: Laplace(kfac(loss=COUNTS)).predict(X),
-        UnsupportedError,
-        "PoissonNLLLoss has no predictive distribution",
-    ),
+    (lambda: Laplace(kfac(loss=COUNTS)).predict(X),
+     UnsupportedError, "PoissonNLLLoss has no predictive distribution"),
     (lambda: trained(Laplace), ValueError, OLD),
     (lambda: trained(lambda la: la.predict(X), Laplace), ValueError, OLD),
     (of_some_data, ValueError, "computed from 5 examples, and the data of its risk now have 12"),
     (without_data, ValueError, "has no examples"),
     (lambda: Laplace(kfac(), 0.0), ValueError, "expected one positive finite number"),
     (lambda: Laplace(kfac(), {"0": 1.0}), ValueError, "expected the blocks"),
-    (
-        lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)),
-        UnsupportedError,
-        'Block "0" is a Kronecker of several',
-    ),
+    (lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)),
+     UnsupportedError, 'Block "0" is a Kronecker of several'),
     (lambda: Laplace(kfac(), noise=0.1), ValueError, "CrossEntropyLoss.* has none"),
     (lambda: Laplace(kfac(loss=MSE), noise=math.nan), ValueError, "noise is nan"),
-    (
-        lambda: Laplace(curvature(risk_of(loss=MSE, y=M(X).detach()), KFAC)),
-        ValueError,
-        "noise is 0.0",
-    ),
+    (lambda: Laplace(curvature(risk_of(loss=MSE, y=M(X).detach()), KFAC)),
+     ValueError, "noise is 0.0"),
     (lambda: Laplace(kfac()).predict(X, "softmax"), ValueError, "has 'probit', 'mc', 'bridge'"),
-    (
-        lambda: Laplace(kfac(loss=MSE)).predict(X, "mc"),
-        ValueError,
-        "link='mc'; MSELoss has 'probit'",
-    ),
-    (
-        lambda: Laplace(kfac(loss=BINARY)).predict(X, "bridge"),
-        ValueError,
-        "BCEWithLogitsLoss has 'probit', 'mc'",
-    ),
+    (lambda: Laplace(kfac(loss=MSE)).predict(X, "mc"),
+     ValueError, "link='mc'; MSELoss has 'probit'"),
+    (lambda: Laplace(kfac(loss=BINARY)).predict(X, "bridge"),
+     ValueError, "BCEWithLogitsLoss has 'probit', 'mc'"),
     (lambda: Laplace(kfac()).predict(X[:0]), ValueError, "no inputs to predict for"),
-    # ---------------------------------------------------------------------- gradients and influence
+    # influence
     (lambda: per_example_gradients(M), TypeError, "per_example_gradients takes an EmpiricalRisk"),
-    (
-        lambda: scores(queries=risk_of(network())),
-        ValueError,
-        "differ in model or parameters; take train.with_data",
-    ),
-    (
-        lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))),
-        UnsupportedError,
-        "likelihood",
-    ),
-    (
-        lambda: next(per_example_gradients(two_losses(), per_term=True)),
-        UnsupportedError,
-        "about the terms of one loss; there are",
-    ),
-    # -------------------------------------------------------------------------------------- merging
-    (
-        lambda: merge([M, M], [kfac()]),
-        ValueError,
-        "Expected a curvature for each of 2 models, got 1",
-    ),
+    (lambda: scores(queries=risk_of(network())),
+     ValueError, "differ in model or parameters; take train.with_data"),
+    (lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))),
+     UnsupportedError, "likelihood"),
+    (lambda: next(per_example_gradients(two_losses(), per_term=True)),
+     UnsupportedError, "about the terms of one loss; there are"),
+    # merging
+    (lambda: merge([M, M], [kfac()]),
+     ValueError, "Expected a curvature for each of 2 models, got 1"),
     (lambda: merge([M], [kfac(network())]), ValueError, r"is of another network than models\[0\]"),
-    (
-        lambda: merge([M], [Dense(normal(27, 27))]),
-        ValueError,
-        r"curvatures\[0\]: expected a symmetric matrix",
-    ),
-    (
-        lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]),
-        ValueError,
-        "no parameters of these names",
-    ),
-    (
-        lambda: merge([M], [GGN(risk_of())]),
-        NoClosedForm,
-        "trace",
-    ),  # what the default damping is relative to
-    (
-        merge_with_other_buffers,
-        ValueError,
-        r"differ in \['1.running_mean'\], of which there is no curvature",
-    ),
+    (lambda: merge([M], [Dense(normal(27, 27))]),
+     ValueError, r"curvatures\[0\]: expected a symmetric matrix"),
+    (lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]),
+     ValueError, "no parameters of these names"),
+    (lambda: merge([M], [GGN(risk_of())]), NoClosedForm, "trace"),
+    (merge_with_other_buffers,
+     ValueError, r"differ in \['1.running_mean'\], of which there is no curvature"),
     (merge_heads, ValueError, r"The networks differ in \['0.weight', '0.bias'"),
-    (
-        lambda: merge([M], [GGN(risk_of(params=moved()))], damping=0.1),
-        ValueError,
-        "at other values of .* load them",
-    ),
-    (
-        lambda: trained(lambda K: merge([K.risk.model], [K])),
-        ValueError,
-        rf"\['0.weight'\] {OLD} curvatures\[0\]",
-    ),
-    # ------------------------------------------------------------------------------------ penalties
+    (lambda: merge([M], [GGN(risk_of(params=moved()))], damping=0.1),
+     ValueError, "at other values of .* load them"),
+    (lambda: trained(lambda K: merge([K.risk.model], [K])),
+     ValueError, rf"\['0.weight'\] {OLD} curvatures\[0\]"),
+    # penalties
     (lambda: QuadraticPenalty(GGN(risk_of())), TypeError, FOLLOWS),
     (lambda: QuadraticPenalty(Dense(normal(27, 27))), ValueError, "Expected a symmetric matrix"),
-    (
-        lambda: QuadraticPenalty(kfac() + kfac()),
-        ValueError,
-        "doesn't tell the network .*; say which parameters",
-    ),
+    (lambda: QuadraticPenalty(kfac() + kfac()),
+     ValueError, "doesn't tell the network .*; say which parameters"),
     (penalty_of_replaced_parameters, ValueError, "other tensors in place of its parameters"),
-    # -------------------------------------------------------------------------------------- pruning
+    # pruning
     (lambda: prune(M, kfac(), 90), ValueError, r"sparsity=90, .* in \[0, 1\)"),
-    (
-        lambda: prune(M, kfac(), 0.5, candidates=["1.weight"]),
-        ValueError,
-        r"names \['1.weight'\], which K doesn't know",
-    ),
+    (lambda: prune(M, kfac(), 0.5, candidates=["1.weight"]),
+     ValueError, r"names \['1.weight'\], which K doesn't know"),
     (lambda: prune(M[2], kfac(), 0.5), ValueError, "has no parameters .* of the shapes"),
-    (
-        lambda: prune(nn.Sequential(nn.Linear(3, 4)), on(M), 0.5),
-        ValueError,
-        r"no parameters \['0.weight'",
-    ),
+    (lambda: prune(nn.Sequential(nn.Linear(3, 4)), on(M), 0.5),
+     ValueError, r"no parameters \['0.weight'"),
     (lambda: prune(M, GGN(risk_of()), 0.5), NoClosedForm, "materialize"),
-    (
-        lambda: prune(M, GGN(risk_of(params=moved())), 0.5),
-        ValueError,
-        "K was computed at other values of",
-    ),
-    (
-        lambda: trained(lambda K: prune(K.risk.model, 2 * K, 0.5)),
-        ValueError,
-        rf"\['0.weight'\] {OLD} K was computed",
-    ),
+    (lambda: prune(M, GGN(risk_of(params=moved())), 0.5),
+     ValueError, "K was computed at other values of"),
+    (lambda: trained(lambda K: prune(K.risk.model, 2 * K, 0.5)),
+     ValueError, rf"\['0.weight'\] {OLD} K was computed"),
     (prune_again, UnsupportedError, "'2.bias' is pruned already.*remove"),
     (prune_computed, UnsupportedError, "a weight is computed from it"),
-]
-
-
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore:.*differ:curvlinops_plus.CurvatureWarning"
-)
-@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
-def test_what_is_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
+]  # fmt: skip
+test_refusals = refusals(REFUSED)

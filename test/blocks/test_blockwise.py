@@ -13,19 +13,22 @@ from torch import nn
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    DiagonalBlock,
     EKFACLinearOperator,
     EmpiricalRisk,
     GGNDiagonalLinearOperator,
     KFACLinearOperator,
+    RelativeDamping,
     curvature,
 )
 from test.cases import close, same
-from test.helpers import seeded
+from test.helpers import normal, seeded
+from test.nets import tanh_net
 
 
 def network() -> nn.Sequential:
     generator = seeded(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(3, 4, 2).double()
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=generator)
     return model
@@ -33,7 +36,7 @@ def network() -> nn.Sequential:
 
 DATA = [
     (
-        torch.randn(5, 3, dtype=torch.float64, generator=seeded()),
+        normal(5, 3),
         torch.zeros(5, 2, dtype=torch.float64),
     )
 ]
@@ -179,3 +182,27 @@ def test_sweeps_see_the_same_data(more: list[Any]) -> None:
             curvature(
                 EmpiricalRisk(model, nn.MSELoss(), data), kind, **options | {"max_kept_bytes": kept}
             )
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
+def test_damping_of_a_negative_multiple(approximation: Any) -> None:
+    """An indefinite multiple has an inverse; a semi-definite matrix less a multiple of the identity
+    is refused.
+    """
+    K, eye, c = (
+        curvature(EmpiricalRisk(network(), nn.MSELoss(), DATA), approximation),
+        torch.eye(26, dtype=torch.float64),
+        -0.5,
+    )
+    close((c * K).inverse(0.1).to_dense() @ (c * K.to_dense() + 0.1 * eye), eye, 1e-6)
+    with pytest.raises(
+        ValueError,
+        match='block "0": Expected the damping of a positive semi-definite matrix to be at',
+    ):
+        K.shift(-0.2).inverse(0.1)
+    close((c * K).inverse(c * 0.1).to_dense(), K.inverse(0.1).to_dense() / c)
+    close(K.shift(-0.2).inverse(0.3).to_dense(), K.inverse(0.1).to_dense())
+    close(
+        (c * K).inverse(RelativeDamping(0.1)).to_dense(),
+        K.inverse(RelativeDamping(0.1)).to_dense() / c,
+    )

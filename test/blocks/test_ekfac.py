@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, curvature
 from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.errors import NumericsError
+from test.nets import tanh_net
 
 # -------------------------------------------------------------------------------------------- loose
 
@@ -20,7 +21,7 @@ def test_a_looser_basis_is_near_and_smaller(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     X = torch.randn(500, 240).double() * torch.logspace(0, -8, 240).double()
     X = X @ torch.linalg.qr(torch.randn(240, 240).double())[0]
-    model = nn.Sequential(nn.Linear(240, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(240, 4, 2).double()
     risk = EmpiricalRisk(model, nn.MSELoss(), [(X, torch.randn(500, 2).double())])
     sizes, eigh = list[int](), torch.linalg.eigh
     exact = curvature(risk, EKFAC)

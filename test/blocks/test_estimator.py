@@ -31,6 +31,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import HeuristicDamping
 from test.helpers import Written
+from test.nets import tanh_net
 
 SINGLE_PASS = {
     "KFAC": KFAC,
@@ -525,7 +526,7 @@ def test_sums_in_which_nothing_counts(listens: bool) -> None:
     def forward(m: Any, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(("one", "two"), m.net(x).split([3, 3], -1), strict=True))
 
-    model = Written(forward, net=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)))
+    model = Written(forward, net=tanh_net(3, 4, 6))
     loss = nn.CrossEntropyLoss(reduction="sum")
     X, y = batches(8)[0]
     none = torch.full_like(y, -100)

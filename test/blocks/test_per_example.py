@@ -36,6 +36,7 @@ from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.nearest import nearest_to_matrix
 from curvlinops_plus.risk import layer_batch
 from test.cases import FEW, NETS, close, problem, same
+from test.helpers import seeded
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
 in_some_form = pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_as_many_sweeps_as_were_asked_for() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0, 3]))
 def test_nearest_to_matrix(o: int, i: int, rank: int, batch: int) -> None:
-    generator = torch.Generator().manual_seed(o + 7 * i + 50 * rank)
+    generator = seeded(o + 7 * i + 50 * rank)
     J = torch.randn(max(batch, 1), rank, o, i, dtype=torch.float64, generator=generator)
     R = torch.einsum("bnoi,bnpj->bopij", J, J)
     G, A = nearest_to_matrix(R if batch else R[0])

@@ -24,6 +24,7 @@ from curvlinops_plus import (
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import preserve
 from test.cases import close
+from test.helpers import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
 T, CE = 3, nn.functional.cross_entropy
@@ -67,9 +68,7 @@ def estimator(model: nn.Module) -> CurvatureEstimator:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(
-        len(Y), T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    ), Y
+    return normal(len(Y), T, 2, seed=seed), Y
 
 
 def by_listen(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     ForwardOnly,
+    FromDistribution,
     FullBlock,
     KFACLinearOperator,
     MonteCarlo,
@@ -37,8 +38,9 @@ from curvlinops_plus import (
     ScaledIdentity,
     VerificationError,
     curvature,
+    register_likelihood,
 )
-from curvlinops_plus.blocks.verify import BLOCK_CHECK, STORED_CHECK
+from curvlinops_plus.blocks.verify import BLOCK_CHECK, LOSS_CHECK, STORED_CHECK
 from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
@@ -49,6 +51,7 @@ from curvlinops_plus.linalg import (
 )
 from test.cases import APPROXIMATIONS, NETS, VECTORS, close, problem
 from test.helpers import Written, normal, seeded
+from test.nets import tanh_net
 
 Block = Any
 
@@ -336,7 +339,7 @@ def test_in_mixed_precision(approximation: Any) -> None:
             return m.body(x).float()
 
     torch.manual_seed(0)
-    model = Written(forward, body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    model = Written(forward, body=tanh_net(6, 8, 3))
     data = [(torch.randn(7, 6), torch.arange(7) % 3)]
     curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).verify()
     wrong = curvature(
@@ -358,7 +361,7 @@ def test_operators_of_the_classic_door() -> None:
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock, TNT])
 def test_in_other_precisions(approximation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    model = tanh_net(6, 8, 3).to(dtype)
     data = [(normal(7, 6).to(dtype), torch.tensor([0, 1, 2, 0, 1, 2, 0]))]
     K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation)
     assert BLOCK_CHECK in str(K.verify())
@@ -372,7 +375,7 @@ def test_in_other_precisions(approximation: Any, dtype: torch.dtype) -> None:
 
 # -------------------------------------------------------------------------------------- stored ones
 def made(approximation: Any = KFAC, data: Any = None, **options: Any) -> Any:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = tanh_net(4, 5, 3).double()
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=seeded(p.numel()))
     data = [
@@ -468,3 +471,49 @@ def test_warnings_are_not_repeated() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", CurvatureWarning)
         made().verify()
+
+
+# ---------------------------------------------------------------------------------- likelihoods
+class Sharpened(nn.CrossEntropyLoss):
+    """A loss whose likelihood is another one's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(1.01 * input, target)
+
+
+register_likelihood(Sharpened)(
+    lambda loss: FromDistribution(lambda f: torch.distributions.Categorical(logits=f))
+)
+
+
+def _operator(loss: nn.Module, gap: float, dtype: torch.dtype) -> LinearOperator:
+    """Of a model whose outputs are about `gap` apart."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight *= 0.1
+        model.bias.copy_(gap * torch.tensor([1.0, 0.0, 0.3, -0.5]))
+    X, y = torch.rand(5, 3).to(dtype), torch.tensor([0, 1, 0, 3, 0])
+    if not isinstance(loss, nn.CrossEntropyLoss):
+        y = torch.rand(5, 4).to(dtype).round()
+    return curvature(EmpiricalRisk(model.to(dtype), loss, [(X, y)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 16.0, 1000.0])
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)],
+)
+def test_a_saturated_loss_passes(loss: nn.Module, gap: float, dtype: torch.dtype) -> None:
+    found = _operator(loss, gap, dtype).verify()  # type: ignore[attr-defined]
+    assert any(check == LOSS_CHECK for _, check, _ in found.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 12.0, 1000.0])
+def test_a_wrong_likelihood_is_found_also_there(gap: float, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        VerificationError, match=r"loss Sharpened, check \(c\) loss Hessian.*with all its options"
+    ):
+        _operator(Sharpened(), gap, dtype).verify()  # type: ignore[attr-defined]

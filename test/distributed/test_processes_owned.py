@@ -34,6 +34,7 @@ from curvlinops_plus.linalg.packing import pack
 from test.cases import APPROXIMATIONS, problem
 from test.cases import NETS as MADE
 from test.distributed.together import close, require, said
+from test.helpers import seeded
 
 NETS = ["strided cnn", "called twice", "tied", "language model", "called rarely"]
 
@@ -66,10 +67,10 @@ def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
     whole = curvature(p.risk(), kind, **options)
     n = whole.shape[0]
     v = torch.linspace(-1, 1, n, dtype=torch.float64)
-    V = torch.randn(n, 2, generator=torch.Generator().manual_seed(0)).double()
+    V = torch.randn(n, 2, generator=seeded()).double()
 
     def seed() -> torch.Generator:
-        return torch.Generator().manual_seed(5)
+        return seeded(5)
 
     for what, made in MADE_OF.items():
         a, b = made(several), made(whole)

@@ -25,6 +25,7 @@ from curvlinops_plus import (
 )
 from test.cases import problem, unchanged
 from test.distributed.together import close, everywhere, require, said, small
+from test.helpers import seeded
 
 WHERE = (
     r": .* in process 0, and .* in process 1\. Everything but the data has to be the same in all\."
@@ -173,8 +174,5 @@ def test_other_vectors(processes: Processes) -> None:
     found = {name: said(work) for name, (work, _) in pairs.items()}
     require_of_all(processes, found, {name: pattern for name, (_, pattern) in pairs.items()})
     close(K @ v, (1 + rank) * (K @ one), "what each has by itself")
-    traces = [
-        estimate.hutchinson_trace(A, 5, generator=torch.Generator().manual_seed(3))
-        for A in (G, GGN(p.risk()))
-    ]
+    traces = [estimate.hutchinson_trace(A, 5, generator=seeded(3)) for A in (G, GGN(p.risk()))]
     close(*traces)

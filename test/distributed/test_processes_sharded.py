@@ -27,6 +27,7 @@ from curvlinops_plus import (
 )
 from test.cases import APPROXIMATIONS, problem
 from test.distributed.together import close, require, said
+from test.nets import tanh_net
 
 # It needs streams there, which CPUs have not.
 runs = pytest.mark.skipif(
@@ -177,7 +178,7 @@ def test_refused(processes: Processes) -> None:
     )
 
     (model, _), loss, data = pair(processes), nn.CrossEntropyLoss(), problem("mlp").data
-    parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    parallel = tanh_net(4, 6, 3).double()
     mesh = DeviceMesh.from_group(processes.group, "cpu")
     parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     told = r"The parameter '0.weight' is spread over processes by parallelize_module.*full_state_dict=True"

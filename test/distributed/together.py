@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus import CurvatureWarning, Processes
 from test.mutants import reach
+from test.nets import tanh_net
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +170,7 @@ def flat(model: nn.Module) -> Tensor:
 def small() -> nn.Sequential:
     """A network of 43 parameters, the same in all processes."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return tanh_net(4, 5, 3).double()
 
 
 def shifted(batches: list[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from curvlinops_plus.estimate import (
     top_eigenpairs,
 )
 from curvlinops_plus.linalg import Dense, Structure
-from test.helpers import F64, Counted, seeded, with_eigenvalues
+from test.helpers import F64, Counted, normal, seeded, with_eigenvalues
 
 SPECTRA = {
     "flat": torch.linspace(1, 2, 100, dtype=F64),
@@ -95,7 +95,7 @@ def test_a_loose_tolerance() -> None:
     top_eigenpairs(fine := Counted(flat), tol=1e-10, generator=seeded())
     assert len(rough.seen) < len(fine.seen) / 2 < 150
     for shape in ((200, 200), (70, 300)):
-        A = torch.randn(*shape, dtype=F64, generator=seeded())
+        A = normal(*shape)
         norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
         assert norm - 1e-6 <= torch.linalg.matrix_norm(A, 2) <= norm + error + 1e-6
         assert error < 1e-3 * norm
@@ -117,7 +117,7 @@ def test_what_is_not_reached_is_said() -> None:
 
 @pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (1, 1)])
 def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
-    A = torch.randn(*shape, dtype=F64, generator=seeded())
+    A = normal(*shape)
     norm, error = spectral_norm(A, generator=seeded(), return_error=True)
     exact = torch.linalg.matrix_norm(A, 2)
     torch.testing.assert_close(norm, exact, rtol=1e-9, atol=0)
@@ -134,8 +134,8 @@ def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
         with_eigenvalues(torch.logspace(-2, 0, 100)),
         with_eigenvalues([-10.0, 0.001, 3.0, 4.0, 5.0, -0.5]),
         Dense(with_eigenvalues(torch.linspace(1, 5, 50)), Structure.PSD),
-        torch.randn(40, 12, dtype=F64, generator=seeded()),
-        torch.randn(12, 40, dtype=F64, generator=seeded()),
+        normal(40, 12),
+        normal(12, 40),
         torch.tensor([[1.0, 0.5], [0.0, 0.1]]),
         torch.tensor([[2.0]]),
     ],
@@ -162,7 +162,7 @@ def test_matrices_that_are_not_symmetric() -> None:
     """Or random; what says that it is symmetric is believed, as of a network in float32 it is only
     up to rounding.
     """
-    A = torch.randn(30, 30, dtype=F64, generator=seeded())
+    A = normal(30, 30)
     for estimate in (
         top_eigenpairs,
         logdet,
@@ -176,7 +176,7 @@ def test_matrices_that_are_not_symmetric() -> None:
                 estimate(M)
     exact, noise = (
         with_eigenvalues(torch.logspace(-4, 0, 300)),
-        torch.randn(300, 300, dtype=F64, generator=seeded(1)),
+        normal(300, 300, seed=1),
     )
     said = Dense((exact + 5e-3 * noise / 300**0.5).float(), Structure.SYMMETRIC)
     found = top_eigenpairs(said, 3, generator=seeded()).eigenvalues

@@ -24,7 +24,7 @@ from curvlinops_plus.estimate import (
 )
 from curvlinops_plus.estimate.lanczos import lanczos, quadrature
 from curvlinops_plus.linalg import Dense, Structure
-from test.helpers import F64, Counted, seeded, with_eigenvalues
+from test.helpers import F64, Counted, normal, seeded, with_eigenvalues
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()
 INDEFINITE = torch.cat([torch.linspace(-1, 1, 150), torch.tensor([-2.0, 4.0])]).double()
@@ -186,7 +186,7 @@ def test_quadrature(reorthogonalize: bool) -> None:
     """
     A, V = (
         with_eigenvalues(torch.linspace(-1, 2, 30)),
-        torch.randn(30, 2, dtype=F64, generator=seeded(1)),
+        normal(30, 2, seed=1),
     )
     V = V / V.norm(dim=0)
     nodes, weights = quadrature(*lanczos(A.matmul, V, 4, reorthogonalize=reorthogonalize))
@@ -199,7 +199,7 @@ def test_quadrature(reorthogonalize: bool) -> None:
     for n in (1, 5, 30):
         A, V = (
             with_eigenvalues(torch.linspace(0.1, 1, n)),
-            torch.randn(n, 3, dtype=F64, generator=seeded(1)),
+            normal(n, 3, seed=1),
         )
         nodes, weights = quadrature(*lanczos(A.matmul, V, n, reorthogonalize=True))
         eigenvalues, Q = torch.linalg.eigh(A)

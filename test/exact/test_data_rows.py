@@ -23,6 +23,7 @@ from curvlinops_plus.risk import Empirical, MonteCarlo
 from test.cases import NETS, PROBLEMS, Problem, close, problem, unchanged
 from test.helpers import normal
 from test.middles import without_tangents
+from test.nets import tanh_net
 
 
 def jacobian_of(p: Problem, **options: Any) -> JacobianLinearOperator:
@@ -42,7 +43,7 @@ def dense(p: Problem) -> Tensor:
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return tanh_net(3, 4, 2).double()
 
 
 # ----------------------------------------------------------------------------------------- products

@@ -44,7 +44,8 @@ from curvlinops_plus.exact import passes
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, Vectors
 from test.cases import FEW, Problem, close, problem, unchanged
-from test.helpers import F64, normal
+from test.helpers import F64, normal, seeded
+from test.nets import tanh_net
 
 
 class Mixed(Vectors):
@@ -187,7 +188,7 @@ def test_columns_of_large_results(loss: nn.Module, monkeypatch: pytest.MonkeyPat
     """They are backpropagated one by one, into the sum over batches, also where several pieces go
     forward.
     """
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = tanh_net(4, 5, 3).double()
     targets = (
         (lambda n: torch.arange(n) % 3)
         if isinstance(loss, nn.CrossEntropyLoss)
@@ -239,9 +240,7 @@ def test_vectors_that_are_none_make_zero() -> None:
 def test_random_vectors_follow_the_order_of_the_data() -> None:
     p = problem("mlp")
     X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
-    shuffled = DataLoader(
-        TensorDataset(X, y), 2, shuffle=True, generator=torch.Generator().manual_seed(0)
-    )
+    shuffled = DataLoader(TensorDataset(X, y), 2, shuffle=True, generator=seeded())
     for vectors in (MonteCarlo(), CurvaturePropagation()):
         with pytest.raises(RuntimeError, match="another order each time"):
             GGN(p.risk(shuffled), vectors, check_deterministic=True)

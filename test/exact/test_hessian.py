@@ -20,11 +20,12 @@ from curvlinops_plus import (
 from curvlinops_plus.errors import UnsupportedError
 from test.cases import close, unchanged
 from test.helpers import F64, normal
+from test.nets import tanh_net
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return tanh_net(3, 4, 3).double()
 
 
 def data() -> list[Any]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, Hessian
+from test.helpers import seeded
 
 
 # ---------------------------------------------------- values of batches and those of their examples
@@ -65,7 +66,7 @@ OF_BATCHES = (
 
 
 def examples(N: int = 12, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     X, y = torch.randn(2, N, 3, generator=generator).to(dtype)
     return X, y
 
@@ -287,5 +288,5 @@ def test_the_comparison_leaves_no_trace() -> None:
         risk.loss()
         risk.loss()
         assert (loss.calls, int(loss.seen)) == (calls, calls)  # type: ignore[arg-type]
-        assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
+        assert torch.equal(torch.rand(2), torch.rand(2, generator=seeded(3)))
     assert not told(EmpiricalRisk(linear(), root_of_mean_square, data, check=False))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus import KFACOptimizer, KFACPreconditioner, StochasticReconfiguration
+from test.helpers import normal
 
-X = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = torch.randn(9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+X = normal(9, 4)
+Y = normal(9, 3, seed=1)
 FAR = 10 * X
 LOSS = nn.MSELoss()
 #: `2 / (N C) Σ_n tr J_nᵀ J_n` of a linear layer, by hand.

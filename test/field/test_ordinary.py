@@ -49,6 +49,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.linalg.numerics import damped_cholesky
+from test.helpers import seeded
 
 # ------------------------------------------------------------------------ the order of the examples
 N = 13
@@ -164,7 +165,7 @@ IN_ORDER: dict[str, tuple[Callable[[], Any], Any]] = {
 
 SHUFFLED: dict[str, tuple[Callable[[], Any], str]] = {
     "loader": (lambda: loader(shuffle=True), r"RandomSampler \(shuffle=True\)"),
-    "with a generator": (lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)), "RandomSampler"),
+    "with a generator": (lambda: loader(shuffle=True, generator=seeded(3)), "RandomSampler"),
     "weighted": (lambda: loader(sampler=WeightedRandomSampler([1.0] * N, N)), "WeightedRandomSampler"),
     "subset": (lambda: loader(sampler=SubsetRandomSampler(range(N))), "SubsetRandomSampler"),
     "one by one": (lambda: DataLoader([(ONES, TARGETS)] * 3, batch_size=None, shuffle=True), "RandomSampler"),

@@ -28,6 +28,7 @@ from curvlinops_plus import (
     load,
     save,
 )
+from test.helpers import seeded
 
 LOSS = nn.MSELoss()
 
@@ -40,7 +41,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     return [
         (
             torch.randn(6, 3, generator=generator).double(),

@@ -24,6 +24,7 @@ from curvlinops_plus import (
 from test.fuzz.checks import Failure, equal
 from test.fuzz.hostile_networks import HOSTILE, NO_ANSWER
 from test.fuzz.run import is_refusal
+from test.twin import jacobian
 
 WRONG, ERROR, RIGHT, REFUSED = "WRONG", "ERROR", "right", "refused"
 #: What a training loop is told instead of being stopped.
@@ -42,38 +43,24 @@ class Whole:
     def __init__(
         self, model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]]
     ) -> None:
-        self.model = model
-        self.params = list(self.model.parameters())
-        self.sizes = [p.numel() for p in self.params]
+        params = list(model.parameters())
+        self.sizes = [p.numel() for p in params]
         with sdpa_kernel(SDPBackend.MATH):
             n = sum(y.numel() for _, y in data)
-            outputs = [self.model(x.clone()) for x, _ in data]
-            self.loss = sum(
-                loss(f, y) * y.numel() / n for f, (_, y) in zip(outputs, data, strict=True)
-            )  # type: ignore[assignment]
-            gradient = self._flat(self.loss, create_graph=True)
-            self.hessian = torch.stack([self._flat(g) for g in gradient]).detach()
-            self.gradient = gradient.detach()
-            self.J = torch.cat(
-                [torch.stack([self._flat(number) for number in f.flatten()]) for f in outputs]
-            )
-            H = []
+            outputs = [model(x.clone()) for x, _ in data]
+            self.loss, H = torch.zeros(()).double(), []
             for f, (_, y) in zip(outputs, data, strict=True):
+                self.loss = self.loss + loss(f, y) * y.numel() / n
                 g = f.detach().requires_grad_()
-                by_f = torch.autograd.grad(loss(g, y) * y.numel() / n, g, create_graph=True)[0]
-                rows = [
-                    torch.autograd.grad(t, g, retain_graph=True)[0].flatten()
-                    for t in by_f.flatten()
-                ]
-                H.append(torch.stack(rows))
+                value = loss(g, y) * y.numel() / n
+                H.append(jacobian(*torch.autograd.grad(value, g, create_graph=True), [g]))
+            options: Any = {"create_graph": True, "materialize_grads": True}
+            grads = torch.autograd.grad(self.loss, params, **options)
+            gradient = torch.cat([g.flatten() for g in grads])
+            self.gradient, self.hessian = gradient.detach(), jacobian(gradient, params)
+            J = [jacobian(f, params) for f in outputs]
+        self.J = torch.cat(J)
         self.ggn = self.J.T @ torch.block_diag(*H) @ self.J
-
-    def _flat(self, number: Tensor, create_graph: bool = False) -> Tensor:
-        if not number.requires_grad:
-            return torch.zeros(sum(self.sizes), dtype=torch.float64)
-        options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-        grads = torch.autograd.grad(number, self.params, materialize_grads=True, **options)
-        return torch.cat([g.flatten() for g in grads])
 
     def by_parameter(self, matrix: Tensor) -> Tensor:
         """A matrix with a block for each parameter."""

@@ -27,7 +27,6 @@ from curvlinops_plus import (
     curvature,
 )
 from test.fuzz.checks import VECTORS, Subject, check, holds, require
-from test.fuzz.kronecker import kfac_block
 from test.fuzz.pieces import Options
 from test.fuzz.truth import of_example
 
@@ -158,20 +157,17 @@ def plan_of(K: Any) -> dict[tuple[str, ...], str]:
 def _kfac(s: Subject, o: Options) -> None:
     K = s.curvature(approximation(KFAC, o), **options_of(o))
     dense, planned = K.to_dense(), plan_of(K)
-    for block in s.truth.blocks(o["separate"]):
-        if not block.affine:
-            continue
-        got = block_of(s, dense, block.at)
-        if (
-            planned[tuple(sorted(block.keys))] == "DiagonalBlock"
-        ):  # seen by a module around the layer
-            exact = block_of(s, s.truth.matrix(o["vectors"]), block.at)
-            s.equal(f"diagonal of {block.keys}", got, exact.diagonal().diag())
-            continue
-        expected = kfac_block(s.truth, block, o["vectors"], o["reduce"])
+    for keys in s.truth.blocks(o["separate"]):
+        expected = s.truth.kfac_block(keys, o["vectors"], o["reduce"])
         if expected is None:
             continue
-        s.equal(f"KFAC block of {block.keys} ({block.affine})", got, expected)
+        at = s.truth.places(keys)
+        got = block_of(s, dense, at)
+        if planned[tuple(sorted(keys))] == "DiagonalBlock":  # seen by a module around the layer
+            exact = block_of(s, s.truth.matrix(o["vectors"]), at)
+            s.equal(f"diagonal of {keys}", got, exact.diagonal().diag())
+        else:
+            s.equal(f"KFAC block of {keys}", got, expected)
 
 
 @check("EKFAC by definition", draw_blocks, 3)
@@ -180,33 +176,32 @@ def _ekfac(s: Subject, o: Options) -> None:
     K = s.curvature(approximation(EKFAC, o), **options_of(o))
     names = {tuple(sorted(g.keys)): g.name for entry in K.plan for g in entry.layer.groups}
     exact = s.truth.matrix(o["vectors"])
-    for block in s.truth.blocks(o["separate"]):
-        E = block_of(s, exact, block.at)
-        name = names.get(tuple(sorted(block.keys)))
-        holds("blocks by module", name is not None, f"{block.keys} are no block: {list(names)}")
+    for keys in s.truth.blocks(o["separate"]):
+        at = s.truth.places(keys)
+        E = block_of(s, exact, at)
+        name = names.get(tuple(sorted(keys)))
+        holds("blocks by module", name is not None, f"{keys} are no block: {list(names)}")
         assert name is not None
-        got, of_block = block_of(s, K.to_dense(), block.at), K.blocks[name]
+        got, of_block = block_of(s, K.to_dense(), at), K.blocks[name]
         basis = getattr(of_block, "basis", None)
         if basis is None:
-            s.equal(f"diagonal of {block.keys}", got, E.diagonal().diag())
+            s.equal(f"diagonal of {keys}", got, E.diagonal().diag())
             continue
         columns = basis.to_dense()
         zeros = {
             other: torch.zeros_like(part) for other, part in K.split(s.normal(s.case.size)).items()
         }
         Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[
-            block.at
+            at
         ]
-        s.equal(f"basis of {block.keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
-        s.equal(f"EKFAC block of {block.keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
-        if (
-            not block.affine
-            or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None
-        ):
+        s.equal(f"basis of {keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
+        s.equal(f"EKFAC block of {keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
+        factored = s.truth.kfac_block(keys, o["vectors"], o["reduce"])
+        if factored is None:
             continue
         rotated = Q.T @ factored @ Q
         s.equal(
-            f"eigenvectors of {block.keys}",
+            f"eigenvectors of {keys}",
             rotated,
             rotated.diagonal().diag(),
             10,

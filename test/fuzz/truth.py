@@ -1,4 +1,4 @@
-"""What a case's matrices are, by `torch.autograd.grad` of one example at a time and dense algebra.
+"""What a case's matrices are, by autograd of one example at a time and dense algebra.
 
 Nothing of the package is used here.
 
@@ -9,8 +9,7 @@ positions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,68 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from test.fuzz.case import Case, term_axes
 from test.fuzz.losses import fisher, make_loss, mean_divisor, value
-from test.fuzz.modules import Conv1D
-
-CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-AFFINE = (nn.Linear, *CONV, *TRANSPOSED, nn.Embedding, Conv1D)
+from test.twin import Pass, Twin, Use, jacobian
 
 
-def _norm(m: Any, x: Tensor) -> Tensor:
-    """Batch norm with stored statistics, and instance norm, written out: PyTorch's misread
-    gradients of one example.
-    """
-    shape, axes = [1, -1, *[1] * (x.ndim - 2)], tuple(range(2, x.ndim))
-    mean = x.mean(axes, keepdim=True) if m.running_mean is None else m.running_mean.view(shape)
-    var = (
-        x.var(axes, correction=0, keepdim=True)
-        if m.running_var is None
-        else m.running_var.view(shape)
-    )
-    out = (x - mean) / (var + m.eps).sqrt()
-    return out if m.weight is None else out * m.weight.view(shape) + m.bias.view(shape)
-
-
-def _bag(m: Any, x: Tensor) -> Tensor:
-    """An embedding bag written out: PyTorch's own has no second derivative."""
-    bags = []
-    for tokens in x:
-        rows = m.weight[tokens if m.padding_idx is None else tokens[tokens != m.padding_idx]]
-        if m.mode == "max" and len(rows):
-            bags.append(rows.amax(0))
-        else:
-            bags.append(rows.sum(0) / (max(1, len(rows)) if m.mode == "mean" else 1))
-    return torch.stack(bags)
-
-
-def _weight_norm(m: Any, magnitude: Tensor, direction: Tensor) -> Tensor:
-    """Weight normalisation written out: the second derivative of PyTorch's own is wrong."""
-    return direction * (magnitude / direction.square().sum(1, keepdim=True).sqrt())
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """The model with modules written out where PyTorch's own have wrong or missing derivatives."""
-    for m in model.modules():
-        norm, bag = isinstance(m, nn.modules.batchnorm._NormBase), isinstance(m, nn.EmbeddingBag)
-        forward = (
-            _norm
-            if norm
-            else _bag
-            if bag
-            else _weight_norm
-            if type(m).__name__ == "_WeightNorm"
-            else None
-        )
-        if forward:
-            m.forward = partial(forward, m)  # type: ignore[method-assign]
-    return model
-
-
-@dataclass(eq=False)
-class Example:
+@dataclass(eq=False, kw_only=True)
+class Example(Pass):
     """One example; lists are of each output."""
 
-    outputs: list[Tensor]  # what the loss reads, with its graph
+    shape: torch.Size  # of the first output
     J: Tensor  # [F, P], of all outputs one after the other
     places: list[Tensor]  # rows of J
     terms: list[Tensor]  # [R, C], rows of J
@@ -91,42 +36,12 @@ class Example:
     H: list[Tensor]  # [F, F], or what replaces it
 
 
-@dataclass(eq=False)
-class Block:
-    """Parameters that share a block."""
-
-    keys: list[str]
-    at: Tensor  # places in the whole vector
-    affine: tuple[
-        str, ...
-    ]  # modules that multiply with them in one way, if their Kronecker factors are defined here
-
-
-def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
-    """The Hessian [n, n] in `x` of a function with the gradient `g`; without a graph it is zero."""
-    zero = torch.zeros_like(x).flatten()
-    rows = []
-    for number in zero if g is None else g.flatten():
-        by_x = (
-            torch.autograd.grad(number, x, retain_graph=True, allow_unused=True)
-            if number.requires_grad
-            else (None,)
-        )
-        rows.append(zero if by_x[0] is None else by_x[0].flatten())
-    return torch.stack(rows)
-
-
 def of_example(t: Tensor, n: int, N: int) -> Tensor:
     """The target of one example; outputs [N·R, C] have R rows of each."""
     return t.reshape(N, -1, *t.shape[1:])[n] if len(t) != N else t[n : n + 1]
 
 
-def _same(one: nn.Module, two: nn.Module) -> bool:
-    """Whether two modules have the very same parameters."""
-    return {id(p) for p in one._parameters.values()} == {id(p) for p in two._parameters.values()}
-
-
-class Truth:
+class Truth(Twin):
     """Everything about a case, by definition.
 
     Args:
@@ -135,13 +50,11 @@ class Truth:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.model = _plain(copy.deepcopy(case.model).double())
+        wide = copy.deepcopy(case.model).double()
         own = {id(p): name for name, p in case.model.named_parameters()}
-        mine = dict(self.model.named_parameters())
-        self.params = {key: mine[own[id(p)]].requires_grad_() for key, p in case.keyed.items()}
-        #: Key to name in the model.
-        self.names = {key: own[id(p)] for key, p in case.keyed.items()}
-        self.sizes = [p.numel() for p in self.params.values()]
+        super().__init__(
+            wide, {key: wide.get_parameter(own[id(p)]) for key, p in case.keyed.items()}, bags=True
+        )
         about = case.about["losses"]
         shapes = [[f.shape for f in case.outputs(self.model(self._wide(x)))] for x, _ in case.data]
         self.losses = [
@@ -178,37 +91,47 @@ class Truth:
         """Whether at least one term of every loss counts."""
         return all(c == c for c in self.c)
 
+    def _outputs(self, x: Tensor) -> list[Tensor]:
+        return self.case.outputs(self.model(x))
+
+    def _run(self, x: Tensor) -> Tensor:
+        return torch.cat([f.flatten() for f in self._outputs(x)])
+
     def _examples(self, x: Tensor, targets: list[Tensor]) -> Iterator[Example]:
         N = len(x)
         for n in range(N):
-            yield self._example(
-                self.case.outputs(self.model(x[n : n + 1])), [of_example(t, n, N) for t in targets]
-            )
+            yield self._example(x[n : n + 1], [of_example(t, n, N) for t in targets])
 
-    def _example(self, outputs: list[Tensor], targets: list[Tensor]) -> Example:
-        rows = [
-            self.flat(self._derivatives(number))
-            for output in outputs
-            for number in output.flatten()
-        ]
-        total, found = len(rows), Example(outputs, torch.stack(rows), [], [], [], [], [])
-        axes = term_axes(self.case, [tuple(o.shape) for o in outputs])
-        places = torch.arange(total).split([o.numel() for o in outputs])
-        for k, (output, y, axis, place) in enumerate(
-            zip(outputs, targets, axes, places, strict=True)
-        ):
-            found.places.append(place)
+    def _example(self, x: Tensor, targets: list[Tensor]) -> Example:
+        outputs = self._outputs(x)
+        J = jacobian(torch.cat([f.flatten() for f in outputs]), self.leaves)
+        total = len(J)
+        places = torch.arange(total).split([f.numel() for f in outputs])
+        example = Example(
+            run=partial(self._run, x),
+            example=torch.zeros(total, dtype=torch.long),
+            N=1,
+            shape=outputs[0].shape,
+            J=J,
+            places=list(places),
+            terms=[],
+            loss=[],
+            g=[],
+            H=[],
+        )
+        axes = term_axes(self.case, [tuple(f.shape) for f in outputs])
+        parts = zip(outputs, targets, axes, places, strict=True)
+        for k, (output, y, axis, place) in enumerate(parts):
             shape = output.shape if output.ndim > 1 else (len(output), 1)
-            found.terms.append(
-                place.view(shape).movedim(max(axis, 1), -1).reshape(-1, shape[max(axis, 1)])
-            )
+            by_term = place.view(shape).movedim(max(axis, 1), -1)
+            example.terms.append(by_term.reshape(-1, shape[max(axis, 1)]))
             loss, g, H = self._in_output(k, output.detach(), y)
             gradient, hessian = torch.zeros(total).double(), torch.zeros(total, total).double()
             gradient[place], hessian[place[:, None], place] = g, H
-            found.loss.append(loss)
-            found.g.append(gradient)
-            found.H.append(hessian)
-        return found
+            example.loss.append(loss)
+            example.g.append(gradient)
+            example.H.append(hessian)
+        return example
 
     def _in_output(self, k: int, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, gradient and Hessian in one output."""
@@ -218,20 +141,13 @@ class Truth:
         given = fisher(o, loss, f.detach(), y)
         if given is not None:
             return summed.detach(), g.detach(), given
-        return summed.detach(), g.detach(), second_derivatives(f, g)
-
-    def _derivatives(self, number: Tensor) -> Sequence[Tensor | None]:
-        if not number.requires_grad:
-            return [None] * len(self.sizes)
-        return torch.autograd.grad(
-            number, [*self.params.values()], retain_graph=True, allow_unused=True
-        )
+        return summed.detach(), g.detach(), jacobian(g, [f])
 
     def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients as one vector; None is zero."""
         parts = [
-            torch.zeros(n).double() if g is None else g.flatten()
-            for g, n in zip(grads, self.sizes, strict=True)
+            torch.zeros(p.numel()).double() if g is None else g.flatten()
+            for g, p in zip(grads, self.leaves, strict=True)
         ]
         return torch.cat(parts).detach()
 
@@ -293,7 +209,7 @@ class Truth:
         return sums / divisor
 
     def _shape(self, batch: Sequence[Example], N: int) -> tuple[int, ...]:
-        first, *rest = batch[0].outputs[0].shape
+        first, *rest = batch[0].shape
         return first * N, *rest
 
     @cached_property
@@ -350,7 +266,7 @@ class Truth:
                 for k, (f, t) in enumerate(zip(outputs, targets, strict=True)):
                     o, y = self.case.about["losses"][k], of_example(t, n, len(x))
                     total = total + self.factors[k] * value(o, self.losses[k], f, y)
-        params = [*self.params.values()]
+        params = self.leaves
         options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         grads = torch.autograd.grad(total, params, create_graph=True, **options)
         flat = torch.cat([g.flatten() for g in grads])
@@ -360,89 +276,19 @@ class Truth:
             [self.flat(torch.autograd.grad(flat @ v, params, **options)) for v in V.T], 1
         )
 
-    # --------------------------------------------------------------------------------------- blocks
-    def places(self, keys: Sequence[str]) -> Tensor:
-        """Where parameters stand in the whole vector."""
-        starts = dict(
-            zip(self.params, torch.tensor([0, *self.sizes]).cumsum(0).tolist(), strict=False)
-        )
-        return torch.cat(
-            [torch.arange(starts[k], starts[k] + self.params[k].numel()) for k in keys]
-        )
+    # -------------------------------------------------------------------------------------- factors
+    def kfac_block(self, keys: Sequence[str], vectors: str, reduce: bool) -> Tensor | None:
+        """The block `G ⊗ A` of some parameters; None without factors, or where nothing is seen."""
+        roles = self.layer_of(keys[0]).roles
+        if len(roles) != 1 or not any(
+            self._sees(e, use) for e in self.examples for use in roles[0]
+        ):
+            return None
+        inner = [(e, self.inner(e, vectors)) for e in self.examples]
+        A, G = self.factors_of(roles[0], inner, reduce, len(keys) > 1)
+        if not self.has_weight(keys):
+            A = torch.ones(1, 1, dtype=torch.float64)
+        return self.kronecker(keys, A, G)
 
-    def blocks(self, separate: bool) -> list[Block]:
-        """Parameters by module; modules that share one are together."""
-        return [self._block([key]) for key in self.params] if separate else self._joint
-
-    @cached_property
-    def holders(self) -> dict[str, list[str]]:
-        """Key to the paths of all modules that hold the parameter."""
-        ids = {id(p): key for key, p in self.params.items()}
-        found: dict[str, list[str]] = {key: [] for key in self.params}
-        for path, module in self.model.named_modules(remove_duplicate=True):
-            for p in module._parameters.values():
-                if id(p) in ids:
-                    found[ids[id(p)]].append(path)
-        return found
-
-    @cached_property
-    def _joint(self) -> list[Block]:
-        groups: list[tuple[set[str], set[str]]] = []  # modules and keys
-        for key, paths in self.holders.items():
-            # The original parameters of a parametrised module are those of the module; attention
-            # has a layer inside.
-            inside = ".in_proj" if "in_proj" in self.names[key] else ""
-            at, keys = {path.split(".parametrizations")[0] + inside for path in paths}, {key}
-            for group in [g for g in groups if g[0] & at]:
-                at, keys = at | group[0], keys | group[1]
-                groups.remove(group)
-            groups.append((at, keys))
-        order = [[key for key in self.params if key in keys] for _, keys in groups]
-        return [
-            self._block(keys)
-            for keys in sorted(order, key=lambda keys: [*self.params].index(keys[0]))
-        ]
-
-    def _block(self, keys: list[str]) -> Block:
-        holders = sorted({path for key in keys for path in self.holders[key]})
-        modules = [self.model.get_submodule(path) for path in holders]
-        first = modules[0]
-        # Modules that share a parameter must share all, and be linear.
-        shared = all(self._users(p) == holders for p in first._parameters.values() if p is not None)
-        same = all(type(m) is nn.Linear and _same(m, first) for m in modules[1:])
-        plain = type(first) in AFFINE and not hasattr(first, "parametrizations")
-        return Block(keys, self.places(keys), tuple(holders) if shared and same and plain else ())
-
-    def _users(self, p: Tensor) -> list[str]:
-        return sorted(
-            path
-            for path, m in self.model.named_modules()
-            if any(p is q for q in m._parameters.values())
-        )
-
-    def only_blocks(self, matrix: Tensor, separate: bool) -> Tensor:
-        """A matrix with zeros outside the blocks."""
-        same = torch.zeros_like(matrix)
-        for block in self.blocks(separate):
-            same[block.at[:, None], block.at] = 1
-        return matrix * same
-
-    # ------------------------------------------------------------------------------------ recording
-    @contextmanager
-    def hooked(self, path: str, see: Callable[[tuple[Any, ...], Tensor], None]) -> Iterator[None]:
-        """Context in which `see(inputs, output)` sees the calls of a module; what follows can't
-        write to the output.
-        """
-
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-        ) -> Tensor:
-            out = out.clone()
-            see((*args, *kwargs.values()), out)
-            return out.clone()
-
-        handle = self.model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def _sees(self, e: Example, use: Use) -> bool:
+        return any(bool(kept.any()) for _, _, kept in self.rows(e, use))

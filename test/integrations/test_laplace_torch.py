@@ -18,6 +18,7 @@ from curvlinops_plus.integrations.laplace_torch import CurvlinopsPlusEF, Curvlin
 from curvlinops_plus.linalg import Kronecker
 from test.cases import close
 from test.helpers import normal, seeded
+from test.nets import tanh_net
 
 try:
     import laplace
@@ -45,7 +46,7 @@ class Attention(nn.Module):
 
 def mlp() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)).double(), normal(N, 2, seed=1)
+    return tanh_net(2, 4, C).double(), normal(N, 2, seed=1)
 
 
 def cnn(more: nn.Module | None = None) -> tuple[nn.Module, Tensor]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk
 from test.cases import unchanged
+from test.helpers import seeded
 
-X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
+X, Y = torch.randn(7, 4, generator=seeded(1)).double(), torch.arange(7) % 3
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are batch norm in training mode")
 

@@ -136,7 +136,7 @@ def recurrent(kind: Callable[..., nn.Module], *args: Any, **options: Any) -> Cal
 
 
 def dense_gradients(model: nn.Module) -> None:
-    """`torch.func` can't differentiate with sparse gradients."""
+    """Sparse gradients can't be differentiated."""
     for m in model.modules():
         if isinstance(m, nn.Embedding):
             m.sparse = False

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOperator, Kronecker
 from test.cases import APPROXIMATIONS, close, problem
-from test.helpers import Written
+from test.helpers import Written, seeded
 
 ROWS, D, N, S = 50_000, 16, 8, 32
 TABLE = ROWS * D
@@ -111,7 +111,7 @@ def test_operations_on_a_large_table(approximation: str) -> None:
         "logdet": lambda: K.inverse(damping=0.1).logdet,
         "shift": lambda: K.shift(0.1).logdet,
         "power": lambda: K.power(-0.5, damping=0.1) @ v,
-        "sample": lambda: K.sample(generator=torch.Generator().manual_seed(0)),
+        "sample": lambda: K.sample(generator=seeded()),
         "state": lambda: K.state_dict(),
     }
     if approximation.startswith("KFAC"):

@@ -37,6 +37,7 @@ from test.cases import (
     problem,
     unchanged,
 )
+from test.helpers import normal, seeded
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 #: Every net in every form, every loss in the plainest.
@@ -225,7 +226,7 @@ class Given(Vectors):
 @expand_or_reduce
 def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     own = [
         torch.randn(3, *b.terms.shape, dtype=torch.float64, generator=generator)
         for b in p.exact.batches
@@ -242,10 +243,6 @@ def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> N
 
 
 # ------------------------------------------------------------------------ what theory says is exact
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ce-ignore-a-class"])
@@ -455,7 +452,7 @@ def test_numbers_that_follow_from_structure(name: str, approximation: str, separ
     )
     half = K.power(-0.5, damping=0.1).to_dense()
     close(half @ damped @ half, eye, rtol=1e-8, what="power")
-    J = numbers(3, 2, len(dense), seed=4)
+    J = normal(3, 2, len(dense), seed=4)
     close(K.quadratic_form(J), J @ dense @ J.mT, what="quadratic form")
 
 
@@ -465,7 +462,7 @@ def test_vectors_come_back_in_the_form_in_which_they_were_given(name: str) -> No
     K = p.curvature(KFAC)
     dense, (n, _) = K.to_dense(), K.shape
     for columns in ((), (4,)):
-        v = numbers(n, *columns, seed=3)
+        v = normal(n, *columns, seed=3)
         tree, start = {}, 0
         for key, q in p.keyed.items():
             tree[key], start = (

@@ -24,6 +24,7 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close
+from test.nets import tanh_net
 
 F64 = torch.float64
 
@@ -56,7 +57,7 @@ def problem(loss: Any) -> tuple[nn.Module, list[Any], Tensor, int]:
     by.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(3, 4, 2).double()
     X = torch.randn(5, 3, dtype=F64)
     Y = torch.randint(2, (5,)) if isinstance(loss, Focal) else 2 * torch.randn(5, 2, dtype=F64)
     values = [loss(model(X[n : n + 1]), Y[n : n + 1]) for n in range(5)]

@@ -31,6 +31,8 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.risk import Vectors
 from test.cases import APPROXIMATIONS
+from test.helpers import seeded
+from test.nets import tanh_net
 
 FEW, MANY = 8, 72  # what is kept of each batch, its inputs at least, are 6.5 MB more
 WIDTH = 200  # a batch has 102 400 bytes, a factor 160 000
@@ -43,7 +45,7 @@ class Batches:
         self.number, self.width, self.classes, self.examples = number, width, classes, examples
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         for _ in range(self.number):
             X = torch.randn(self.examples, self.width, generator=generator)
             yield X, torch.randint(self.classes, (self.examples,), generator=generator)
@@ -51,7 +53,7 @@ class Batches:
 
 def network(width: int, classes: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, classes))
+    return tanh_net(width, width, classes)
 
 
 def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int) -> object:

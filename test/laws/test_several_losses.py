@@ -39,6 +39,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Vectors
 from curvlinops_plus.risk.vectors import CurvaturePropagation
 from test.cases import unchanged
+from test.helpers import seeded
 
 Losses = Mapping[Any, tuple[Any, float]]
 CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss
@@ -77,7 +78,7 @@ def batches(
     """Batches for `Net`; with `terms` each has that many positions, and `ignored` of a batch's
     classes are -100.
     """
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     like: Any = {"generator": generator, "dtype": torch.float64}
     found = []
     for index, n in enumerate(sizes):

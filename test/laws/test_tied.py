@@ -22,13 +22,9 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import APPROXIMATIONS, Net, Problem, close, make, problem, unchanged
-from test.helpers import Written
+from test.helpers import Written, normal
 
 TIED = ["tied", "tied transformer", "tied in one role", "tied autoencoder", "tied with two biases"]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def kind(name: str, reduce: bool) -> Any:
@@ -105,8 +101,8 @@ def test_modules_of_one_role_are_one_module_called_several_times(
             model = shared(modules).double()
         with torch.no_grad():
             for q in model.parameters():
-                q.copy_(numbers(*q.shape, seed=q.numel()))
-        data = [(numbers(n, 2, 3, seed=n), torch.arange(n) % 2) for n in (4, 3)]
+                q.copy_(normal(*q.shape, seed=q.numel()))
+        data = [(normal(n, 2, 3, seed=n), torch.arange(n) % 2) for n in (4, 3)]
         risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
         K = curvature(risk, APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
         results.append((K.trace, K.to_dense()))

@@ -19,6 +19,7 @@ from curvlinops_plus import (
 )
 from test.cases import close
 from test.helpers import normal
+from test.nets import tanh_net
 
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0]).double()
 X = normal(6, 3)
@@ -26,7 +27,7 @@ X = normal(6, 3)
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return tanh_net(3, 4, 3).double()
 
 
 def risks(

@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus import (
-    EKFAC,
-    FullBlock,
-)
+from curvlinops_plus import EKFAC, FullBlock
 from test.cases import APPROXIMATIONS, Net, Problem, close, make
 
 E, HEADS = 4, 2

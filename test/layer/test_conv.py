@@ -17,7 +17,6 @@ from curvlinops_plus.layer import (
     AffineRule,
     ConvRule,
     LayerRule,
-    LinearRule,
     TransposedConvRule,
     rule_of,
     why_generic,
@@ -301,17 +300,6 @@ def test_each_group_is_a_convolution_of_its_own() -> None:
         torch.testing.assert_close((A[k], total[k], count), ConvRule().input_gram(single, channels))
 
 
-def test_missing_example_dimension_is_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(3,\), expected \[examples, ..., 3\].*x\[None\]"):
-        LinearRule().inputs(nn.Linear(3, 2), torch.rand(3))
-    for kind in (nn.Conv2d, nn.ConvTranspose2d):
-        for method in ("inputs", "input_gram", "mean_inputs"):
-            with pytest.raises(
-                ValueError, match=r"2d got an input of shape \(2, 5, 5\), expected 4 dim.*x\[None\]"
-            ):
-                getattr(rule_of(kind(2, 3, 3)), method)(kind(2, 3, 3), torch.rand(2, 5, 5))
-
-
 # ----------------------------------------------------------------------------------- rules of users
 class MyLinear(nn.Module):
     def __init__(self) -> None:
@@ -340,54 +328,3 @@ def test_the_comparison_can_fail(loop: Any, same: Any) -> None:
     )()
     with pytest.raises(AssertionError):
         same(wrong.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g))
-
-
-MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no inputs": (
-        AffineRule,
-        {},
-        r"Wrong must define inputs\(module, x\), \[B, \*in\] -> \[B, S, i\]",
-    ),
-    "no grads": (
-        AffineRule,
-        {"inputs": MyLinearRule.inputs},
-        r"Wrong must define grads\(module, g\)",
-    ),
-    "no positions": (
-        MyLinearRule,
-        {"inputs": lambda s, m, x: x},
-        r"inputs are \[3, 3\], expected \[B, S, \*b, i\]",
-    ),
-    "grads": (
-        MyLinearRule,
-        {"grads": lambda s, m, g: g},
-        r"gradients \[2, 3, 2\], expected \[V, B, S, \*b, o\]",
-    ),
-    "columns": (
-        MyLinearRule,
-        {"inputs": lambda s, m, x: torch.cat([x, torch.ones(B, 1)], 1)[:, None]},
-        r"inputs\(...\) has 4 columns, but the parameters of patterns\(...\).*have 3",
-    ),
-    "other positions": (
-        MyLinearRule,
-        {"inputs": lambda s, m, x: x[:, None].expand(-1, 2, -1)},
-        "with the same examples, positions and matrices",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_rules(name: str) -> None:
-    base, methods, words = MISTAKES[name]
-    rule = type("Wrong", (base,), methods)()
-    with pytest.raises((ValueError, NotImplementedError), match=words):
-        rule.per_example_grads(MyLinear(), (torch.ones(B, 3),), {}, torch.ones(V, B, 2))
-
-
-def test_what_rules_must_define_and_are_given() -> None:
-    with pytest.raises(NotImplementedError, match=r"AffineRule must define patterns\(module\)"):
-        AffineRule().patterns(MyLinear())
-    with pytest.raises(
-        ValueError, match=r"expects a tensor as first input of the layer, got float.*input_of"
-    ):
-        MyLinearRule().per_example_grads(MyLinear(), (1.0,), {}, torch.ones(V, B, 2))

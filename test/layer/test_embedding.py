@@ -10,10 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
-from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import AffineRule, rule_of
+from curvlinops_plus import (
+    GGN,
+    KFAC,
+    AffineRule,
+    CurvatureEstimator,
+    CurvatureWarning,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    Hessian,
+    Jacobian,
+    curvature,
+)
+from curvlinops_plus.layer import rule_of
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
+from test.helpers import Written, normal, seeded
 
 V, B, VOCABULARY, D = 2, 4, 7, 3
 EMBEDDING, BAG = EmbeddingRule(), EmbeddingBagRule()
@@ -81,7 +95,7 @@ FLAT, OFFSETS = (
     torch.tensor([3, 1, 3, 0, 6, 6, 6, 2, 1]),
     torch.tensor([0, 3, 3, 7]),
 )  # the second bag is empty
-WEIGHTS = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+WEIGHTS = normal(9, seed=3)
 
 CALLS = {
     "table": ({}, (torch.tensor([[3, 1, 3], [0, 0, 0], [5, 1, 6], [1, 1, 2]]),), {}),
@@ -147,7 +161,7 @@ def bags(draw: st.DrawFn) -> tuple[nn.Module, Any]:
     module = nn.EmbeddingBag(
         VOCABULARY, D, mode=mode, padding_idx=padding_idx, include_last_offset=last
     )
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    generator = seeded(draw(st.integers(0, 999)))
     flat = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     weights = (torch.randn(len(flat), generator=generator),) if weighted else ()
@@ -163,25 +177,6 @@ def test_any_bags(drawn: tuple[nn.Module, Any]) -> None:
     check(BAG, module, args, {}, g)
     J = BAG.per_example_grads(module, args, {}, g)["weight"]
     torch.testing.assert_close(J, autodiff(module, args, {}, g), rtol=1e-12, atol=1e-12)
-
-
-BAGS = nn.EmbeddingBag(VOCABULARY, D)
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), torch.tensor(3)), ValueError,
-     r"Embedding\(7, 3\) got an input of shape \(\), expected \[exam.*x\[None\]"),
-    (lambda: BAG.input_of(BAGS, (FLAT,), {}), ValueError,
-     r"EmbeddingBag\(7, 3, mode='mean'\) got an input of shape \(9,\) without `off"),
-    (lambda: BAG.input_of(BAGS, ([1, 2],), {}), ValueError,
-     "EmbeddingBagRule expects a tensor as first input of the layer, got list"),
-    (lambda: EMBEDDING.check(nn.Embedding(5, 3, max_norm=1.0)), UnsupportedError, "in place.*Set max_norm=None"),
-    (lambda: BAG.check(nn.EmbeddingBag(5, 3, max_norm=1.0)), UnsupportedError, "in place.*Set max_norm=None"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
-def test_refusals(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -224,3 +219,42 @@ def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: A
         check(rule, module, args, {}, g)
         twin, tolerance = autodiff(module, args, {}, g), 1e-12 if g.dtype == torch.float64 else 1e-4
         same(rule.per_example_grads(module, args, {}, g), {"weight": twin}, tolerance)
+
+
+# ---------------------------------------------------------------------------- scaled gradients
+CE, CLASSES = nn.CrossEntropyLoss(), torch.tensor([0, 1, 2, 0, 1, 2])
+TOKENS = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
+
+
+def test_embeddings_that_scale_gradients() -> None:
+    """Their gradients are the user's; curvature is that without the option, wherever it listens, or
+    is refused.
+    """
+    found, dense, grads = [], [], []
+    for scales in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)
+        ).double()
+        for vectors in (Exact(), Empirical()):
+            estimator = CurvatureEstimator(EmpiricalRisk(model, CE, ()), vectors=vectors)
+            with estimator.listen((TOKENS, CLASSES)):
+                model(TOKENS)
+            found.append(estimator.operator.to_dense())
+        CE(model(TOKENS), CLASSES).backward()
+        grads.append(model[0].weight.grad)
+
+        def looks_up(m: Any, x: Tensor, scales: bool = scales) -> Tensor:
+            return m.last(functional.embedding(x, m.table, scale_grad_by_freq=scales).flatten(1))
+
+        reader = Written(looks_up, table=model[0].weight, last=model[2])
+        table = EmpiricalRisk(reader, CE, [(TOKENS, CLASSES)])
+        dense.append([kind(table).to_dense() for kind in (GGN, Hessian, Jacobian)])
+        if scales:
+            with pytest.warns(
+                CurvatureWarning, match="exact diagonal.*a rule that autograd contradicts"
+            ):
+                curvature(table, KFAC)
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*dense)
+    assert not torch.allclose(*grads)

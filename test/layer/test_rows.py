@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.layer.rows import SparseRows
+from test.helpers import seeded
 
 
 def written_out(rows: SparseRows) -> Tensor:
@@ -38,7 +39,7 @@ def sparse(draw: st.DrawFn, examples: int | None = None, size: int | None = None
     B = draw(st.integers(0, 4)) if examples is None else examples
     S, L = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     size = draw(st.integers(1, 6)) if size is None else size
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    generator = seeded(draw(st.integers(0, 999)))
     index = torch.randint(size, (B, S, L), generator=generator)
     weight = torch.randn(B, S, L, generator=generator) if draw(st.booleans()) else None
     kept = torch.rand(B, S, generator=generator) < 0.6 if draw(st.booleans()) else None
@@ -46,7 +47,7 @@ def sparse(draw: st.DrawFn, examples: int | None = None, size: int | None = None
 
 
 def gradients(rows: SparseRows, V: int, o: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     B, S, _ = rows.shape
     return torch.randn(V, B, S, o, generator=generator), torch.randn(o, o, generator=generator)
 

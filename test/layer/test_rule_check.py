@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.layer import (
-    AffineRule,
-    ConvRule,
-    LayerRule,
-    LinearRule,
-    SparseRows,
-    register_rule,
-)
+from curvlinops_plus.errors import VerificationError
+from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, register_rule
 from curvlinops_plus.layer.rule_check import check_rule
 
 B, T, i, o = 4, 3, 5, 2
@@ -368,11 +361,6 @@ class Axes(LayerRule):
         return [0 if inputs else 1]
 
 
-class Strict(LinearRule):
-    def check(self, module: nn.Module) -> None:
-        raise UnsupportedError("not this one")
-
-
 @pytest.mark.parametrize("kind", [Mixes, Counts, Noisy])
 def test_modules_that_mix_examples_or_remember(kind: Any) -> None:
     words = (
@@ -389,35 +377,3 @@ def test_examples_on_another_axis() -> None:
     ):
         check_rule(Turned(), torch.randn(B, T, i))
     assert len(check_rule(Turned(), torch.randn(B, T, i), rule=Axes).rows) == 4
-
-
-X = torch.zeros(B, i)
-REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-    (
-        nn.Linear(i, o),
-        (X,),
-        {"rule": ConvRule},
-        UnsupportedError,
-        "ConvRule refuses Linear: this Linear has another",
-    ),
-    (nn.Linear(i, o), (X,), {"rule": Strict}, UnsupportedError, "not this one"),
-    *[
-        (
-            nn.Linear(i, o),
-            args,
-            {},
-            ValueError,
-            "needs a call of the layer with two examples at least",
-        )
-        for args in ((), (3.0,), (torch.ones(1, i),), (torch.ones(()),))
-    ],
-    (nn.ReLU(), (X,), {}, ValueError, "ReLU holds no parameters of its own"),
-]
-
-
-@pytest.mark.parametrize(("module", "args", "options", "error", "words"), REFUSED)
-def test_refusals(
-    module: nn.Module, args: Any, options: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        check_rule(module, *args, **options)

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from curvlinops_plus.layer import squares
 from curvlinops_plus.layer.squares import squared_gradients
+from test.helpers import normal
 
 F64 = torch.float64
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def basis(kind: str, size: int, groups: tuple[int, ...]) -> Tensor | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +10,7 @@ from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import likelihood_of
+from test.helpers import seeded
 
 MSE, CE = likelihood_of(nn.MSELoss()), likelihood_of(nn.CrossEntropyLoss())
 SIZE = st.integers(1, 3)
@@ -73,151 +72,8 @@ def long(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long)
 
 
-Z, WEIGHT = torch.zeros, torch.ones(4)
-LOGITS = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-BROADCAST = r"needs a target of the output's shape \[4.*got \[\d.*reshape"
-INDICES = r"needs class indices of shape .*, integers, .*class probabilities"
-#: Loss, output, target, N and class axis, and the words of the refusal.
-REFUSED: list[tuple[nn.Module, torch.Tensor, Any, int, int | None, str]] = [
-    *[
-        (loss, Z(f), Z(y), 4, None, BROADCAST)
-        for loss in (nn.MSELoss(), nn.BCEWithLogitsLoss())
-        for f, y in [((4, 1), (4,)), ((4,), (4, 1)), ((4, 3), (4, 1)), ((4, 3), (2, 3))]
-    ],
-    *[
-        (nn.MSELoss(), Z(shape), Z(shape), N, None, rf"of shape \[.*\], must hold the {N} examples")
-        for shape, N in [((), 1), ((3, 2), 2), ((2, 2), 4), ((0, 2), 1), ((2, 2), 0)]
-    ],
-    *[
-        (
-            nn.CrossEntropyLoss(),
-            Z(shape),
-            Z(shape),
-            1,
-            axis,
-            r"CrossEntropyLoss: axis .* of an output of shape \[",
-        )
-        for shape, axis in [((3,), None), ((2, 3), 0), ((2, 3), -2), ((2, 3), 2)]
-    ],
-    *[
-        (
-            nn.BCEWithLogitsLoss(**cast(Any, {option: torch.ones(shape)})),
-            Z(4, 3),
-            Z(4, 3),
-            4,
-            None,
-            rf"{option}=.*can't be broad",
-        )
-        for option in ("weight", "pos_weight")
-        for shape in [(2,), (1, 4, 3), (4,)]
-    ],
-    *[
-        (
-            nn.CrossEntropyLoss(),
-            Z(2, 3),
-            torch.tensor([0, k]),
-            2,
-            None,
-            rf"class index {k}, .* 0 to 2 \(ignore_index is",
-        )
-        for k in (3, -1, -101)
-    ],
-    *[
-        (nn.CrossEntropyLoss(), Z(2, 3), y, 2, None, INDICES)
-        for y in (Z(2), Z(2).bool(), long(2, 3), long(3))
-    ],
-    (
-        nn.CrossEntropyLoss(),
-        Z(2, 3, 5),
-        long(2),
-        2,
-        None,
-        r"axis 1 .*\[2, 5\].*target of shape \[2\].*movedim",
-    ),
-    (
-        nn.CrossEntropyLoss(ignore_index=1),
-        Z(2, 3),
-        Z(2, 3),
-        2,
-        None,
-        "without ignore_index, class probabilities",
-    ),
-    (
-        nn.CrossEntropyLoss(WEIGHT),
-        Z(2, 3),
-        long(2),
-        2,
-        None,
-        r"shape \[4\], .* 3 classes along axis 1",
-    ),
-    (
-        nn.MSELoss(),
-        long(2, 3),
-        Z(2, 3),
-        2,
-        None,
-        r"floating-point output of the model, got torch\.int64",
-    ),
-    (nn.MSELoss(), Z(2, 3), [0.0], 2, None, "needs a target that is a tensor, got a list"),
-    (
-        nn.NLLLoss(),
-        LOGITS,
-        long(2),
-        2,
-        None,
-        r"the exponentials .* 3 numbers sum to .*CrossEntropyLoss",
-    ),
-    (
-        nn.NLLLoss(),
-        LOGITS.log_softmax(1),
-        LOGITS,
-        2,
-        None,
-        r"needs class indices without axis 1, got shape \[2, 3\]",
-    ),
-    (
-        nn.BCELoss(),
-        torch.tensor([[-1.0, 2.0]]),
-        Z(1, 2),
-        1,
-        None,
-        "from -1 to 2; probabilities .*BCEWithLogitsLoss",
-    ),
-    (
-        nn.BCELoss(torch.ones(2, 1)),
-        Z(2, 3) + 0.5,
-        Z(2, 3),
-        2,
-        None,
-        r"shape \[2, 1\].*one entry per example",
-    ),
-    (nn.PoissonNLLLoss(log_input=False), Z(1, 2) - 1, Z(1, 2), 1, None, "the rate -1; .*softplus"),
-    (
-        nn.GaussianNLLLoss(),
-        Z(2, 3),
-        Z(2, 3),
-        2,
-        None,
-        r"along axis 1, an even number; got shape \[2, 3\]",
-    ),
-    (
-        nn.GaussianNLLLoss(),
-        Z(2, 4),
-        Z(2, 4),
-        2,
-        None,
-        r"half the output along axis 1, \[2, 2\] .* got \[2, 4\]",
-    ),
-    (nn.GaussianNLLLoss(), Z(2, 4) - 1, Z(2, 2), 2, None, "negative variance"),
-]
-
-
-@pytest.mark.parametrize(("loss", "f", "y", "N", "axis", "words"), REFUSED)
-def test_refused(
-    loss: nn.Module, f: torch.Tensor, y: Any, N: int, axis: int | None, words: str
-) -> None:
-    with pytest.raises((ValueError, TypeError, UnsupportedError), match=words):
-        likelihood_of(loss).canonical(f, y, N, axis)
+Z = torch.zeros
+LOGITS = torch.randn(2, 3, generator=seeded())
 
 
 def test_taken() -> None:
@@ -229,12 +85,6 @@ def test_taken() -> None:
         likelihood_of(nn.NLLLoss()).canonical(f.log_softmax(1), long(2), 2)
     likelihood_of(nn.PoissonNLLLoss(log_input=False, eps=2.0)).canonical(Z(1, 2) - 1, Z(1, 2), 1)
     likelihood_of(nn.PoissonNLLLoss()).canonical(Z(1, 2) - 1, Z(1, 2), 1)
-
-
-@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_class_weights_without_a_root(kind: type[nn.Module]) -> None:
-    with pytest.raises(UnsupportedError, match=r"negative weight -2; weights must be >= 0"):
-        likelihood_of(kind(torch.tensor([1.0, -2.0])))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def kronecker(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Kronecker:
     return Kronecker(factors[0].to(dtype), factors[1].to(dtype))
 
 
-def block_diagonal(dtype: torch.dtype) -> Pair:
+def block_diagonal(dtype: torch.dtype = F64) -> tuple[BlockDiagonal, Tensor]:
     """Blocks of every kind; parameters of the space are neither in block order nor next to their
     block's others.
     """
@@ -425,8 +425,8 @@ def general_blocks(A: LinearOperator) -> BlockDiagonal:
 
 
 def general_blocks_dense(M: Tensor) -> Tensor:
-    K, M = block_diagonal(F64)[0], M.clone()
-    assert isinstance(K, BlockDiagonal)
+    K, _ = block_diagonal()
+    M = M.clone()
     rows = K.positions()["conv"]
     M[rows[:, None], rows] = torch.kron(normal(2, 2), normal(7, 7))
     return M

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
+from test.helpers import seeded
 from test.linalg.cases import CASES, F64, FORMS, Case, eye_like, normal
 
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -238,10 +239,10 @@ def test_sample(case: Case) -> None:
     (A, M), (A32, _), num = case.make(F64), case.make(torch.float32), 4000
     if "sample" in case.without:
         return
-    draws = A.sample(torch.Generator().manual_seed(0), num)
+    draws = A.sample(seeded(), num)
     assert draws.shape == (len(M), num)
-    close(A.sample(torch.Generator().manual_seed(0)), draws[:, 0])
-    close(A32.sample(torch.Generator().manual_seed(0)), draws[:, 0].float())
+    close(A.sample(seeded()), draws[:, 0])
+    close(A32.sample(seeded()), draws[:, 0].float())
     # The variance of x_i x_j under N(0, M) is M_ii M_jj + M_ij².
     error = ((M.diagonal()[:, None] * M.diagonal() + M**2) / num).sqrt()
     assert bool(((draws @ draws.T / num - M).abs() <= 4.5 * error + 1e-12).all())
@@ -263,7 +264,7 @@ def test_sample_does_not_depend_on_the_choice_of_eigenvectors() -> None:
         one, batch = Dense(M, Structure.PSD), Dense(torch.stack([M, 2 * M]), Structure.PSD)
         shifted = Kronecker(one, one).inverse(0.1)
         made = (one, batch, Kronecker(one, one), Kronecker(batch, one), shifted, one.power(2, 0.1))
-        return [A.sample(torch.Generator().manual_seed(1), 3) for A in made]
+        return [A.sample(seeded(1), 3) for A in made]
 
     for a, b in zip(draws(M), draws(other), strict=True):
         assert (a - b).abs().max() < 1e-7

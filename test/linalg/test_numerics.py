@@ -23,6 +23,7 @@ from curvlinops_plus.linalg import (
     psd_clip,
 )
 from curvlinops_plus.linalg.gram_sum import add_gram, mirror
+from test.helpers import seeded
 from test.linalg.cases import F64, normal, psd
 
 F32 = torch.float32
@@ -156,9 +157,7 @@ def test_zeros_norms_and_random_numbers() -> None:
         G.double().norm() * A.double().norm() * 1e5,
     )
     like = torch.empty((), dtype=F64)
-    draws = numerics.standard_normal(3, 4000, torch.Generator().manual_seed(0), like)
-    assert torch.equal(
-        draws[:, :2], numerics.standard_normal(2, 4000, torch.Generator().manual_seed(0), like)
-    )
+    draws = numerics.standard_normal(3, 4000, seeded(), like)
+    assert torch.equal(draws[:, :2], numerics.standard_normal(2, 4000, seeded(), like))
     assert abs(draws.mean()) < 4 / 12000**0.5
     assert abs(draws.square().mean() - 1) < 4 * (2 / 12000) ** 0.5

@@ -11,6 +11,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Kronecker, Layout, Space, eigh
 from curvlinops_plus.linalg.numerics import side_by_side
+from test.helpers import seeded
 from test.linalg.cases import F64, normal, psd
 
 F32 = torch.float32
@@ -23,12 +24,7 @@ def rows(kind: str, m: int) -> Tensor:  # -> [m, D]
     if kind == "decaying":
         return X * torch.logspace(0, -6, D, dtype=F64) @ torch.linalg.qr(normal(D, D, seed=1))[0]
     if kind == "of all sizes":
-        return (
-            X
-            * torch.logspace(0, -12, D, dtype=F64)[
-                torch.randperm(D, generator=torch.Generator().manual_seed(0))
-            ]
-        )
+        return X * torch.logspace(0, -12, D, dtype=F64)[torch.randperm(D, generator=seeded())]
     if kind == "with a mean":
         return X / 10 + 10
     if kind == "with dead units":

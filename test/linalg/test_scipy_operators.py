@@ -15,6 +15,7 @@ from curvlinops_plus import HessianLinearOperator
 from curvlinops_plus.linalg import Dense, Structure, from_scipy
 from test.linalg.cases import F64, normal
 from test.linalg.test_laws import close
+from test.nets import tanh_net
 
 PSD, SYMMETRIC = Structure.PSD, Structure.SYMMETRIC
 F32 = torch.float32
@@ -25,7 +26,7 @@ MATRIX = normal(4, 6).numpy()
 def test_scipy_s_solvers(dtype: torch.dtype) -> None:
     """ARPACK works in float64, whatever the operator computes in."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+    model = tanh_net(4, 5, 2).to(dtype)
     data = [(torch.randn(12, 4).to(dtype), torch.randn(12, 2).to(dtype))]
     H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
     S, tolerance = H.to_scipy(), 1e-9 if dtype == F64 else 1e-4
@@ -149,20 +150,3 @@ def test_sums_with_operators_of_others(make: Any) -> None:
 
 
 EYE = Dense(torch.eye(2))
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: from_scipy(torch.eye(2)), TypeError, "got a Tensor"),
-    (lambda: from_scipy(EYE), TypeError, "got a Dense"),
-    (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-    (
-        lambda: from_scipy(MATRIX, structure=PSD),
-        ValueError,
-        r"expected a PSD matrix to be square, got \[4, 6\]",
-    ),
-    (lambda: sla.eigsh(EYE, k=1), TypeError, r"torch\.float32|not an array"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_refused(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from curvlinops_plus.linalg import (
     Structure,
     SubmatrixLinearOperator,
 )
+from test.helpers import seeded
 from test.linalg.cases import (
     CASES,
     F64,
@@ -38,6 +38,7 @@ from test.linalg.cases import (
     psd,
 )
 from test.linalg.test_laws import close
+from test.nets import tanh_net
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
 SPACE = Space.from_shapes({"a": (2, 2), "b": (3,), "c": (2,)})  # 9 entries
@@ -144,10 +145,9 @@ def test_parts_of_blocks(which: str) -> None:
     """A part of every block: entries in the order asked for, with the inverse and determinant of
     the part.
     """
-    K, M = block_diagonal(F64)
-    assert isinstance(K, BlockDiagonal)
+    K, M = block_diagonal()
     n = len(M)
-    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    shuffled = torch.randperm(n, generator=seeded())
     at = {
         "sorted": shuffled[: n // 2].sort().values,
         "shuffled": shuffled[: n // 2],
@@ -176,8 +176,7 @@ def test_parts_of_blocks(which: str) -> None:
 
 
 def test_parameters_of_blocks() -> None:
-    K, M = block_diagonal(F64)
-    assert isinstance(K, BlockDiagonal)
+    K, M = block_diagonal()
     at = K.space.unflatten(torch.arange(K.space.dim))
     names = ["scale", "conv.weight", "conv.bias"]
     S, rows = K[names, names], torch.cat([at[name].flatten() for name in names])
@@ -220,7 +219,7 @@ def test_entries_of_parts_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_curvature_matrices() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = tanh_net(3, 4, 2).double()
     data = [(torch.randn(7, 3, dtype=F64), torch.randn(7, 2, dtype=F64))]
     params, names = dict(model.named_parameters()), ["2.weight", "2.bias"]
     G = GGNLinearOperator(model, nn.MSELoss(), params, data)
@@ -232,27 +231,6 @@ def test_parts_of_curvature_matrices() -> None:
                 == A[rows, cols].T.to_dense().T.shape
                 == (len(rows), len(cols))
             )
-
-
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: A9[[0, 9], [0]], ValueError, r"Expected rows as different integers between 0 and 8, .*; got \[0, 9\]"),
-    (lambda: A9[[0], [-1, 3]], ValueError, "columns as different integers between 0 and 8"),
-    (lambda: A9[[0, 1, 0], [0]], ValueError, "rows as different integers"),
-    (lambda: A9[[0], [1.0]], ValueError, "a mask of 9 entries, a slice, or names of .*'a', 'b'"),
-    (lambda: A9[3, [0]], ValueError, "rows as different integers.*; got 3"),
-    (lambda: A9[[True], [0]], ValueError, "a mask of 9 entries"),
-    (lambda: A9[["a", "d"], [0]], ValueError, r"names of rows out of \['a', 'b', 'c'\], got \['a', 'd'\]"),
-    (lambda: A9["a", ["b", "b"]], ValueError, "Expected different names of columns"),
-    (lambda: A9["a"], ValueError, r"Expected A\[rows, cols\], with : for all rows or columns; got A\['a'\]"),
-    (lambda: list(A9), ValueError, r"got A\[0\]"),
-    (lambda: SubmatrixLinearOperator(A9, [0, 1], [1, 0]).trace, NoClosedForm, r"2 x 2.* no closed form of `diagonal`"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_other_libraries_still_leave_multiplication_to_us() -> None:

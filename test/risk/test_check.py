@@ -26,10 +26,11 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close, unchanged
+from test.helpers import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 
-X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
+X, Y = torch.randn(7, 4, generator=seeded(1)).double(), torch.arange(7) % 3
 
 
 def risk_of(model: nn.Module, data: Any = None, **options: Any) -> EmpiricalRisk:

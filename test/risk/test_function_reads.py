@@ -701,7 +701,7 @@ class Relative(nn.Module):
 @pytest.mark.parametrize("N", [1, 2, 4, 5, 6])
 @pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
 def test_a_table_for_all_examples_is_enclosed(N: int, approximation: Any, reshaped: bool) -> None:
-    X = torch.randn(N, 3, 4, generator=torch.Generator().manual_seed(N)).double()
+    X = torch.randn(N, 3, 4, generator=seeded(N)).double()
     model, data = Relative(reshaped), [(X, torch.zeros(N, 2).double())]
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), approximation)
     exact = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).to_dense()

@@ -22,6 +22,7 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close, unchanged
+from test.helpers import seeded
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Language(nn.Module):
 
 
 def data(sizes: tuple[int, ...] = (5, 2)) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     found = []
     for N in sizes:
         ids = torch.randint(9, (N, 4), generator=generator)
@@ -251,7 +252,7 @@ class Plain(nn.Module):
 
 
 def texts(V: int, T: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     ids = [torch.randint(V, (N, T), generator=generator) for N in (5, 2)]
     return [{"input_ids": x, "labels": x.clone()} for x in ids]
 

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, FullBlock, Jacobian, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
+from curvlinops_plus.risk.preserve import training_modules
 from test.cases import close
+from test.helpers import seeded
+from test.nets import tanh_net
 
 
 class Asks(nn.Module):
@@ -43,7 +46,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 
 
 def _risk(model: nn.Module, params: Any = None) -> EmpiricalRisk:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     data = [
         (
             torch.rand(6, 3, generator=generator).double(),
@@ -149,7 +152,26 @@ def test_models_with_other_tensors_than_when_the_risk_was_made(
 
 
 def test_modules_without_parameters_may_be_replaced() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = tanh_net(3, 3, 2).double()
     risk = _risk(model)
     model[1] = nn.ReLU()
     close(GGN(risk).to_dense(), GGN(_risk(model)).to_dense())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.Dropout(0.1), "'0' (Dropout)"),
+        (nn.BatchNorm1d(5), "'0' (BatchNorm1d)"),
+        (nn.LSTM(5, 5, num_layers=2, dropout=0.1), "'0' (LSTM)"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), "'0' (MultiheadAttention)"),
+        (nn.Dropout(0.0), ""),
+        (nn.LSTM(5, 5, num_layers=2), ""),
+        (nn.MultiheadAttention(4, 2), ""),
+        (nn.ReLU(), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_modules_in_training_mode(module: nn.Module, name: str) -> None:
+    assert training_modules(nn.Sequential(module)) == name
+    assert training_modules(nn.Sequential(module).eval()) == ""

@@ -10,18 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus import (
-    KFAC,
-    EmpiricalRisk,
-    Exact,
-    FullBlock,
-    curvature,
-)
+from curvlinops_plus import KFAC, EmpiricalRisk, Exact, FullBlock, curvature
 from curvlinops_plus.linalg import nearest_kronecker
 from curvlinops_plus.risk import LayerBatch, find_layers
 from curvlinops_plus.risk.record import sweep
 from test.cases import close
 from test.helpers import normal
+from test.nets import tanh_net
 
 
 def set_numbers(model: nn.Module) -> nn.Module:
@@ -89,7 +84,7 @@ def test_rows_of_a_bias_alone(masked: bool) -> None:
     """Its matrix is a column, the rows that it multiplies are ones; where a position does not count
     they are zero.
     """
-    model = set_numbers(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model = set_numbers(tanh_net(3, 4, 2))
     data, keep = [(normal(5, 6, 3), normal(5, 6, 2))], normal(5, 6, seed=4) > 0
     options: dict[str, Any] = {"mask": lambda X, y: keep} if masked else {}
     biases = [m.bias for m in model if isinstance(m, nn.Linear)]

@@ -1,5 +1,5 @@
-"""Losses, data and outputs of a form that we can't take: what was expected, what came and what to
-do next.
+"""Losses, data, outputs and options of a form that we can't take: what was expected, what came and
+what to do next.
 """
 
 from __future__ import annotations
@@ -14,31 +14,35 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from curvlinops_plus import (
+    GGN,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Exact,
     GGNLinearOperator,
     HessianLinearOperator,
     KFACLinearOperator,
+    MonteCarlo,
+    UnsupportedError,
+    curvature,
 )
-from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.preserve import training_modules
+from curvlinops_plus.risk.vectors import CurvaturePropagation, as_vectors
+from test.cases import problem
+from test.helpers import Refusal, Written, normal, refusals
 
 KINDS = (HessianLinearOperator, GGNLinearOperator, KFACLinearOperator)
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, Y = numbers(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
-TARGET = numbers(6, 3, seed=3).softmax(1)
+X, Y = normal(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+TARGET = normal(6, 3, seed=3).softmax(1)
 
 
 def net(out: int = 3) -> nn.Linear:
-    model = nn.Linear(5, out, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Linear(5, out, dtype=torch.float64)
     with torch.no_grad():
-        model.weight.copy_(numbers(out, 5, seed=1))
-        model.bias.copy_(numbers(out, seed=2))
+        model.weight.copy_(normal(out, 5, seed=1))
+        model.bias.copy_(normal(out, seed=2))
     return model
 
 
@@ -92,94 +96,153 @@ class Complex(nn.Module):
         return torch.view_as_complex(x.unflatten(1, (2, 2)).contiguous())
 
 
-UNCOUNTED = r"Can't tell how many examples batch 0 has.*`batch_size_fn=lambda X:"
-GAUSSIAN, TWO = nn.GaussianNLLLoss(), [(X, numbers(6, 2))]
-#: What is not as it should be, and what is said of it.
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"loss": nn.CrossEntropyLoss},
-        TypeError,
-        r"is the class CrossEntropyLoss; expected an instance",
-    ),
+GAUSSIAN, TWO = nn.GaussianNLLLoss(), [(X, normal(6, 2))]
+ATTENTION, TIMES = problem("attention"), problem("time first")
+MODEL = net()
+
+
+def risk(model: Any = MODEL, data: Any = ((X, Y),), **options: Any) -> EmpiricalRisk:
+    return EmpiricalRisk(model, CE, data, **options)
+
+
+def lazy() -> nn.Sequential:
+    return nn.Sequential(net(), nn.LazyLinear(3)).double()
+
+
+def whole_numbers() -> EmpiricalRisk:
+    model = net()
+    model.scale = nn.Parameter(torch.ones(3, dtype=torch.long), requires_grad=False)
+    return risk(model, params=list(model.parameters()))
+
+
+def frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+def two_names(m: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"score": m.l(x), "other": m.l(x)}
+
+
+def scaled(inner: nn.Module) -> Written:
+    """A parameter of the network's own before a module."""
+    scale = nn.Parameter(torch.ones(5).double())
+    return Written(lambda m, x: m.inner(x * m.scale)[:, :3], inner=inner, scale=scale)
+
+
+def of_loss(loss: Any, target: Any) -> EmpiricalRisk:
+    """The first of two outputs has this loss."""
+    y = normal(6, 4)
+    data = [(X, {"a": target, "b": y[:, 2:]})]
+    split = lambda f: {"a": f[:, :2], "b": f[:, 2:]}  # noqa: E731
+    return EmpiricalRisk(net(4), {"a": loss, "b": MSE}, data, output=split)
+
+
+REFUSED: list[Refusal] = [
+    # models
+    (lambda: risk(lambda x: x), ValueError, r"`model` is a function. Layers can only be recorded"),
+    (lambda: risk(nn.Linear), ValueError, r"`model` is the class Linear: call it"),
+    (lambda: risk([(X, Y)]),
+     ValueError, "`model` is a list. Layers can only be recorded in a torch.nn.Module"),
+    (lambda: risk(CE),
+     ValueError, "has 0 parameters.*The arguments are model, loss and data, in this order"),
+    (lambda: risk(frozen()),
+     ValueError, "has 2 parameters; by default those that require"),
+    (lambda: risk(lazy()),
+     ValueError, "The module '1' has no shapes yet: it is lazy.*Call the model once"),
+    # parameters
+    (whole_numbers, ValueError, "torch.int64.*only real floating-point parameters"),
+    (lambda: risk(params=MODEL.named_parameters()),
+     ValueError, r"a tuple, .*dict\(model.named_par"),
+    (lambda: risk(params=["0.weight"]), ValueError, r"params\[0\], a str, is not a parameter"),
+    (lambda: risk(params=MODEL),
+     TypeError, r"`params` is a Linear; .*list\(model.parameters\(\)\)"),
+    (lambda: risk(params=MODEL.weight), TypeError, "`params` is a Parameter; expected a list"),
+    # options of a risk
+    (lambda: risk(example_axis=1),
+     TypeError, "example_axis=1 is no dict from names of modules to axes"),
+    (lambda: TIMES.risk(example_axis={"bdy": 1}), ValueError,
+     r"example_axis=\{'bdy': 1\} matches no module of the model; they are \['body', 'head'\]"),
+    (lambda: curvature(ATTENTION.risk(mask=lambda X, y: None)),
+     ValueError, "`mask` returned NoneType; expected a"),
+    (lambda: curvature(ATTENTION.risk(mask=lambda X, y: torch.ones(len(y), 3))),
+     ValueError, r"`mask` returned torch.float32 \[3, 3\]; expected a bool tensor \[3, T\]"),
+    # batches, outputs and losses
+    (lambda: curvature(risk(data=[X])), ValueError, "Batch 0 is a Tensor; expected a pair"),
+    (lambda: curvature(risk(data=[{"x": X}])),
+     ValueError, r"a mapping with keys \['x'\]; expected a pair \(X, y\) or a mapping with"),
+    (lambda: GGN(risk(Written(two_names, l=net()))).to_dense(),
+     ValueError, r"returned a dict with fields \['score', 'other'\].*output=lambda o: o"),
+    (lambda: curvature(risk(scaled(nn.BatchNorm1d(5, affine=False)).double()), DiagonalBlock),
+     NotImplementedError, r"\['inner'\] are batch norm in training mode.*model.eval"),
+    (lambda: curvature(risk(scaled(nn.Dropout(0.5))), DiagonalBlock),
+     RuntimeError, r"'inner' \(Dropout\).*model.eval"),
+    # vectors
+    (lambda: as_vectors("ggn"), ValueError, "Unknown vectors: 'ggn'.*'type-2'.*'ggn_exact'"),
+    (lambda: as_vectors(MonteCarlo),
+     TypeError, r"MonteCarlo'>\. Expected an object such as Exact\(\)"),
+    (lambda: MonteCarlo(samples=0),
+     ValueError, "MonteCarlo needs at least one sample, got samples=0"),
+    (lambda: CurvaturePropagation(samples=0),
+     ValueError, "CurvaturePropagation needs at least one sample"),
+    (lambda: Exact(matrix="hessian"),
+     ValueError, r"Exact\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\""),
+    (lambda: MonteCarlo(samples=1.5), TypeError, "MonteCarlo needs an integer, got samples=1.5"),
+    # one of several losses
+    (lambda: of_loss(MSE, [[0.0]]).gradient(),
+     TypeError, "output 'a': MSELoss needs a target that is a tensor, got a list"),
+    (lambda: of_loss(lambda f, t: f - t, TWO[0][1]).gradient(), ValueError,
+     r"returned a tensor of shape \[6, 2\]; expected a 0-d tensor, a single number"),
+    (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
+    *[(lambda name=name, number=number: risk(**{name: number}),
+       ValueError, f"{name}={number} must be positive: it is the number of")
+      for name in ("num_data", "num_per_example_loss_terms")
+      for number in (0, -6, float("nan"), float("inf"))],
+]  # fmt: skip
+test_refusals = refusals(REFUSED, MODEL, ATTENTION.model, TIMES.model)
+
+#: In place of what fits each operator: what is refused.
+EVERY: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"loss": nn.CrossEntropyLoss},
+     TypeError, r"is the class CrossEntropyLoss; expected an instance"),
     ({"loss": None}, TypeError, r"The loss is a NoneType; expected one as nn.MSELoss\(\)"),
-    (
-        {"loss": "mse"},
-        TypeError,
-        r"The loss is 'mse'; expected one as nn.MSELoss\(\).*a function of",
-    ),
-    (
-        {"data": [(X, {"a": Y})]},
-        TypeError,
-        "got a dict. .* for several targets give losses in their structure",
-    ),
+    ({"loss": "mse"},
+     TypeError, r"The loss is 'mse'; expected one as nn.MSELoss\(\).*a function of"),
+    ({"data": [(X, {"a": Y})]},
+     TypeError, "got a dict. .* for several targets give losses in their structure"),
     ({"data": None}, TypeError, r"`data` is a NoneType; expected an iterable of batches \(X, y\)"),
-    (
-        {"data": TensorDataset(X, Y)},
-        TypeError,
-        r"TensorDataset; .* Dataset.*DataLoader\(dataset, batch_size=...\)",
-    ),
-    (
-        {"data": Counting([(X, Y)])},
-        TypeError,
-        r"are batches already, DataLoader\(dataset, batch_size=None\)",
-    ),
-    (
-        {"model": nn.Sequential(net(), nn.RReLU(0.1, 0.9))},
-        RuntimeError,
-        r"in training mode: '1' \(RReLU\); call model.e",
-    ),
-    *[
-        ({"model": Sum(), "data": [(given, Y)]}, ValueError, UNCOUNTED)
-        for given in ((X, X), {"mask": X[:2], "x": X}, ["a", "b"])
-    ],
-]
+    ({"data": TensorDataset(X, Y)},
+     TypeError, r"TensorDataset; .* Dataset.*DataLoader\(dataset, batch_size=...\)"),
+    ({"data": Counting([(X, Y)])},
+     TypeError, r"are batches already, DataLoader\(dataset, batch_size=None\)"),
+    ({"model": nn.Sequential(net(), nn.RReLU(0.1, 0.9))},
+     RuntimeError, r"in training mode: '1' \(RReLU\); call model.e"),
+    *[({"model": Sum(), "data": [(inputs, Y)]}, ValueError,
+       r"Can't tell how many examples batch 0 has.*`batch_size_fn=lambda X:")
+      for inputs in ((X, X), {"mask": X[:2], "x": X}, ["a", "b"])],
+]  # fmt: skip
 EXACT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"loss": nn.HuberLoss(reduction="none"), "data": [(X, TARGET)]},
-        UnsupportedError,
-        "is no scalar loss",
-    ),
-    (
-        {"loss": lambda f, y: f.square()},
-        ValueError,
-        r"<lambda> returned a tensor of shape \[6, 3\]; expected a 0-d",
-    ),
-    (
-        {"loss": lambda f, y: 1.0},
-        TypeError,
-        r"returned a float; expected a 0-d tensor.*without .item\(\)",
-    ),
-    (
-        {"loss": detached},
-        ValueError,
-        "loss detached does not depend on the model's output in a differentiable way",
-    ),
-    (
-        {"model": nn.Sequential(net(4), Complex())},
-        UnsupportedError,
-        r"complex\d+; expected real numbers.*view_as_real",
-    ),
-    (
-        {"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO},
-        ValueError,
-        r"a tuple; .*lambda o: o\[0\]`",
-    ),
-    (
-        {"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO, "output": lambda o: o[0]},
-        ValueError,
-        r"half the output.*\[6, 1\] for the output \[6, 2\], got \[6, 2\].*side by si",
-    ),
-    (
-        {"output": lambda o: o[:, :0]},
-        UnsupportedError,
-        r"\[6, 0\], torch.float64, without numbers. If the batch is empty",
-    ),
-]
+    ({"loss": nn.HuberLoss(reduction="none"), "data": [(X, TARGET)]},
+     UnsupportedError, "is no scalar loss"),
+    ({"loss": lambda f, y: f.square()},
+     ValueError, r"<lambda> returned a tensor of shape \[6, 3\]; expected a 0-d"),
+    ({"loss": lambda f, y: 1.0},
+     TypeError, r"returned a float; expected a 0-d tensor.*without .item\(\)"),
+    ({"loss": detached},
+     ValueError, "loss detached does not depend on the model's output in a differentiable way"),
+    ({"model": nn.Sequential(net(4), Complex())},
+     UnsupportedError, r"complex\d+; expected real numbers.*view_as_real"),
+    ({"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO},
+     ValueError, r"a tuple; .*lambda o: o\[0\]`"),
+    ({"model": MeanAndVariance(), "loss": GAUSSIAN, "data": TWO, "output": lambda o: o[0]},
+     ValueError, r"half the output.*\[6, 1\] for the output \[6, 2\], got \[6, 2\].*side by si"),
+    ({"output": lambda o: o[:, :0]},
+     UnsupportedError, r"\[6, 0\], torch.float64, without numbers. If the batch is empty"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "error", "words"),
-    [(kind, *row) for kind in KINDS for row in REFUSED]
+    [(kind, *row) for kind in KINDS for row in EVERY]
     + [(kind, *row) for kind in KINDS[:2] for row in EXACT],
 )
 def test_refused(kind: Any, given: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -187,13 +250,6 @@ def test_refused(kind: Any, given: dict[str, Any], error: type[Exception], words
     with pytest.raises(error, match=words):
         product(kind, **given)
     assert getattr(given["data"], "read", 0) == 0
-
-
-@pytest.mark.parametrize("name", ["num_data", "num_per_example_loss_terms"])
-@pytest.mark.parametrize("number", [0, -6, float("nan"), float("inf")])
-def test_numbers_are_positive(name: str, number: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}={number} must be positive: it is the number of"):
-        EmpiricalRisk(net(), CE, [(X, Y)], **{name: number})
 
 
 # ------------------------------------------------------------------------------------ what is taken
@@ -247,44 +303,3 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_same(kind: Any, name: str) -> None:
     one, other = ({"model": net(), "loss": CE, "data": [(X, Y)], **given} for given in SAME[name])
     torch.testing.assert_close(product(kind, **one), product(kind, **other), rtol=1e-10, atol=1e-12)
-
-
-# -------------------------------------------------------------------------------------- determinism
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (nn.Dropout(0.1), "'0' (Dropout)"),
-        (nn.BatchNorm1d(5), "'0' (BatchNorm1d)"),
-        (nn.LSTM(5, 5, num_layers=2, dropout=0.1), "'0' (LSTM)"),
-        (nn.MultiheadAttention(4, 2, dropout=0.1), "'0' (MultiheadAttention)"),
-        (nn.Dropout(0.0), ""),
-        (nn.LSTM(5, 5, num_layers=2), ""),
-        (nn.MultiheadAttention(4, 2), ""),
-        (nn.ReLU(), ""),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_modules_in_training_mode(module: nn.Module, name: str) -> None:
-    assert training_modules(nn.Sequential(module)) == name
-    assert training_modules(nn.Sequential(module).eval()) == ""
-
-
-def test_messages_of_several_losses_name_the_output() -> None:
-    """What is said of one loss is said of each of several."""
-    model, y = nn.Linear(5, 4).double(), numbers(6, 4)
-
-    def risk(loss: Any, target: Any) -> EmpiricalRisk:
-        split = lambda f: {"a": f[:, :2], "b": f[:, 2:]}  # noqa: E731
-        return EmpiricalRisk(
-            model, {"a": loss, "b": MSE}, [(X, {"a": target, "b": y[:, 2:]})], output=split
-        )
-
-    with pytest.raises(
-        TypeError, match="output 'a': MSELoss needs a target that is a tensor, got a list"
-    ):
-        risk(MSE, y[:, :2].tolist()).gradient()
-    with pytest.raises(
-        ValueError,
-        match=r"returned a tensor of shape \[6, 2\]; expected a 0-d tensor, a single number",
-    ):
-        risk(lambda f, t: f - t, y[:, :2]).gradient()

@@ -37,13 +37,14 @@ from curvlinops_plus import (
 from curvlinops_plus.errors import UnsupportedError
 from test.cases import close, unchanged
 from test.helpers import F64, normal
+from test.nets import tanh_net
 
 CE = nn.CrossEntropyLoss()
 
 
 def net(dtype: torch.dtype = F64) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    return tanh_net(4, 5, 3).to(dtype)
 
 
 def batches(dtype: torch.dtype = F64) -> list[Any]:

@@ -26,6 +26,7 @@ from curvlinops_plus.risk.vectors import (
     Vectors,
     as_vectors,
 )
+from test.helpers import seeded
 
 F64 = torch.float64
 
@@ -34,7 +35,7 @@ def terms(
     loss: nn.Module, *shape: int, C: int = 3, seed: int = 0
 ) -> tuple[Likelihood, Tensor, Tensor]:
     """A likelihood with outputs and targets [*shape, C]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     f = torch.randn(*shape, C, dtype=F64, generator=generator)
     likelihood = likelihood_of(loss)
     if isinstance(loss, nn.CrossEntropyLoss):
@@ -133,38 +134,6 @@ def test_the_page_about_modes_lists_all_words() -> None:
     with pytest.raises(ValueError, match="or a word:") as error:
         as_vectors("?")
     assert {*re.findall("'([a-z0-9_-]+)'", str(error.value))} == {*found}
-
-
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda: as_vectors("ggn"), ValueError, "Unknown vectors: 'ggn'.*'type-2'.*'ggn_exact'"),
-    (
-        lambda: as_vectors(MonteCarlo),
-        TypeError,
-        r"MonteCarlo'>\. Expected an object such as Exact\(\)",
-    ),  # type: ignore[arg-type]
-    (
-        lambda: MonteCarlo(samples=0),
-        ValueError,
-        "MonteCarlo needs at least one sample, got samples=0",
-    ),
-    (
-        lambda: CurvaturePropagation(samples=0),
-        ValueError,
-        "CurvaturePropagation needs at least one sample",
-    ),
-    (
-        lambda: Exact(matrix="hessian"),
-        ValueError,
-        r"Exact\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\"",
-    ),
-    (lambda: MonteCarlo(samples=1.5), TypeError, "MonteCarlo needs an integer, got samples=1.5"),  # type: ignore[arg-type]
-]
-
-
-@pytest.mark.parametrize(("make", "error", "words"), REFUSED)
-def test_refused(make: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
 
 
 # ------------------------------------------------------------------------------------ GGN or Fisher

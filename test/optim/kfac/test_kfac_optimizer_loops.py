@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 from curvlinops_plus import CurvatureWarning, EmpiricalRisk, NumericsError, curvature
 from curvlinops_plus.optim import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
+from test.nets import tanh_net
 from test.optim.kfac.training import EXACT, TwoHeads, batch, flat, listening, net, plain
 
 Step = Callable[[Any, nn.Module, nn.Module, Tensor, Tensor], Any]
@@ -302,7 +303,7 @@ def test_a_factor_in_front_of_the_losses(factor: float) -> None:
 def test_a_batch_with_nan(reject: float | None, where: str) -> None:
     """It changes nothing, and the next step is as usual."""
     torch.manual_seed(0)
-    model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), nn.MSELoss()
+    model, loss = tanh_net(4, 5, 2).double(), nn.MSELoss()
     X, y, nan = batch()[0], torch.rand(12, 2).double(), float("nan")
     optimizer = KFACOptimizer(model, loss, reject=reject)
     plain(optimizer, model, loss, X, y)

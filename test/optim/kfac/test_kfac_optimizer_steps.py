@@ -24,6 +24,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.optim import KFACOptimizer
+from test.helpers import seeded
 from test.optim.kfac.training import EXACT, Twisted, batch, flat, gradient, net, plain
 
 CE = nn.CrossEntropyLoss()
@@ -557,7 +558,7 @@ def test_sparse_gradients(kind: Any) -> None:
     """A table whose gradient is sparse moves as one whose gradient is not."""
     ends = []
     for model in (Table(True).double(), Table(False).double()):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded()
         damping: Any = LevenbergMarquardt(0.1, interval=1) if kind is KFACOptimizer else 1.0
         optimizer = kind(model, CE, damping=damping, **EXACT)
         sgd = torch.optim.SGD(

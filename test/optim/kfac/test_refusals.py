@@ -14,18 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus import EKFAC, UnsupportedError
-from curvlinops_plus.optim import (
-    KFACOptimizer,
-    KFACPreconditioner,
-    LevenbergMarquardt,
-    NormConstraint,
-    WeightDecay,
-)
+from curvlinops_plus import UnsupportedError
+from curvlinops_plus.optim import KFACOptimizer, LevenbergMarquardt, NormConstraint, WeightDecay
+from test.helpers import Refusal, refusals
 from test.optim.kfac.training import EXACT, Loss, batch, flat, net, plain
 
 CE = nn.CrossEntropyLoss()
 LM = LevenbergMarquardt
+X, Y = batch()
 
 
 def made(loss: Any = CE, **options: Any) -> Callable[[], Any]:
@@ -46,7 +42,19 @@ def of_kinds(**options: Any) -> Callable[[], Any]:
     return step
 
 
-ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+def assigned() -> None:
+    model = net()
+    optimizer = KFACOptimizer(model, CE)
+    model.load_state_dict(net(3).state_dict(), assign=True)
+    plain(optimizer, model, CE, X, Y)
+
+
+def step_on(X: Tensor, y: Tensor) -> None:
+    model = net()
+    plain(KFACOptimizer(model, CE), model, CE, X, y)
+
+
+REFUSED: list[Refusal] = [
     (made(lr=-1.0), ValueError, "lr=-1; expected a number at least 0"),
     (made(damping=-1.0), ValueError, "damping=-1"),
     (made(inverse="eigen"), ValueError, "inverse='eigen'; expected one of 'exact', 'factored'"),
@@ -59,55 +67,38 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (made(decay=2.0), ValueError, "decay=2.0"),
     (made(power=1.0), ValueError, "power"),
     (made(power=-0.5), ValueError, "A norm constraint in the damped norm is for inverses"),
-    (
-        made(nn.CrossEntropyLoss(reduction="sum"), decay=1.0),
-        ValueError,
-        "would add up the curvature of all steps",
-    ),
+    (made(nn.CrossEntropyLoss(reduction="sum"), decay=1.0),
+     ValueError, "would add up the curvature of all steps"),
     (made(params=[]), ValueError, "empty parameter list"),
     (made(foreach=True), TypeError, "unexpected keyword argument 'foreach'"),
     (made(weight="w"), UnsupportedError, "can't see whether your gradients have weights"),
     (made(nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
-    (
-        lambda: KFACOptimizer(net().parameters(), CE),
-        TypeError,
-        "The model is a generator; expected",
-    ),
-    (
-        lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE),
-        ValueError,
-        "only real floating-point",
-    ),
-    (
-        lambda: made()().add_param_group({"params": nn.Parameter(torch.zeros(2))}),
-        ValueError,
-        "recorded for parameters that come later; give all to the constructor",
-    ),
+    (lambda: KFACOptimizer(net().parameters(), CE),
+     TypeError, "The model is a generator; expected"),
+    (lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE),
+     ValueError, "only real floating-point"),
+    (lambda: made()().add_param_group({"params": nn.Parameter(torch.zeros(2))}),
+     ValueError, "recorded for parameters that come later; give all to the constructor"),
     (of_kinds(lr=0.2), ValueError, r"one block.*\(0\.1, .* and \(0\.2, .*in one group"),
-    (
-        of_kinds(weight_decay=WeightDecay(0.1, "coupled")),
-        ValueError,
-        "one block.*possible if it is decoupled, a",
-    ),
+    (of_kinds(weight_decay=WeightDecay(0.1, "coupled")),
+     ValueError, "one block.*possible if it is decoupled, a"),
     (lambda: LM(0.0), ValueError, "initial=0"),
     (lambda: LM(1.0, interval=0), ValueError, "interval=0"),
-    (
-        lambda: LM(1.0, thresholds=(0.5, 0.5)),
-        ValueError,
-        "The second threshold=0.5; expected a number above 0.5",
-    ),
+    (lambda: LM(1.0, thresholds=(0.5, 0.5)),
+     ValueError, "The second threshold=0.5; expected a number above 0.5"),
     (lambda: LM(1.0, min=1.0, max=0.1), ValueError, "max=0.1"),
     (lambda: LM(1e-5), ValueError, "initial=1e-05; expected a number at least 0.0001"),
-    (lambda: NormConstraint(1.0, "all"), ValueError, "of='all'"),  # type: ignore[arg-type]
-    (lambda: WeightDecay(1.0, "l2"), ValueError, "kind='l2'"),  # type: ignore[arg-type]
+    (lambda: NormConstraint(1.0, "all"), ValueError, "of='all'"),
+    (lambda: WeightDecay(1.0, "l2"), ValueError, "kind='l2'"),
     (lambda: WeightDecay(-1.0), ValueError, "weight decay=-1"),
-]
-
-
-@pytest.mark.parametrize(("make", "error", "words"), ARGUMENTS)
-def test_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
+    # data
+    (assigned,
+     ValueError, r"other tensors in place of its parameters.*assign=True.*a new optimizer"),
+    (lambda: step_on(X, torch.full_like(Y, -100)),
+     ValueError, r"No term of CrossEntropyLoss counts.*skip such batches until one counts"),
+    (lambda: step_on(X[:0], Y[:0]), ValueError, r"shape \[0, 3\]"),
+]  # fmt: skip
+test_refusals = refusals(REFUSED)
 
 
 def test_decoupled_weight_decay_may_differ_within_a_block() -> None:
@@ -181,42 +172,6 @@ def test_steps_without_a_batch() -> None:
     assert len(optimizer.last_step.left_alone) == 4
 
 
-# ---------------------------------------------------------------------------------- in other places
-
-
-def assigned(X: Tensor, y: Tensor) -> None:
-    model = net()
-    optimizer = KFACOptimizer(model, CE)
-    model.load_state_dict(net(3).state_dict(), assign=True)
-    plain(optimizer, model, CE, X, y)
-
-
-def step_on(X: Tensor, y: Tensor) -> None:
-    model = net()
-    plain(KFACOptimizer(model, CE), model, CE, X, y)
-
-
-PLACES: list[tuple[Callable[..., None], type[Exception], str]] = [
-    (
-        assigned,
-        ValueError,
-        r"other tensors in place of its parameters.*assign=True.*a new optimizer",
-    ),
-    (
-        lambda X, y: step_on(X, torch.full_like(y, -100)),
-        ValueError,
-        r"No term of CrossEntropyLoss counts.*skip such batches until one counts",
-    ),
-    (lambda X, y: step_on(X[:0], y[:0]), ValueError, r"shape \[0, 3\]"),
-]
-
-
-@pytest.mark.parametrize(("work", "error", "words"), PLACES)
-def test_what_is_refused(work: Callable[..., None], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        work(*batch())
-
-
 def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
     """Neither do its statistics merge with those of the next step."""
     ends = []
@@ -236,79 +191,3 @@ def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
         assert optimizer.last_step.examples == 12
         ends.append(flat(model))
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
-
-
-# --------------------------------------------------------------------------------------- batch norm
-@pytest.mark.filterwarnings(
-    "ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal"
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"default": EKFAC}, {"damping": LM(0.1, interval=1), "reject": 2.0}], ids=str
-)
-def test_batch_norm_is_trained_by_default(options: dict[str, Any]) -> None:
-    """With the diagonal of the gradients of each example as the pass has them."""
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
-    model, loss, X = (
-        nn.Sequential(*layers).double(),
-        nn.CrossEntropyLoss(),
-        torch.randn(30, 1, 4, 4).double(),
-    )
-    y = X.flatten(1)[:, :3].argmax(1)
-    before = loss(model(X), y).item()
-    with KFACOptimizer(
-        model, loss, lr=0.3, norm_constraint=1e-1, vectors="empirical", **options
-    ) as optimizer:
-        h, z = model[0](X).detach(), model[0](X).detach().requires_grad_()
-        h = nn.functional.batch_norm(h, None, None, training=True)
-        out = nn.functional.batch_norm(z, None, None, model[1].weight, model[1].bias, training=True)
-        out.retain_grad()
-        (30 * loss(model[2:](out), y)).backward()
-        plain(optimizer, model, loss, X, y)
-        rows = torch.cat([(out.grad * h).sum((2, 3)), out.grad.sum((2, 3))], 1)
-        K = optimizer.curvature.refreshed.operator
-        found = K.layouts["1"].split(K.blocks["1"].diagonal()[:, None])
-        torch.testing.assert_close(
-            torch.cat([t.flatten() for t in found.values()]), rows.square().mean(0)
-        )
-        for _ in range(20):
-            plain(optimizer, model, loss, X, y)
-        assert optimizer.last_step.left_alone == []
-        assert loss(model(X), y).item() < 0.5 * before
-
-
-def test_batch_norm_between_layers() -> None:
-    model, loss = (
-        nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double(),
-        nn.CrossEntropyLoss(),
-    )
-    optimizer = KFACPreconditioner(
-        model, loss, params=[*model[0].parameters(), *model[2].parameters()]
-    )
-    plain(optimizer, model, loss, *batch())
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*batch norm in training mode", "ignore:.*get their exact diagonal"
-)
-def test_parameters_read_around_batch_norm_belong_to_another_optimizer() -> None:
-    class Scaled(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * super().forward(x)
-
-    model, loss = Scaled().double(), nn.CrossEntropyLoss()
-    with (
-        KFACOptimizer(model, loss) as optimizer,
-        pytest.raises(UnsupportedError, match="read around it to another"),
-    ):
-        plain(optimizer, model, loss, *batch())
-    scale = model.scale.detach().clone()
-    with KFACOptimizer(
-        model, loss, params=[p for p in model.parameters() if p is not model.scale]
-    ) as optimizer:
-        plain(optimizer, model, loss, *batch())
-    assert model.scale.equal(scale)

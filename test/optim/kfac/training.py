@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from test.helpers import seeded
+from test.nets import tanh_net
+
 EXACT: dict[str, Any] = {"vectors": "ggn_exact"}
 Loss = Callable[..., Tensor]
 
 
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return tanh_net(4, 5, 3).double()
 
 
 def batch(n: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     X = torch.randn(n, 4, generator=generator, dtype=torch.float64)
     return X, torch.randint(3, (n,), generator=generator)
 

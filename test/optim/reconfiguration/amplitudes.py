@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from test.helpers import seeded
+
 F64, C128 = torch.float64, torch.complex128
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     real = torch.randn(shape, generator=generator, dtype=F64)
     if not dtype.is_complex:
         return real.to(dtype)

@@ -19,6 +19,7 @@ from curvlinops_plus.optim.reconfiguration.scores import (
     Scores,
     recorded_kernel,
 )
+from test.helpers import seeded
 from test.optim.reconfiguration.amplitudes import (
     C128,
     F64,
@@ -160,7 +161,7 @@ class Sneaky(Layered):
 def test_kernel_from_layers(make: Callable[[], nn.Module]) -> None:
     """It is checked against autograd."""
     net = make()
-    x = torch.randint(0, 3, (9, 5), generator=torch.Generator().manual_seed(1))
+    x = torch.randint(0, 3, (9, 5), generator=seeded(1))
     e = Ensemble(LogAmplitude(net, None), normal(9, 4) if isinstance(net, Net) else x)
     J = torch.cat([J for _, J in e.jacobians()])[:, 0]
     recorded = recorded_kernel(e)
