@@ -39,6 +39,14 @@ class Endings(ExitStack):
         self.close()
 
 
+@contextmanager
+def entered(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """A context of another package, which also ends when it is dropped."""
+    with Endings() as endings:
+        endings.enter_context(context)
+        yield
+
+
 class _Entered(threading.local):
     """Identities of the `GradMode` contexts that this thread is in, the outermost first."""
 
@@ -94,14 +102,7 @@ def outside_autocast(device: str) -> AbstractContextManager[Any]:
         return nullcontext()
     if torch.compiler.is_compiling():
         return torch.autocast(device, enabled=False)
-    return _outside_autocast(device)
-
-
-@contextmanager
-def _outside_autocast(device: str) -> Iterator[None]:
-    with Endings() as endings:
-        endings.enter_context(torch.autocast(device, enabled=False))
-        yield
+    return entered(torch.autocast(device, enabled=False))
 
 
 def plain_mode(device: str) -> AbstractContextManager[Any]:

@@ -71,6 +71,8 @@ class UsersPass:
             layers.
     """
 
+    _recorder: Recorder | None = None  # also of one that an interrupt has not let become one
+
     def __init__(
         self,
         batch: Batch,
@@ -79,28 +81,28 @@ class UsersPass:
         add_by_own_pass: Callable[[Batch, float | None, OutsideReads | None], None],
     ) -> None:
         self.batch = batch
-        self._recorder = recorder
         self._add = add
         self._add_by_own_pass = add_by_own_pass
         self._output: Any = None
         self._phase = "before the call"
+        self._recorder = recorder
         if recorder is not None:
             recorder.attach()
 
     def begin(self) -> None:
         """The model is about to be called."""
         if self._recorder is not None:
-            eager.start(self)  # hooks of a compiled model that ran before never fire
+            self._phase = "the call"  # what the end of it undoes may not have begun
+            eager.start(id(self))  # hooks of a compiled model that ran before never fire
             self._recorder.start(self.batch.num_examples)
-            self._phase = "the call"
 
     def end(self, output: Any) -> None:
         """The model has returned."""
         self._output = output
         self._leave_phase()
         if self._recorder is not None:
-            self._recorder.disabled.depth = 1  # until vectors are sent
             self._phase = "after the call"
+            self._recorder.disabled.depth = 1  # until vectors are sent
 
     def _leave_phase(self) -> None:
         """Undo what the phase of now has changed."""
@@ -108,7 +110,7 @@ class UsersPass:
             return
         if self._phase == "the call":
             self._recorder.stop()
-            eager.leave(self)
+            eager.leave(id(self))
         elif self._phase == "after the call":
             self._recorder.disabled.depth = 0
         self._phase = ""

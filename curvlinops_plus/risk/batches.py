@@ -19,6 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
+from curvlinops_plus.contexts import entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.options import integer
 
@@ -211,7 +212,7 @@ def postorder(tensors: Iterable[Tensor]) -> dict[Any, list[Any]]:
     """
     below: dict[Any, list[Any]] = {}
     finished: dict[Any, list[Any]] = {}
-    with torch._C.DisableTorchFunction():
+    with entered(torch._C.DisableTorchFunction()):
         roots = [t.grad_fn for t in tensors]
     stack = [root for root in roots if root is not None]  # leaves have none
     while stack:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.contexts import Endings, GradMode
+from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
 from curvlinops_plus.layer.rule import GENERIC
@@ -292,12 +292,12 @@ class DryPass:
                 for name, module in model.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                         continue
-                    enter = own_calls(partial(self._enter, name))
-                    leave = own_calls(self._leave)
-                    hook = module.register_forward_pre_hook(enter, prepend=True)
-                    endings.callback(hook.remove)
-                    hook = module.register_forward_hook(leave, always_call=True, with_kwargs=True)
-                    endings.callback(hook.remove)
+                    before = own_calls(partial(self._enter, name))
+                    after = own_calls(self._leave)
+                    options = {"always_call": True, "with_kwargs": True}
+                    # Each in one line, between whose parts no interrupt can come.
+                    endings.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                    endings.callback(module.register_forward_hook(after, **options).remove)
                 endings.enter_context(FunctionCalls(self._receive))
                 self.risk.run(batch, model)
 
@@ -446,7 +446,7 @@ class FunctionCalls(TorchFunctionMode):
                 )
             self.examples = query.shape[1]
         try:
-            with self:
+            with entered(self):
                 return _body(func)(*args, **kwargs)
         finally:
             self.examples = outer

@@ -21,7 +21,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvlinops_plus.contexts import Endings, GradMode, plain_mode
+from curvlinops_plus.contexts import Endings, GradMode, entered, plain_mode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
@@ -347,6 +347,10 @@ class Recorder:
         self._mode_of_call.close()
         self._recording = False
         self._inside.clear()
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Context of a backward pass, in which checkpointing may call functions once more."""
+        return entered(self._mode) if self._functions else self._mode
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph
@@ -696,7 +700,7 @@ class Recorder:
             if len(chunk) > 1:
                 stacks = [torch.stack(parts) for parts in zip(*chunk, strict=True)]
                 stacks, power = self.in_range(stacks, outputs)
-                gradients = _vectorised_gradients(outputs, edges, stacks, self._mode)
+                gradients = _vectorised_gradients(outputs, edges, stacks, self._watched())
                 if gradients is not None:
                     sent += len(chunk)
                     self._show_all(gradients, len(chunk), power)
@@ -710,7 +714,7 @@ class Recorder:
                     continue
                 gradients = []
                 if edges:
-                    with self._mode:
+                    with self._watched():
                         gradients = [*gradients_of(outputs, edges, parts, keep)]
                 self._show_all(gradients, 1, power)
 
@@ -790,7 +794,7 @@ class Recorder:
                 with self.disabled, plain_mode(self.risk.device.type):
                     self._show(index, gradients, 1, power)
 
-        with self._mode:
+        with self._watched():
             stream_gradients(outputs, edges, vector, keep_graph, arrive)
         with self.disabled, plain_mode(self.risk.device.type):
             for index, number in missing.items():

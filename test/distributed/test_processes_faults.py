@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[Parts], object], str]] = {
         DIFFERENT + "how their blocks were made: .*power -1.0.*power -0.5",
     ),
     "multiple of a power": (
-        lambda p: (2 * p.owned().power(-0.5 if p.last else -1.0, 0.1)).operator.diagonal(),
+        lambda p: (2 * p.owned().power(-0.5 if p.last else -1.0, 0.1)).diagonal(),
         DIFFERENT + "how their blocks were made: .*power -1.0.*power -0.5",
     ),
     "shift": (

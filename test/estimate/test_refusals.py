@@ -30,7 +30,7 @@ REFUSED: list[Refusal] = [
     (lambda: xtrace(I12.long(), 2), TypeError, "real floating-point numbers, got torch.int64"),
     (lambda: xtrace(aslinearoperator(1j * np.eye(5)), 2),
      TypeError, "real numbers, got dtype complex128"),
-    (lambda: xtrace(I12, 6.0), TypeError, "cannot be interpreted as an integer"),
+    (lambda: xtrace(I12, 6.0), TypeError, "num_matvecs is the float 6.0; expected an integer"),
     (lambda: logdet(I12, distribution="gauss"), ValueError, "Unknown distribution 'gauss'"),
     (lambda: top_eigenpairs(I12, 0),
      ValueError, r"k \(0\) must be at least 1 and at most A's size \(12\)"),

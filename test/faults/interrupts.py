@@ -129,6 +129,7 @@ def modes() -> dict[str, Any]:
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "function modes": torch._C._len_torch_function_stack(),
+        "torch functions": torch._C._is_torch_function_enabled(),
         "fused attention": mha.get_fastpath_enabled(),
         "filters": list(warnings.filters),
         "dtype": torch.get_default_dtype(),

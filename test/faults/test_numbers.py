@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import F64, normal
 from torch import Tensor
 
 from curvlinops_plus import (
@@ -27,6 +26,7 @@ from curvlinops_plus import (
     stochastic_reconfiguration,
 )
 from curvlinops_plus.linalg import Dense, Space, Structure
+from test.helpers import F64, normal
 
 NAN, INF = float("nan"), float("inf")
 M = torch.diag(torch.linspace(0.5, 1.5, 6, dtype=F64)) + 0.02

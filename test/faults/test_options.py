@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import problem
-from helpers import F64, normal
 from torch import nn
 
 from curvlinops_plus import (
@@ -67,6 +65,8 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.options import flag, integer, number
+from test.cases import problem
+from test.helpers import F64, normal
 
 NAN, INF = float("nan"), float("inf")
 P = problem("mlp")

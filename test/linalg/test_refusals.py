@@ -91,7 +91,7 @@ REFUSED: list[Refusal] = [
     (lambda: EYE3 @ torch.ones(3, dtype=torch.long),
      TypeError, r"got torch.int64; convert it, X.to\(torch.float32\)"),
     (lambda: EYE3.sample(3),
-     TypeError, r"a torch.Generator, got int 3; for a seed write .*manual_seed.* draws num="),
+     TypeError, r"is the int 3; expected a torch.Generator; for a seed write .*manual_seed.* draws num="),
     (lambda: EYE3.quadratic_form(None), TypeError, r"Expected a tensor .*; got NoneType"),
     (lambda: EYE3.quadratic_form(torch.tensor(1.0)),
      ValueError, r"J of shape \[3\] or \[..., m, 3\], got \[\]"),
