@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import Endings
-
-__all__ = ["RandomState", "kept_random_state"]
+__all__ = ["RandomState"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +79,3 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Let all global generators go on afterwards from where they are now."""
-    with Endings() as endings:
-        endings.surely(RandomState.now().restore)
-        yield

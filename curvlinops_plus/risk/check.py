@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
-from curvlinops_plus.random_state import RandomState, kept_random_state
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
@@ -32,6 +32,7 @@ from curvlinops_plus.risk.preserve import (
     TOLERANCE,
     eager,
     kept_modules,
+    kept_random_state,
     relative_difference,
     training_modules,
     with_short_products,

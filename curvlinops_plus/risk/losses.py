@@ -29,9 +29,8 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.likelihood import OfExamples
-from curvlinops_plus.random_state import kept_random_state
 from curvlinops_plus.risk.batches import Batch, mapped
-from curvlinops_plus.risk.preserve import kept_modules
+from curvlinops_plus.risk.preserve import kept_modules, kept_random_state
 
 Key = str | int
 Number = Tensor | float

@@ -101,6 +101,14 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
                 ) from error
 
 
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Let all global generators go on afterwards from where they are now."""
+    with Endings() as endings:
+        endings.surely(RandomState.now().restore)
+        yield
+
+
 # -------------------------------------------------------------------------------------- the process
 #: Lock of the thread that evaluates risks, as often as it likes.
 exclusive = threading.RLock()

@@ -402,7 +402,8 @@ def readings(
 )
 def test_layers_do_not_wait_for_the_device(name: str, model: str, device: torch.device) -> None:
     shallow, deep = (readings(TASKS[name], model, depth, device) for depth in (1, 3))
-    assert shallow == deep <= 8
+    # On the CPU, where nobody waits, the number of a batch's loss terms is read, too.
+    assert shallow == deep <= (16 if device.type == "cpu" else 8)
 
 
 @pytest.mark.parametrize(
