@@ -9,6 +9,7 @@ finds everything as it left it.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import warnings
@@ -211,12 +212,29 @@ def untraced(function: Callable[Inputs, T]) -> Callable[Inputs, T]:
 
 
 # ------------------------------------------------------------------------------------------ modules
+_forks = 0  # from the process that imported this one to the process of now
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def this_thread() -> int:
+    """A number of the thread of now, which a forked process, such as a loader's worker, has not."""
+    return threading.get_ident() | _forks << 64
+
+
 def runs_for(thread: int) -> bool:
     """Whether code runs for a thread: in it, or in a backward pass.
 
     Autograd has threads of its own, where activation checkpointing calls modules once more.
     """
-    return threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+    return this_thread() == thread or torch._C._current_graph_task_id() != -1
 
 
 class Uncopied(partial[Any]):
@@ -238,7 +256,7 @@ def own_calls(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of a module that ignores calls of other threads, which may evaluate the model
     meanwhile.
     """
-    thread = threading.get_ident()
+    thread = this_thread()
     return Uncopied(lambda *args, **kwargs: hook(*args, **kwargs) if runs_for(thread) else None)
 
 
@@ -254,7 +272,7 @@ class ReplacedTensors(dict[str, Any]):
     def __init__(self, replaced: Mapping[str, Any], held: dict[str, Any]) -> None:
         super().__init__(replaced)
         self.own: dict[str, Any] = getattr(held, "own", held)
-        self.thread = threading.get_ident()
+        self.thread = this_thread()
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name) if runs_for(self.thread) else self.own[name]

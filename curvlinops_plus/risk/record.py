@@ -18,7 +18,6 @@ Two details without which results would be silently wrong:
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,7 +42,7 @@ from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
-from curvlinops_plus.risk.preserve import Uncopied, quiet, runs_for
+from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
@@ -178,7 +177,7 @@ class Recorder:
         self.is_open = False
         self._handles: list[Any] = []
         self._recording = False
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         self._reset(0)
 
         self._uses: list[tuple[int, ModuleUse]] = []
@@ -338,7 +337,7 @@ class Recorder:
         self._reset(num_examples)
         self.disabled.depth = 0  # an interrupt may have left it
         self._recording = True
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         if self._functions:
             self._mode_of_call.enter_context(self._mode)
 
@@ -365,11 +364,18 @@ class Recorder:
         self.numbers = 0
 
     # ---------------------------------------------------------------------------------------- hooks
+    def _listens(self) -> bool:
+        """Whether calls of now are those of the recorded pass: in its thread, or in a backward
+        pass, where checkpointing calls modules once more. Between passes data may call the model.
+        """
+        own = self._recording and this_thread() == self._thread
+        return own or torch._C._current_graph_task_id() != -1
+
     def _enter(
         self, holders: Sequence[Any], answers_for: set[str], module: nn.Module, args: Any
     ) -> None:
         """A module begins to run that reads parameters which functions read outside of it."""
-        if not self.disabled.depth and runs_for(self._thread):
+        if not self.disabled.depth and self._listens():
             self._inside.append(answers_for if _holds(holders) else set())
 
     def _module_call(
@@ -385,7 +391,7 @@ class Recorder:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it
         without kwargs.
         """
-        if self.disabled.depth or not self._handles or not runs_for(self._thread):
+        if self.disabled.depth or not self._handles or not self._listens():
             return None
         if answers and self._inside:
             self._inside.pop()

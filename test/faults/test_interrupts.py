@@ -346,3 +346,35 @@ def test_functional_calls_in_another_thread() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+class Taught(torch.utils.data.Dataset[Any]):
+    """Targets are what the model itself says, as of a teacher."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.X = torch.cat([X for X, _ in data()])
+
+    def __len__(self) -> int:
+        return len(self.X)
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return self.X[n], self.model(self.X[n : n + 1])[0].argmax()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_call_the_model(workers: int) -> None:
+    """Also in workers that are forked while the model is recorded."""
+    model = small()
+    loader = torch.utils.data.DataLoader(
+        Taught(model),
+        batch_size=6,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    batches = list(loader)
+    for kind in (KFAC, EKFAC):
+        found = curvature(EmpiricalRisk(model, LOSS, loader), kind)
+        expected = curvature(EmpiricalRisk(model, LOSS, batches), kind)
+        assert same(found.to_dense(), expected.to_dense())
