@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops_plus.contexts import Endings, GradMode
+from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.options import whole
 from curvlinops_plus.random_state import RandomState
@@ -112,8 +112,8 @@ class Passes:
                 # look like one.
                 V = [torch.from_dlpack(v[0].detach()) for v in self.split(row[None])]
                 values = [forward_ad.make_dual(p, v) for p, v in zip(copies, V, strict=True)]
-            placed = self.risk.placed(dict(zip(self.risk.params, values, strict=True)))
-            with placed, Endings() as endings:
+            named = dict(zip(self.risk.params, values, strict=True))
+            with self.risk.placed(named), Endings() as endings:
                 if watched:
                     endings.enter_context(self._fixes)
                 F, extra = self.read(self.risk.model, batch)
@@ -261,8 +261,8 @@ class Passes:
         values = tuple(p.detach() for p in self.params)
 
         def outputs(*parameters: Tensor) -> tuple[Tensor, ...]:
-            placed = self.risk.placed(dict(zip(self.risk.params, parameters, strict=True)))
-            with placed, self._fixes:
+            named = dict(zip(self.risk.params, parameters, strict=True))
+            with self.risk.placed(named), entered(self._fixes):
                 return tuple(self.read(self.risk.model, batch)[0])
 
         def product(*tangents: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -151,8 +151,13 @@ class _BatchCheck:
         numbers = [n for n in _FEW if n < N] or [N]
         disagreement: OutsideReads | None = None
         # The model and the batch's own recording stay as they are.
-        modules = kept_modules([*self.risk.model.modules()])
-        with Endings() as endings, GradMode(self.recorder.backward), kept_random_state(), modules:
+        modules = [*self.risk.model.modules()]
+        with (
+            Endings() as endings,
+            GradMode(self.recorder.backward),
+            kept_random_state(),
+            kept_modules(modules),
+        ):
             eager.enter(endings)
             endings.enter_context(self.recorder.disabled)
             for norm in self.batch_norms:
@@ -195,17 +200,16 @@ class _BatchCheck:
         """
         model: nn.Module | None = None
         params: dict[str, Tensor] = self.risk.params
-        placed: AbstractContextManager[None] = nullcontext()
         are_free = all(p.requires_grad and not p._backward_hooks for p in params.values())
-        if self.recorder.backward and not are_free:
+        replaces = self.recorder.backward and not are_free
+        if replaces:
             # Frozen ones have no gradients, and hooks are the user's.
             model = self.risk.model
             params = {key: nn.Parameter(p.detach()) for key, p in params.items()}
-            placed = self.risk.placed(params)
         small = self.recorder.beside(params)
         is_part = few is not self.batch
         random_state = RandomState.now(self.risk.device) if self.recorder.repeatable else None
-        with placed, small.attached():
+        with self.risk.placed(params) if replaces else nullcontext(), small.attached():
             try:
                 with small.recording(len(chosen)):
                     outputs = self.risk.run(few, model)[0]

@@ -86,8 +86,12 @@ def look_for_functions(
     if failed:
         attempts.append(failed)
     if attempts:
-        state = preserve_state(risk.model, risk.data)
-        with state, risk.placed(), torch.inference_mode(False), GradMode(True):
+        with (
+            preserve_state(risk.model, risk.data),
+            risk.placed(),
+            torch.inference_mode(False),
+            GradMode(True),
+        ):
             if batch is None:
                 batch = next(risk.batches("functions"), None)
             if batch is None:  # other processes have examples, and tell what they find
