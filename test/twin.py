@@ -58,15 +58,27 @@ AFFINE: dict[Any, tuple[Callable[[Tensor, nn.Module], Tensor], int]] = {
 
 
 # -------------------------------------------------------------------------------------- derivatives
-def jacobian(f: Tensor, by: Sequence[Tensor]) -> Tensor:
-    """Derivatives [F, P] of the numbers of `f` by those of some tensors, all by one call."""
-    sizes = [t.numel() for t in by]
+def jacobian(f: Tensor, by: Sequence[Tensor], at_once: bool = True) -> Tensor:
+    """Derivatives [F, P] of the numbers of `f` by those of some tensors.
+
+    Args:
+        at_once: By one vectorised call; some operations and hooks don't allow it.
+    """
     if not f.requires_grad:
-        return f.new_zeros(f.numel(), sum(sizes))
+        return f.new_zeros(f.numel(), sum(t.numel() for t in by))
     ones = torch.eye(f.numel(), dtype=f.dtype, device=f.device).view(-1, *f.shape)
-    options: Any = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
-    grads = torch.autograd.grad(f, by, ones, **options)
-    return torch.cat([g.to_dense().reshape(len(ones), -1) for g in grads], 1).detach()
+
+    def columns(vectors: Tensor, number: int, **options: Any) -> Tensor:
+        grads = torch.autograd.grad(f, by, vectors, True, allow_unused=True, **options)
+        blocks = []
+        for g, t in zip(grads, by, strict=True):
+            zero = f.new_zeros(number, t.numel())  # of what it does not depend on
+            blocks.append(zero if g is None else g.to_dense().reshape(number, -1))
+        return torch.cat(blocks, 1).detach()
+
+    if at_once:
+        return columns(ones, len(ones), is_grads_batched=True)
+    return torch.cat([columns(one, 1) for one in ones])
 
 
 # ------------------------------------------------------------------------------------------- layers

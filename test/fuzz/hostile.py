@@ -57,8 +57,11 @@ class Whole:
             options: Any = {"create_graph": True, "materialize_grads": True}
             grads = torch.autograd.grad(self.loss, params, **options)
             gradient = torch.cat([g.flatten() for g in grads])
-            self.gradient, self.hessian = gradient.detach(), jacobian(gradient, params)
-            J = [jacobian(f, params) for f in outputs]
+            self.gradient, self.hessian = (
+                gradient.detach(),
+                jacobian(gradient, params, at_once=False),
+            )
+            J = [jacobian(f, params, at_once=False) for f in outputs]
         self.J = torch.cat(J)
         self.ggn = self.J.T @ torch.block_diag(*H) @ self.J
 
