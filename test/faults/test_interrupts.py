@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,8 +31,8 @@ from curvlinops_plus import (
 from test.faults.interrupts import Stop, Users, every, interrupted, is_free, number_of_lines, same
 
 Data = list[tuple[Tensor, Tensor]]
-#: Every line of this many, and another one of them for each test.
-STRIDE = 31
+#: Of a test one line in so many, and about so many lines at most; by night more.
+STRIDE, MOST = 31, 60
 
 
 class Network(nn.Module):
@@ -87,6 +87,28 @@ RESULTS: dict[str, Callable[[EmpiricalRisk], Any]] = {
 }
 
 
+def some(number: int) -> Iterator[int]:
+    """Numbers of lines, spread over all of them."""
+    return every(max(STRIDE, number // MOST), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_seventh_line(name: str) -> None:
+    users = Users(network())
+    risk = EmpiricalRisk(users.model, LOSS, data())
+
+    def work() -> Any:
+        return RESULTS[name](risk)
+
+    expected = work()
+    before = users.now()
+    for line in every(7, number_of_lines(work)):
+        place = interrupted(work, line)
+        assert users.changes(before) == [], place
+    assert same(work(), expected)
+
+
 @pytest.mark.parametrize("model", [small, network])
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_users_things_are_as_before(name: str, model: Any) -> None:
@@ -99,7 +121,7 @@ def test_the_users_things_are_as_before(name: str, model: Any) -> None:
 
     expected = work()
     before = users.now()
-    for line in every(STRIDE, number_of_lines(work)):
+    for line in some(number_of_lines(work)):
         place = interrupted(work, line)
         assert users.changes(before) == [], place
     assert same(work(), expected)
@@ -151,7 +173,7 @@ def test_a_batch_is_added_wholly_or_not(step: str) -> None:
     lines = number_of_lines(stream.steps[step])
     after = stream.state()
     assert not same(before, after) or step == "refresh"
-    for line in every(STRIDE, lines):
+    for line in some(lines):
         stream = Estimator()
         place = interrupted(stream.steps[step], line)
         state = stream.state()
@@ -185,7 +207,7 @@ def test_parameters_move_wholly_or_not(name: str) -> None:
     lines = number_of_lines(step)
     after = parameters(model)
     assert not same(before, after)
-    for line in every(STRIDE, lines):
+    for line in some(lines):
         model, step = make()
         place = interrupted(step, line)
         now = parameters(model)
