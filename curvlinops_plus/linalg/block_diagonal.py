@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -16,13 +17,18 @@ from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
+from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.numerics import frobenius, side_by_side
+from curvlinops_plus.linalg.numerics import frobenius, side_by_side, threads_for
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.linalg.stacks import decompose_in_stacks, factors_of, factors_to_invert
+
+# From a block and its damping to the factors of it that are decomposed.
+Decomposes = Callable[[LinearOperator, Any], list[Dense]]
 
 
 class BlockDiagonal(LinearOperator):
@@ -106,7 +112,9 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
-        return min(block.structure for block in self.blocks.values())
+        blocks = self.blocks.values()
+        # Diagonal matrices have to look at their entries.
+        return read_together(lambda: min(block.structure for block in blocks), self.device)
 
     # Products
     # ----------------------------------------------------------------------------------------------
@@ -303,7 +311,7 @@ class BlockDiagonal(LinearOperator):
         return frobenius(torch.stack(self._tensors(attrgetter("frobenius_norm"))))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(self._tensors(methodcaller("eigenvalues"), decomposes=True))
+        return torch.cat(self._tensors(methodcaller("eigenvalues"), factors_of))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
@@ -311,7 +319,7 @@ class BlockDiagonal(LinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         # The determinant is the product of the blocks' determinants.
-        pairs = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
+        pairs = self._tensors(lambda block: torch.stack(block._slogdet()), factors_of)
         signs, logarithms = torch.stack(pairs, 1)
         return signs.prod(), logarithms.sum()
 
@@ -320,13 +328,13 @@ class BlockDiagonal(LinearOperator):
     ) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         retry = {"retry_double_precision": retry_double_precision}
-        return self._damped(lambda block: partial(block.inverse, **retry), damping, decomposes=True)
+        return self._damped(
+            lambda block: partial(block.inverse, **retry), damping, factors_to_invert
+        )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        return self._damped(
-            lambda block: partial(block.power, p, exact=exact), damping, decomposes=True
-        )
+        return self._damped(lambda block: partial(block.power, p, exact=exact), damping, factors_of)
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
@@ -371,13 +379,18 @@ class BlockDiagonal(LinearOperator):
         return self
 
     def _tensors(
-        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
+        self,
+        function: Callable[[LinearOperator], Tensor],
+        decomposes: Decomposes | None = None,
     ) -> list[Tensor]:
         """`function(block)` for the blocks of all processes, in the order of the layouts."""
         return list(self._each(function, decomposes).values())
 
     def _damped(
-        self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
+        self,
+        function: Callable[[Any], Any],
+        damping: Damping,
+        decomposes: Decomposes | None = None,
     ) -> BlockDiagonal:
         """The matrix of the blocks `function(block)(damping of the block)`."""
         return self._with(self._each(function, decomposes, self.per_block(damping)))
@@ -385,12 +398,14 @@ class BlockDiagonal(LinearOperator):
     def _each(
         self,
         function: Callable[[Any], Any],
-        decomposes: bool = False,
+        decomposes: Decomposes | None = None,
         dampings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Block name to `function(block)`, or to `function(block)(dampings[name])`.
 
-        If that decomposes the blocks, several are done at the same time.
+        Args:
+            decomposes: The factors of a block that are decomposed for that: of small ones, and on a
+                GPU, all of a size at once; of large ones several at the same time.
         """
 
         def compute(name: str) -> Any:
@@ -405,11 +420,21 @@ class BlockDiagonal(LinearOperator):
             return value
 
         names = list(self.blocks)
+
+        def compute_all() -> list[Any]:
+            if decomposes is None:
+                return [compute(name) for name in names]
+            # What is fetched remembers nothing, and threads gain more.
+            if not self._keeps_elsewhere and threads_for(names, self._work) == 1:
+                factors = [
+                    decomposes(block, None if dampings is None else dampings[name])
+                    for name, block in self.blocks.items()
+                ]
+                decompose_in_stacks(chain.from_iterable(factors))
+            return side_by_side(compute, names, self._work)
+
         with outside_autocast(self.device.type):
-            if decomposes:
-                values = side_by_side(compute, names, self._work)
-            else:
-                values = [compute(name) for name in names]
+            values = read_together(compute_all, self.device)
         return dict(zip(names, values))
 
     def _work(self, name: str) -> float:

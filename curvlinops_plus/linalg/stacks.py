@@ -1,0 +1,85 @@
+"""Matrices of equal size, decomposed as one batch.
+
+A curvature has many small factors of few sizes. One call for all of a size saves what each call
+costs, which on a GPU is most of the time: launches of kernels, and a wait for the decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from curvlinops_plus.contexts import GradMode
+from curvlinops_plus.linalg.arithmetic import Scaled
+from curvlinops_plus.linalg.decisions import is_finite
+from curvlinops_plus.linalg.dense import Dense
+from curvlinops_plus.linalg.kronecker import Kronecker
+from curvlinops_plus.linalg.numerics import at_least_float32, with_zeros
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.space import Structure
+
+# Rows of matrices that are stacked on the CPU. With more, the calls that a stack saves are no part
+# of the time, and matrices are better decomposed side by side, or through a low rank.
+_LARGEST_ON_CPU = 64
+# Bytes of a stack, which is a copy of its matrices.
+_LARGEST_STACK = 2**25
+
+
+def decompose_in_stacks(factors: Iterable[Dense]) -> None:
+    """Let positive semi-definite matrices remember their eigendecompositions, with one call for
+    all of a shape, dtype and threshold.
+
+    Those that fail, or are not finite, are left: `eigh` of each tries again, and says what is
+    wrong. So are those that remember one already, that are not to remember any, and that have no
+    other of their shape.
+    """
+    with torch.inference_mode(False), GradMode(False):
+        for stack in _stacks(factors):
+            M = torch.stack([factor.matrix for factor in stack])
+            try:
+                values, Q = torch.linalg.eigh(at_least_float32(M))
+            # Not converged, cuSOLVER gave up, or a device without this solver.
+            except (RuntimeError, TypeError):
+                continue
+            if not is_finite(M.sum() + values.sum() + Q.sum()):
+                continue
+            values = with_zeros(values.to(M), Q.to(M), M, stack[0].rtol)
+            for factor, *decomposition in zip(stack, values.unbind(), Q.to(M).unbind()):
+                factor.remember_eigh(*decomposition)
+
+
+def _stacks(factors: Iterable[Dense]) -> Iterator[list[Dense]]:
+    """At least two different matrices each, of equal shape, dtype, device and threshold."""
+    alike: dict[Any, dict[int, Dense]] = {}
+    for factor in factors:
+        large = factor.device.type == "cpu" and factor.size > _LARGEST_ON_CPU
+        if not large and factor.structure == Structure.PSD and factor.lacks("eigh"):
+            kind = (factor.matrix.shape, factor.dtype, factor.device, factor.rtol)
+            # Blocks may share a factor.
+            alike.setdefault(kind, {})[id(factor)] = factor
+    for different in alike.values():
+        ordered = list(different.values())
+        count = max(_LARGEST_STACK // ordered[0].matrix.nbytes, 1)
+        stacks = [ordered[start : start + count] for start in range(0, len(ordered), count)]
+        yield from (stack for stack in stacks if len(stack) > 1)
+
+
+def factors_of(block: LinearOperator, damping: Any = None) -> list[Dense]:
+    """The dense matrices whose eigendecompositions give those of a block, whatever its damping."""
+    if isinstance(block, Scaled):
+        block = block.A
+    factors = getattr(block, "factors", (block,))
+    return [factor for factor in factors if isinstance(factor, Dense)]
+
+
+def factors_to_invert(block: LinearOperator, damping: Any) -> list[Dense]:
+    """The factors whose eigendecompositions `block.inverse(damping)` needs.
+
+    Others are inverted by a Cholesky decomposition: matrices that are no Kronecker product, and
+    factors with a damping of their own.
+    """
+    matrix = block.A if isinstance(block, Scaled) else block
+    of_factors = isinstance(damping, tuple) or callable(damping)
+    return factors_of(block) if isinstance(matrix, Kronecker) and not of_factors else []
