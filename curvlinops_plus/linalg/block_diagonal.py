@@ -496,7 +496,8 @@ class BlockDiagonal(LinearOperator):
             return numbers
         # A block of trace 0 takes the mean eigenvalue of the whole matrix.
         traces = torch.stack(self._tensors(attrgetter("trace")))
-        sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
+        dims = [layout.dim for layout in self.layouts.values()]
+        sizes = torch.tensor(dims, dtype=traces.dtype, device=traces.device)
         means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
         for name, mean in zip(self.layouts, means.unbind(), strict=True):
             rule = rules[name]

@@ -10,6 +10,7 @@ the other.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from math import isfinite
 from typing import TypeVar
@@ -40,10 +41,18 @@ class _Expectations:
         return not surprises or not bool(torch.stack(surprises).any())
 
 
-class _OfThread(threading.local):
-    """The expectations of the computation that this thread is in."""
+def _nothing() -> None:
+    return None
 
-    current: _Expectations | None = None
+
+class _OfThread(threading.local):
+    """The expectations of the computation that this thread is in.
+
+    They end with the computation also where an interrupt falls before `read_together` has said so.
+    """
+
+    def __init__(self) -> None:
+        self.reference: Callable[[], _Expectations | None] = _nothing
 
 
 _of_thread = _OfThread()
@@ -61,12 +70,12 @@ def read_together(compute: Callable[[], T], device: torch.device) -> T:
         >>> read_together(lambda: is_true(torch.tensor(True)), torch.device("cpu"))
         True
     """
-    if device.type == "cpu" or _of_thread.current is not None:
+    if device.type == "cpu" or _of_thread.reference() is not None:
         return compute()
     expectations = _Expectations()
     result: list[T] = []
-    _of_thread.current = expectations
     try:
+        _of_thread.reference = weakref.ref(expectations)
         value = compute()
         if expectations.hold():
             result.append(value)
@@ -74,7 +83,7 @@ def read_together(compute: Callable[[], T], device: torch.device) -> T:
         # Perhaps of numbers that are not as expected. If not, it is raised again below.
         pass
     finally:
-        _of_thread.current = None
+        _of_thread.reference = _nothing
         if not result:
             for undo in expectations.undo:
                 undo()
@@ -83,7 +92,7 @@ def read_together(compute: Callable[[], T], device: torch.device) -> T:
 
 def is_true(flag: Tensor) -> bool:
     """Whether a 0-d flag is true, which hardly ever is; False at first in `read_together`."""
-    expectations = _of_thread.current
+    expectations = _of_thread.reference()
     if expectations is None or flag.device.type == "cpu":
         return bool(flag)
     expectations.expect(flag)
@@ -92,7 +101,7 @@ def is_true(flag: Tensor) -> bool:
 
 def is_finite(number: Tensor) -> bool:
     """Whether a 0-d tensor is finite, as it nearly always is; True at first in `read_together`."""
-    expectations = _of_thread.current
+    expectations = _of_thread.reference()
     if expectations is None or number.device.type == "cpu":
         return isfinite(number)
     expectations.expect(number)
@@ -103,5 +112,6 @@ def undo_if_unexpected(undo: Callable[[], object]) -> None:
     """Call `undo` if a decision of the `read_together` around turns out otherwise, or is never
     read.
     """
-    if _of_thread.current is not None:
-        _of_thread.current.undo.append(undo)
+    expectations = _of_thread.reference()
+    if expectations is not None:
+        expectations.undo.append(undo)

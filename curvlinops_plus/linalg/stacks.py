@@ -35,8 +35,10 @@ def decompose_in_stacks(factors: Iterable[Dense]) -> None:
     wrong. So are those that remember one already, that are not to remember any, and that have no
     other of their shape.
     """
+    # Those that derivatives are taken through remember nothing: chosen in the caller's mode.
+    stacks = list(_stacks(factors))
     with torch.inference_mode(False), GradMode(False):
-        for stack in _stacks(factors):
+        for stack in stacks:
             M = torch.stack([factor.matrix for factor in stack])
             try:
                 values, Q = torch.linalg.eigh(at_least_float32(M))
