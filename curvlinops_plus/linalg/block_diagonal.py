@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -430,7 +429,7 @@ class BlockDiagonal(LinearOperator):
                     decomposes(block, None if dampings is None else dampings[name])
                     for name, block in self.blocks.items()
                 ]
-                decompose_in_stacks(chain.from_iterable(factors))
+                decompose_in_stacks(factors)
             return side_by_side(compute, names, self._work)
 
         with outside_autocast(self.device.type):

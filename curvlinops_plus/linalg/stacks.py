@@ -6,10 +6,11 @@ costs, which on a GPU is most of the time: launches of kernels, and a wait for t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.linalg.arithmetic import Scaled
@@ -27,16 +28,20 @@ _LARGEST_ON_CPU = 64
 _LARGEST_STACK = 2**25
 
 
-def decompose_in_stacks(factors: Iterable[Dense]) -> None:
+def decompose_in_stacks(factors: Iterable[Sequence[Dense]]) -> None:
     """Let positive semi-definite matrices remember their eigendecompositions, with one call for
     all of a shape, dtype and threshold.
+
+    Args:
+        factors: Of each block. Eigenvectors of the first ones of blocks of one shape lie one behind
+            the other in memory, as do those of the second ones: see `as_one`.
 
     Those that fail, or are not finite, are left: `eigh` of each tries again, and says what is
     wrong. So are those that remember one already, that are not to remember any, and that have no
     other of their shape.
     """
     # Those that derivatives are taken through remember nothing: chosen in the caller's mode.
-    stacks = list(_stacks(factors))
+    stacks = list(_stacks(_by_shape(factors)))
     with torch.inference_mode(False), GradMode(False):
         for stack in stacks:
             M = torch.stack([factor.matrix for factor in stack])
@@ -50,6 +55,38 @@ def decompose_in_stacks(factors: Iterable[Dense]) -> None:
             values = with_zeros(values.to(M), Q.to(M), M, stack[0].rtol)
             for factor, *decomposition in zip(stack, values.unbind(), Q.to(M).unbind()):
                 factor.remember_eigh(*decomposition)
+
+
+def _by_shape(factors: Iterable[Sequence[Dense]]) -> Iterator[Dense]:
+    """The factors of all blocks, side by side for blocks of one shape."""
+    of_shape: dict[Any, list[Sequence[Dense]]] = {}
+    for of_block in factors:
+        of_shape.setdefault(tuple(factor.matrix.shape for factor in of_block), []).append(of_block)
+    for blocks in of_shape.values():
+        for side in zip(*blocks, strict=True):
+            yield from side
+
+
+def as_one(matrices: Sequence[Tensor]) -> Tensor | None:
+    """Matrices of one shape as a batch, without a copy; None if they do not lie in one memory at
+    equal distances, as parts of a batch do.
+
+    Example:
+        >>> batch = torch.arange(8.0).view(2, 2, 2)
+        >>> as_one([batch[1], batch[0]]) is None, bool((as_one([*batch]) == batch).all())
+        (True, True)
+    """
+    first = matrices[0]
+    memory = first.untyped_storage().data_ptr()
+    start = first.storage_offset()
+    step = matrices[1].storage_offset() - start if len(matrices) > 1 else 0
+    for number, matrix in enumerate(matrices):
+        place = (matrix.untyped_storage().data_ptr(), matrix.storage_offset())
+        if place != (memory, start + number * step) or matrix.stride() != first.stride():
+            return None
+    if step < 0:
+        return None
+    return first.as_strided((len(matrices), *first.shape), (step, *first.stride()), start)
 
 
 def _stacks(factors: Iterable[Dense]) -> Iterator[list[Dense]]:

@@ -191,6 +191,21 @@ def test_modes(calls: list[list[int]]) -> None:
     assert len(calls) == 6
 
 
+def test_as_one() -> None:
+    """Without a copy, and only where the matrices lie at equal distances."""
+    batch = normal(6, 2, 3)
+    for members in ([0, 1, 2], [1, 3, 5], [4], [2, 2]):
+        found = module.as_one([batch[k] for k in members])
+        assert found is not None
+        assert torch.equal(found, batch[members])
+        assert found.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+    apart = [batch[0], batch[1].clone()]
+    for matrices in ([batch[k] for k in (0, 1, 3)], [batch[1], batch[0]], apart):
+        assert module.as_one(matrices) is None
+    squares = normal(2, 3, 3)
+    assert module.as_one([squares[0], squares[1].mT]) is None
+
+
 # On a device
 # --------------------------------------------------------------------------------------------------
 
