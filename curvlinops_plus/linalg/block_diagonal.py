@@ -19,12 +19,18 @@ from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.fields import Fields, reading
+from curvlinops_plus.linalg.kronecker import Eigendecomposed
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side, threads_for
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
-from curvlinops_plus.linalg.stacks import decompose_in_stacks, factors_of, factors_to_invert
+from curvlinops_plus.linalg.stacks import (
+    decompose_in_stacks,
+    factors_of,
+    factors_to_invert,
+    stacked,
+)
 
 # From a block and its damping to the factors of it that are decomposed.
 Decomposes = Callable[[LinearOperator, Any], list[Dense]]
@@ -136,7 +142,19 @@ class BlockDiagonal(LinearOperator):
         # X [n, K] as one tensor [K, size] for each parameter.
         tensors = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
         products: list[Tensor | None] = [None] * len(tensors)
+        stacks = {} if product == "_root_matmat" else self._stacks()
+        for names, stack in stacks.items():
+            parts = []
+            for name in names:
+                parts.append(self.layouts[name].gather([tensors[k] for k in self._places[name]]).T)
+            Y = getattr(stack, product)(torch.cat(parts))
+            for name, y in zip(names, Y.chunk(len(names)), strict=True):
+                for place, part in zip(self._places[name], self.layouts[name].scatter(y.T)):
+                    products[place] = part
+        stacked_names = {name for names in stacks for name in names}
         for name in self.blocks:
+            if name in stacked_names:
+                continue
             layout = self.layouts[name]
             places = self._places[name]
             x = layout.gather([tensors[place] for place in places]).T
@@ -149,6 +167,25 @@ class BlockDiagonal(LinearOperator):
         # Blocks of other processes are zero here.
         parts = [torch.zeros_like(x) if y is None else y for x, y in zip(tensors, products)]
         return torch.cat(parts, 1).T
+
+    def _stacks(self) -> dict[tuple[str, ...], LinearOperator]:
+        """Names of blocks that are multiplied as one, on devices where a product of all takes as
+        long as one of each.
+        """
+        # Where matrices are in memory is not known to a compiler.
+        if self.device.type == "cpu" or self._keeps_elsewhere or torch.compiler.is_compiling():
+            return {}
+        alike: dict[Any, list[str]] = {}
+        for name, block in self.blocks.items():
+            if isinstance(block, Eigendecomposed):
+                sizes = [factor.shape for factor in getattr(block.basis, "factors", ())]
+                alike.setdefault((block.shape, *sizes), []).append(name)
+        stacks = {}
+        for names in alike.values():
+            stack = stacked([self.blocks[name] for name in names])
+            if stack is not None:
+                stacks[tuple(names)] = stack
+        return stacks
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block: what each block is multiplied with.

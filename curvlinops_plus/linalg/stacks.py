@@ -16,7 +16,7 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.decisions import is_finite
 from curvlinops_plus.linalg.dense import Dense
-from curvlinops_plus.linalg.kronecker import Kronecker
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.numerics import at_least_float32, with_zeros
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Structure
@@ -33,8 +33,8 @@ def decompose_in_stacks(factors: Iterable[Sequence[Dense]]) -> None:
     all of a shape, dtype and threshold.
 
     Args:
-        factors: Of each block. Eigenvectors of the first ones of blocks of one shape lie one behind
-            the other in memory, as do those of the second ones: see `as_one`.
+        factors: Of each block. On a device, eigenvectors of the first ones of blocks of one shape
+            lie one behind the other in memory, as do those of the second ones: see `as_one`.
 
     Those that fail, or are not finite, are left: `eigh` of each tries again, and says what is
     wrong. So are those that remember one already, that are not to remember any, and that have no
@@ -53,8 +53,11 @@ def decompose_in_stacks(factors: Iterable[Sequence[Dense]]) -> None:
             if not is_finite(M.sum() + values.sum() + Q.sum()):
                 continue
             values = with_zeros(values.to(M), Q.to(M), M, stack[0].rtol)
-            for factor, *decomposition in zip(stack, values.unbind(), Q.to(M).unbind()):
-                factor.remember_eigh(*decomposition)
+            for factor, *parts in zip(stack, values.unbind(), Q.to(M).unbind()):
+                if M.device.type == "cpu":
+                    # With memory of their own: pickles of a part hold the whole stack.
+                    parts = [part.clone() for part in parts]
+                factor.remember_eigh(*parts)
 
 
 def _by_shape(factors: Iterable[Sequence[Dense]]) -> Iterator[Dense]:
@@ -67,6 +70,29 @@ def _by_shape(factors: Iterable[Sequence[Dense]]) -> Iterator[Dense]:
             yield from side
 
 
+def stacked(blocks: Sequence[LinearOperator]) -> Eigendecomposed | None:
+    """Blocks `Q diag(values) Qᵀ` of one shape as one that multiplies their vectors one behind the
+    other; None if their `Q` are no Kronecker products of matrices that are parts of a batch.
+    """
+    bases = []
+    values = []
+    for block in blocks:
+        if not isinstance(block, Eigendecomposed) or not isinstance(block.basis, Kronecker):
+            return None
+        factors = block.basis.factors
+        if not all(isinstance(factor, Dense) and not factor.batch for factor in factors):
+            return None
+        bases.append([factor.matrices() for factor in factors])
+        values.append(block.values)
+    Gs, As = zip(*bases, strict=True)
+    G = as_one(Gs)
+    A = as_one(As)
+    if len(blocks) == 1 or G is None or A is None:
+        return None
+    basis = Kronecker(G, A, Structure.GENERAL)
+    return Eigendecomposed(basis, torch.cat(values), min(block.structure for block in blocks))
+
+
 def as_one(matrices: Sequence[Tensor]) -> Tensor | None:
     """Matrices of one shape as a batch, without a copy; None if they do not lie in one memory at
     equal distances, as parts of a batch do.
@@ -77,12 +103,14 @@ def as_one(matrices: Sequence[Tensor]) -> Tensor | None:
         (True, True)
     """
     first = matrices[0]
-    memory = first.untyped_storage().data_ptr()
+    memory = first.untyped_storage()._cdata
     start = first.storage_offset()
     step = matrices[1].storage_offset() - start if len(matrices) > 1 else 0
     for number, matrix in enumerate(matrices):
-        place = (matrix.untyped_storage().data_ptr(), matrix.storage_offset())
+        place = (matrix.untyped_storage()._cdata, matrix.storage_offset())
         if place != (memory, start + number * step) or matrix.stride() != first.stride():
+            return None
+        if matrix.requires_grad:  # its gradient would be lost
             return None
     if step < 0:
         return None
@@ -100,7 +128,7 @@ def _stacks(factors: Iterable[Dense]) -> Iterator[list[Dense]]:
             alike.setdefault(kind, {})[id(factor)] = factor
     for different in alike.values():
         ordered = list(different.values())
-        count = max(_LARGEST_STACK // ordered[0].matrix.nbytes, 1)
+        count = max(_LARGEST_STACK // max(ordered[0].matrix.nbytes, 1), 1)
         stacks = [ordered[start : start + count] for start in range(0, len(ordered), count)]
         yield from (stack for stack in stacks if len(stack) > 1)
 

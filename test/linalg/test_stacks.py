@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,10 @@ from curvlinops_plus.linalg import (
     RelativeDamping,
     Space,
     Structure,
+    block_diagonal,
 )
 from curvlinops_plus.linalg import stacks as module
+from curvlinops_plus.linalg.stacks import stacked
 from test.helpers import F64, normal
 from test.laws.test_devices import DEVICE, OtherDevice, other
 from test.linalg.cases import psd
@@ -128,6 +131,16 @@ def test_one_call_for_each_size(calls: list[list[int]]) -> None:
     block.A.matrix.mul_(2)
     K.inverse(0.1)
     assert calls[2:] == [[5, 5]]
+
+
+def test_pickles_hold_no_stacks() -> None:
+    """A factor that remembers its part of a stack is pickled without the others."""
+    sizes = []
+    for num in (2, 20):
+        K = products(num)
+        K.inverse(0.1)
+        sizes.append(len(pickle.dumps(K.blocks["layer0"])))
+    assert sizes[0] == sizes[1]
 
 
 def test_what_is_not_stacked(calls: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +248,40 @@ def test_on_a_device(name: str, other: OtherDevice) -> None:
         torch.testing.assert_close(other.numbers(found), expected, rtol=1e-11, atol=1e-12)
     assert reads.names["_linalg_eigh"] <= 6
     assert reads.names["_local_scalar_dense"] <= 3
+
+
+def test_products_on_a_device(other: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an inverse: all blocks of a shape at once, with equal results."""
+    K = products(4)
+    v = normal(K.shape[0])
+    V = normal(K.shape[0], 3)
+    expected = [K.inverse(0.1) @ v, K.inverse(0.1) @ V, K.power(-0.5, 1.0).T @ v]
+    mix = mixed()
+    w = normal(mix.shape[0])
+    of_mixture = [K_ @ w for K_ in (mix, mix.inverse(0.1), mix.inverse(HeuristicDamping(0.1)))]
+    sizes: list[int] = []
+
+    def counted(blocks: Any) -> Any:
+        stack = stacked(blocks)
+        sizes.append(0 if stack is None else len(blocks))
+        return stack
+
+    monkeypatch.setattr(block_diagonal, "stacked", counted)
+    with other:
+        P = products(4).to(DEVICE).inverse(0.1)
+        R = products(4).to(DEVICE).power(-0.5, 1.0)
+        found = [P @ v.to(DEVICE), P @ V.to(DEVICE), R.T @ v.to(DEVICE)]
+        assert sizes == [4, 4, 4]
+        mix = mixed().to(DEVICE)
+        inverses = (mix, mix.inverse(0.1), mix.inverse(HeuristicDamping(0.1)))
+        found += [K_ @ w.to(DEVICE) for K_ in inverses]
+        found = [other.numbers(t) for t in found]
+        generator = torch.Generator().manual_seed(0)
+        draws = other.numbers(P.sample(generator))
+    for x, y in zip(found, expected + of_mixture, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+    generator.manual_seed(0)
+    torch.testing.assert_close(draws, K.inverse(0.1).sample(generator), rtol=1e-11, atol=1e-12)
 
 
 def test_surprises_on_a_device(other: OtherDevice) -> None:
