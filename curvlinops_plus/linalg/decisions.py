@@ -41,7 +41,7 @@ class _Expectations:
         return not surprises or not bool(torch.stack(surprises).any())
 
 
-def _nothing() -> None:
+def _no_expectations() -> None:
     return None
 
 
@@ -52,7 +52,7 @@ class _OfThread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.reference: Callable[[], _Expectations | None] = _nothing
+        self.reference: Callable[[], _Expectations | None] = _no_expectations
 
 
 _of_thread = _OfThread()
@@ -83,7 +83,7 @@ def read_together(compute: Callable[[], T], device: torch.device) -> T:
         # Perhaps of numbers that are not as expected. If not, it is raised again below.
         pass
     finally:
-        _of_thread.reference = _nothing
+        _of_thread.reference = _no_expectations
         if not result:
             for undo in expectations.undo:
                 undo()
