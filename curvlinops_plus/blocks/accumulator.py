@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.decisions import is_finite
 from curvlinops_plus.linalg.gram_sum import add_gram, mirror
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
@@ -241,7 +241,7 @@ class Accumulator(metaclass=_MadeByOperators):
             self.counts[name] = 1.0
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each
         # of them only then.
-        if not isfinite(value.sum()) and not bool(value.isfinite().all()):
+        if not is_finite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(
                 f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries."
             )

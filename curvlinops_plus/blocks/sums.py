@@ -22,6 +22,7 @@ from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
+from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.linalg.packing import require_dim, require_sound, require_structure
@@ -107,6 +108,7 @@ class Sums:
             names: Of the accumulators whose blocks this process keeps; None: of all.
         """
         accumulators = [a for (stage,) in self.stages.values() for a in stage.values()]
+        totals = totals.plain()
         for accumulator in accumulators:
             accumulator.totals = totals
             accumulator.complete = True
@@ -435,12 +437,19 @@ class Sums:
 
     def blocks(self, layers: Iterable[Layer] | None = None) -> dict[str, LinearOperator]:
         """Block name to operator, of these layers of a stream; default: of all that were called."""
+        ordered = list(self.called if layers is None else layers)
+        return read_together(lambda: self._blocks(ordered), torch.device(self.device))
+
+    def _blocks(self, layers: list[Layer]) -> dict[str, LinearOperator]:
+        # Layers share few totals, whose numbers are read once.
+        plain = {key: self.totals[key].plain() for key in {self.history[it] for it in layers}}
         blocks: dict[str, LinearOperator] = {}
-        for layer in self.called if layers is None else layers:
+        for layer in layers:
             if layer in self.withdrawn:
                 blocks |= _identities(layer)
                 continue
             for accumulator in self._of([layer], -1):
+                accumulator.totals = plain[self.history[layer]]
                 result = accumulator.finish()
                 if isinstance(result, Accumulator):
                     if not (result.changes_basis and accumulator.sweeps > 1):

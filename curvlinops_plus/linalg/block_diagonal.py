@@ -16,13 +16,24 @@ from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
+from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.fields import Fields, reading
+from curvlinops_plus.linalg.kronecker import Eigendecomposed
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.numerics import frobenius, side_by_side
+from curvlinops_plus.linalg.numerics import frobenius, side_by_side, threads_for
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.space import Space, Structure
+from curvlinops_plus.linalg.stacks import (
+    decompose_in_stacks,
+    factors_of,
+    factors_to_invert,
+    stacked,
+)
+
+# From a block and its damping to the factors of it that are decomposed.
+Decomposes = Callable[[LinearOperator, Any], list[Dense]]
 
 
 class BlockDiagonal(LinearOperator):
@@ -106,7 +117,9 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def structure(self) -> Structure:  # type: ignore[override]
-        return min(block.structure for block in self.blocks.values())
+        blocks = self.blocks.values()
+        # Diagonal matrices have to look at their entries.
+        return read_together(lambda: min(block.structure for block in blocks), self.device)
 
     # Products
     # ----------------------------------------------------------------------------------------------
@@ -129,7 +142,19 @@ class BlockDiagonal(LinearOperator):
         # X [n, K] as one tensor [K, size] for each parameter.
         tensors = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
         products: list[Tensor | None] = [None] * len(tensors)
+        stacks = {} if product == "_root_matmat" else self._stacks()
+        for names, stack in stacks.items():
+            parts = []
+            for name in names:
+                parts.append(self.layouts[name].gather([tensors[k] for k in self._places[name]]).T)
+            Y = getattr(stack, product)(torch.cat(parts))
+            for name, y in zip(names, Y.chunk(len(names)), strict=True):
+                for place, part in zip(self._places[name], self.layouts[name].scatter(y.T)):
+                    products[place] = part
+        stacked_names = {name for names in stacks for name in names}
         for name in self.blocks:
+            if name in stacked_names:
+                continue
             layout = self.layouts[name]
             places = self._places[name]
             x = layout.gather([tensors[place] for place in places]).T
@@ -142,6 +167,25 @@ class BlockDiagonal(LinearOperator):
         # Blocks of other processes are zero here.
         parts = [torch.zeros_like(x) if y is None else y for x, y in zip(tensors, products)]
         return torch.cat(parts, 1).T
+
+    def _stacks(self) -> dict[tuple[str, ...], LinearOperator]:
+        """Names of blocks that are multiplied as one, on devices where a product of all takes as
+        long as one of each.
+        """
+        # Where matrices are in memory is not known to a compiler.
+        if self.device.type == "cpu" or self._keeps_elsewhere or torch.compiler.is_compiling():
+            return {}
+        alike: dict[Any, list[str]] = {}
+        for name, block in self.blocks.items():
+            if isinstance(block, Eigendecomposed):
+                sizes = [factor.shape for factor in getattr(block.basis, "factors", ())]
+                alike.setdefault((block.shape, *sizes), []).append(name)
+        stacks = {}
+        for names in alike.values():
+            stack = stacked([self.blocks[name] for name in names])
+            if stack is not None:
+                stacks[tuple(names)] = stack
+        return stacks
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block: what each block is multiplied with.
@@ -303,7 +347,7 @@ class BlockDiagonal(LinearOperator):
         return frobenius(torch.stack(self._tensors(attrgetter("frobenius_norm"))))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(self._tensors(methodcaller("eigenvalues"), decomposes=True))
+        return torch.cat(self._tensors(methodcaller("eigenvalues"), factors_of))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
@@ -311,7 +355,7 @@ class BlockDiagonal(LinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         # The determinant is the product of the blocks' determinants.
-        pairs = self._tensors(lambda block: torch.stack(block._slogdet()), decomposes=True)
+        pairs = self._tensors(lambda block: torch.stack(block._slogdet()), factors_of)
         signs, logarithms = torch.stack(pairs, 1)
         return signs.prod(), logarithms.sum()
 
@@ -320,13 +364,13 @@ class BlockDiagonal(LinearOperator):
     ) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         retry = {"retry_double_precision": retry_double_precision}
-        return self._damped(lambda block: partial(block.inverse, **retry), damping, decomposes=True)
+        return self._damped(
+            lambda block: partial(block.inverse, **retry), damping, factors_to_invert
+        )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        return self._damped(
-            lambda block: partial(block.power, p, exact=exact), damping, decomposes=True
-        )
+        return self._damped(lambda block: partial(block.power, p, exact=exact), damping, factors_of)
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
@@ -371,13 +415,18 @@ class BlockDiagonal(LinearOperator):
         return self
 
     def _tensors(
-        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
+        self,
+        function: Callable[[LinearOperator], Tensor],
+        decomposes: Decomposes | None = None,
     ) -> list[Tensor]:
         """`function(block)` for the blocks of all processes, in the order of the layouts."""
         return list(self._each(function, decomposes).values())
 
     def _damped(
-        self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
+        self,
+        function: Callable[[Any], Any],
+        damping: Damping,
+        decomposes: Decomposes | None = None,
     ) -> BlockDiagonal:
         """The matrix of the blocks `function(block)(damping of the block)`."""
         return self._with(self._each(function, decomposes, self.per_block(damping)))
@@ -385,12 +434,14 @@ class BlockDiagonal(LinearOperator):
     def _each(
         self,
         function: Callable[[Any], Any],
-        decomposes: bool = False,
+        decomposes: Decomposes | None = None,
         dampings: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Block name to `function(block)`, or to `function(block)(dampings[name])`.
 
-        If that decomposes the blocks, several are done at the same time.
+        Args:
+            decomposes: The factors of a block that are decomposed for that: of small ones, and on a
+                GPU, all of a size at once; of large ones several at the same time.
         """
 
         def compute(name: str) -> Any:
@@ -405,11 +456,21 @@ class BlockDiagonal(LinearOperator):
             return value
 
         names = list(self.blocks)
+
+        def compute_all() -> list[Any]:
+            if decomposes is None:
+                return [compute(name) for name in names]
+            # What is fetched remembers nothing, and threads gain more.
+            if not self._keeps_elsewhere and threads_for(names, self._work) == 1:
+                factors = [
+                    decomposes(block, None if dampings is None else dampings[name])
+                    for name, block in self.blocks.items()
+                ]
+                decompose_in_stacks(factors)
+            return side_by_side(compute, names, self._work)
+
         with outside_autocast(self.device.type):
-            if decomposes:
-                values = side_by_side(compute, names, self._work)
-            else:
-                values = [compute(name) for name in names]
+            values = read_together(compute_all, self.device)
         return dict(zip(names, values))
 
     def _work(self, name: str) -> float:
@@ -471,7 +532,8 @@ class BlockDiagonal(LinearOperator):
             return numbers
         # A block of trace 0 takes the mean eigenvalue of the whole matrix.
         traces = torch.stack(self._tensors(attrgetter("trace")))
-        sizes = traces.new_tensor([layout.dim for layout in self.layouts.values()])
+        dims = [layout.dim for layout in self.layouts.values()]
+        sizes = torch.tensor(dims, dtype=traces.dtype, device=traces.device)
         means = torch.where(traces == 0, traces.sum() / self.shape[0], traces / sizes)
         for name, mean in zip(self.layouts, means.unbind(), strict=True):
             rule = rules[name]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.decisions import is_finite, is_true
 from curvlinops_plus.linalg.space import Structure
 from curvlinops_plus.options import number
 
@@ -125,7 +126,8 @@ def scalar(value: Any, operator: Any, what: str) -> Scalar:
         ValueError: If it is NaN or infinite.
     """
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
-        number(what, value)
+        if value.dtype == torch.bool or not is_finite(value.detach()):
+            number(what, value)
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return number(what, value)
@@ -159,13 +161,16 @@ def resolve(damping: Any, operator: Any, *, each: bool = False, batch: tuple[int
         value = value.to(operator.device, operator.dtype)
     else:
         value = scalar(value, operator, "the damping")
-    lowest = float(value.detach().min()) if isinstance(value, Tensor) else value
-    if operator.structure == Structure.PSD and not lowest >= 0:
+    is_tensor = isinstance(value, Tensor)
+    negative = is_true(~(value >= 0).all()) if is_tensor else not value >= 0
+    # Some matrices have to look at all their entries to know their structure.
+    if negative and operator.structure == Structure.PSD:
+        lowest = float(value.detach().min()) if is_tensor else value
         raise ValueError(
             "Expected the damping of a positive semi-definite matrix to be at least 0, got "
             f"{lowest:g}."
         )
-    if isinstance(value, Tensor) and value.ndim and not bool(value.isfinite().all()):
+    if is_tensor and value.ndim and is_true(~value.isfinite().all()):
         raise ValueError(f"Expected finite dampings, got {value.tolist()}.")
     return value
 
@@ -175,7 +180,7 @@ def is_zero(damping: Scalar) -> bool:
     with respect to.
     """
     if isinstance(damping, Tensor):
-        return not damping.requires_grad and not bool(damping.any())
+        return not damping.requires_grad and is_true((damping == 0).all())
     return damping == 0
 
 

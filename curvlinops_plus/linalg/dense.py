@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.arithmetic import Sum
 from curvlinops_plus.linalg.damping import Scalar, is_zero
+from curvlinops_plus.linalg.decisions import is_true, undo_if_unexpected
 from curvlinops_plus.linalg.numerics import (
     add_to_diagonal,
     at_least_float32,
@@ -30,6 +32,7 @@ from curvlinops_plus.linalg.numerics import (
     powers,
     psd_clip,
     slogdet_of,
+    with_zeros,
 )
 from curvlinops_plus.linalg.operator import Flat, LinearOperator, moved
 from curvlinops_plus.linalg.space import Space, Structure
@@ -149,19 +152,31 @@ class OneTensor(Factor):
         self.device = tensor.device
         self._memory: dict[str, tuple[Any, Any]] = {}
 
-    def _remember(self, name: str, compute: Callable[[], T]) -> T:
-        """The result of `compute`, which is called again only when the tensor has changed."""
+    def _state(self) -> tuple[int, int] | None:
+        """What is another when the tensor has changed; None if nothing is to be remembered."""
         t = self._tensor
         # A graph can be used only once; tensors of inference mode have no version to look at.
         if (t.requires_grad and torch.is_grad_enabled()) or t.is_inference():
+            return None
+        return (t._version, t.data_ptr())
+
+    def lacks(self, name: str) -> bool:
+        """Whether a result would be computed and then remembered."""
+        state = self._state()
+        return state is not None and self._memory.get(name, (None,))[0] != state
+
+    def _remember(self, name: str, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which is called again only when the tensor has changed."""
+        state = self._state()
+        if state is None:
             return compute()
-        state = (t._version, t.data_ptr())
         remembered = self._memory.get(name)
         if remembered is None or remembered[0] != state:
             # It may be used where derivatives are taken.
             with torch.inference_mode(False), GradMode(False):
                 remembered = (state, compute())
             self._memory[name] = remembered
+            undo_if_unexpected(partial(self._memory.pop, name, None))
         return remembered[1]
 
 
@@ -321,14 +336,8 @@ class Dense(OneTensor):
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
-
-        def scales() -> Tensor:
-            """`zᵀ diag(M) z` of each eigenvector z, see `psd_clip`."""
-            diagonal = self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :]
-            return (diagonal @ Q.square())[..., 0, :].detach()
-
         if semidefinite:
-            values = psd_clip(values, self.rtol, scales)
+            values = with_zeros(values, Q, self._tensor, self.rtol)
         return values, Dense(Q)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
@@ -355,7 +364,7 @@ class Dense(OneTensor):
             raise self._not_square()
         M = self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
         inverse, info = torch.linalg.inv_ex(M)
-        if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
+        if is_true(info.any()) or is_true(~inverse.isfinite().all()):
             raise SingularMatrixError(
                 f"{self.label} with damping {damping} is singular or not finite; add a damping."
             )
@@ -410,8 +419,8 @@ class Diagonal(OneTensor):
     @property
     def structure(self) -> Structure:  # type: ignore[override]
         # Looked at again whenever the entries change.
-        nonnegative = self._remember("structure", lambda: bool((self._tensor >= 0).all()))
-        return Structure.PSD if nonnegative else Structure.SYMMETRIC
+        negative = self._remember("structure", lambda: is_true(~(self._tensor >= 0).all()))
+        return Structure.SYMMETRIC if negative else Structure.PSD
 
     def left(self, M: Tensor, transposed: bool = False) -> Tensor:
         return self._tensor[..., :, None] * M

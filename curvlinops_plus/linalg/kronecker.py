@@ -18,6 +18,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.arithmetic import Foreign, Sum
 from curvlinops_plus.linalg.damping import Damping, Scalar, heuristic_damping, is_zero, resolve
+from curvlinops_plus.linalg.decisions import is_true
 from curvlinops_plus.linalg.dense import Dense, Diagonal, Factor, IdentityMultiple
 from curvlinops_plus.linalg.inverses import CGInverseLinearOperator
 from curvlinops_plus.linalg.nearest import nearest_kronecker
@@ -179,7 +180,7 @@ class Kronecker(Flat):
         flag("exact", exact)
         # A factor of size 1 is a number: the exact power costs no more.
         exact = exact or 1 in (self.G.size, self.A.size)
-        if exact or not bool((self.G.traces() * self.A.traces() > 0).all()):
+        if exact or is_true(~(self.G.traces() * self.A.traces() > 0).all()):
             return super().power(p, damping)
         for_A, for_G = heuristic_damping(self.A, self.G, resolve(damping, self), min_damping=0.0)
         return Kronecker(self.G._power(p, for_G), self.A._power(p, for_A))

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from math import isfinite
 from typing import Any, TypeVar
 
 import scipy  # its modules are imported where they are first used
@@ -31,6 +30,7 @@ from curvlinops_plus.errors import (
     SingularMatrixError,
     level_of_user,
 )
+from curvlinops_plus.linalg.decisions import is_finite, is_true
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -90,7 +90,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
     largest = values.detach().amax(-1, keepdim=True).clamp(min=0)
     threshold = d * eps if rtol is None else rtol
     positive = values > threshold * largest
-    if bool(positive.all()):
+    # Elsewhere than on the CPU, to look would take longer than what it saves.
+    if values.device.type == "cpu" and bool(positive.all()):
         return values.clone()
     if rtol is None and scales is not None:
         # No eigenvalue is above d times the mean of the diagonal in its eigenvector's entries.
@@ -100,13 +101,33 @@ def psd_clip(  # [*b, d] -> [*b, d]
     return torch.where(positive, values, torch.zeros_like(values))
 
 
+def with_zeros(  # [*b, d], [*b, d, d], [*b, d, d] -> [*b, d]
+    values: Tensor, Q: Tensor, M: Tensor, rtol: float | None
+) -> Tensor:
+    """The eigenvalues of positive semi-definite matrices, with zeros by the rule of `psd_clip`.
+
+    Args:
+        values: Eigenvalues of `M`.
+        Q: Its eigenvectors, columns.
+        M: The matrices.
+        rtol: As for `psd_clip`.
+    """
+
+    def scales() -> Tensor:
+        """`zᵀ diag(M) z` of each eigenvector z."""
+        diagonal = M.diagonal(dim1=-2, dim2=-1)[..., None, :]
+        return (diagonal @ Q.square())[..., 0, :].detach()
+
+    return psd_clip(values, rtol, scales)
+
+
 def powers(values: Tensor, p: float, what: object) -> Tensor:
     """`values ** p` of eigenvalues in which zeros are exact; `what` names their matrix in messages.
 
     Raises:
         SingularMatrixError: If `p` is negative and an eigenvalue is 0.
     """
-    if p < 0 and bool((values == 0).any()):
+    if p < 0 and is_true((values == 0).any()):
         largest = float(values.detach().abs().max())
         zeros = int((values == 0).sum())
         advice = "Add a damping, for example RelativeDamping(1e-3)."
@@ -143,7 +164,7 @@ def damped_cholesky(
     """
     check_finite(M, what)
     L, info = torch.linalg.cholesky_ex(add_to_diagonal(at_least_float32(M), damping))
-    if not bool(info.any()):
+    if not is_true(info.any()):
         return L
     shown = _show(damping)
     if retry_double_precision and L.dtype == torch.float32:
@@ -231,7 +252,7 @@ def eigh(  # [*b, d, d] -> [*b, d], [*b, d, d]
         except (RuntimeError, TypeError) as error:
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue
-        if isfinite(values.detach().sum() + Q.detach().sum()):
+        if is_finite(values.detach().sum() + Q.detach().sum()):
             return values.to(M), Q.to(M)
         failures.append(f"{dtype} on {device}: the result was not finite")
     raise NumericsError(
@@ -278,6 +299,17 @@ def _pstrf(dtype: torch.dtype) -> Any:
     return scipy.linalg.get_lapack_funcs("pstrf", dtype=str(dtype).removeprefix("torch."))
 
 
+def threads_for(items: Sequence[T], work: Callable[[T], float]) -> int:
+    """How many threads `side_by_side` takes: 1 where more gain nothing."""
+    available = torch.get_num_threads()
+    if available == 1:
+        return 1
+    costs = [work(item) for item in items]
+    threads = min(available, sum(cost > 0 for cost in costs))
+    # The longest item is a thread's own; what the others take is gained.
+    return threads if threads > 1 and sum(costs) - max(costs) >= _MUCH else 1
+
+
 def side_by_side(
     function: Callable[[T], R], items: Sequence[T], work: Callable[[T], float]
 ) -> list[R]:
@@ -292,14 +324,10 @@ def side_by_side(
         >>> side_by_side(abs, [-1, 2], lambda item: 1.0)
         [1, 2]
     """
+    threads = threads_for(items, work)
+    if threads == 1:
+        return [function(item) for item in items]
     available = torch.get_num_threads()
-    if available == 1:
-        return [function(item) for item in items]
-    costs = [work(item) for item in items]
-    threads = min(available, sum(cost > 0 for cost in costs))
-    # The longest item is a thread's own; what the others take is gained.
-    if threads < 2 or sum(costs) - max(costs) < _MUCH:
-        return [function(item) for item in items]
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
 
@@ -353,7 +381,7 @@ def check_finite(M: Tensor, what: str) -> None:
     """
     # The sum of all entries is finite unless one of them is not, or it overflows: look at each of
     # them only then.
-    if isfinite(M.detach().sum()):
+    if is_finite(M.detach().sum()):
         return
     bad = int((~torch.isfinite(M)).sum())
     if bad:

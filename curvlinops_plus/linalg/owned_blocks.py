@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
+from curvlinops_plus.linalg.block_diagonal import BlockDiagonal, Decomposes
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import LinearOperator
@@ -113,7 +113,9 @@ class OwnedBlockDiagonal(BlockDiagonal):
         return self.processes.together(work)
 
     def _tensors(
-        self, function: Callable[[LinearOperator], Tensor], decomposes: bool = False
+        self,
+        function: Callable[[LinearOperator], Tensor],
+        decomposes: Decomposes | None = None,
     ) -> list[Tensor]:
         def work() -> dict[str, Tensor]:
             tensors = self._each(function, decomposes)
@@ -151,7 +153,10 @@ class OwnedBlockDiagonal(BlockDiagonal):
         return LinearOperator._to_dense(self)
 
     def _damped(
-        self, function: Callable[[Any], Any], damping: Damping, decomposes: bool = False
+        self,
+        function: Callable[[Any], Any],
+        damping: Damping,
+        decomposes: Decomposes | None = None,
     ) -> BlockDiagonal:
         damped = super()._damped
 
