@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.backends import mha
 
-from curvlinops_plus.contexts import Endings
+from curvlinops_plus.contexts import Endings, has_short_products, users_tf32
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.layer.kept import (
@@ -53,7 +53,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
     (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
     And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
-    Autocast inside the model's forward is part of the model.
+    Autocast inside the model's forward is part of the model, and so is TF32.
 
     Tensors that modules keep from one pass, as caches do, are dropped before the next one.
 
@@ -73,6 +73,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             endings.enter_context(torch.autocast(kind, enabled=False))
+        endings.enter_context(users_tf32())
         endings.surely(RandomState.now().restore)
         sampler = getattr(data, "sampler", None)
         inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
@@ -363,8 +364,7 @@ def with_short_products(tolerance: float, itemsize: int, device: torch.device) -
     """A tolerance for numbers of so many bytes, or a larger one where the global switches shorten
     products.
     """
-    convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    if itemsize == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
+    if itemsize == 4 and has_short_products(device.type):
         return max(tolerance, _SHORT_PRODUCTS.get(device.type, tolerance))
     return tolerance
 
