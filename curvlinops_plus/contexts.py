@@ -103,7 +103,7 @@ def outside_autocast(device: str) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling():
         enabled = torch.is_autocast_enabled(device)
         return torch.autocast(device, enabled=False) if enabled else nullcontext()
-    if device in _HAVE_TF32 and _tf32.is_on():
+    if device in _GPUS and _tf32.is_on():
         return _without_tf32(device)
     if not torch.is_autocast_enabled(device):
         return nullcontext()
@@ -140,7 +140,7 @@ def has_short_products(device: str) -> bool:
     """Whether the user lets products or convolutions of float32 numbers round their operands, to
     TF32 or bfloat16.
     """
-    if device not in _HAVE_TF32:
+    if device not in _GPUS:
         if not _HAS_PRECISIONS:
             return torch.get_float32_matmul_precision() != "highest"
         return torch.backends.mkldnn.matmul.fp32_precision not in _FULL  # pyright: ignore
@@ -155,7 +155,7 @@ def has_short_products(device: str) -> bool:
 # set these to something else.
 _HAS_PRECISIONS = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 _FULL = ("ieee", "none")
-_HAVE_TF32 = ("cuda",)
+_GPUS = ("cuda",)
 
 
 class _Switch(NamedTuple):
@@ -220,7 +220,7 @@ def plain_mode(device: str) -> AbstractContextManager[Any]:
     # Each context costs as much as a small product does.
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
         return _plain_mode(device)
-    if device in _HAVE_TF32 and _tf32.is_on():
+    if device in _GPUS and _tf32.is_on():
         return _plain_mode(device)
     return GradMode(False) if torch.is_grad_enabled() else nullcontext()
 

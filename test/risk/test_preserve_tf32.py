@@ -247,7 +247,7 @@ WORK: dict[str, Callable[[EmpiricalRisk], Any]] = {
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize("switch", [SWITCHES[0], SWITCHES[3]], indirect=True)
 def test_who_sees_tf32(name: str, switch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_HAVE_TF32", ("cpu",))
+    monkeypatch.setattr(contexts, "_GPUS", ("cpu",))
     torch.manual_seed(0)
     data = [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(2)]
     before = everything()

@@ -36,7 +36,7 @@ from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
-from curvlinops_plus.risk.preserve import untraced
+from curvlinops_plus.risk.preserve import refuse_capture, untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -379,7 +379,9 @@ class KFACPreconditioner(TiedOptimizer):
         if closure is not None:
             with GradMode(True):
                 loss = closure()
-        with GradMode(False), outside_autocast(self.curvature.risk.device.type):
+        device = self.curvature.risk.device.type
+        refuse_capture(device)
+        with GradMode(False), outside_autocast(device):
             self.curvature.risk.require_in_place()
             if self._schedule is not None:
                 for group in self.param_groups:
