@@ -131,6 +131,8 @@ class Accumulator(metaclass=_MadeByOperators):
         self.counts: dict[str, Tensor | float] = {}
         #: What the sums are of.
         self.totals = Totals()
+        #: Whether the sums are known to be finite.
+        self.is_finite = False
         #: Whether nothing is added any more: values are made in the memory of the sums.
         self.complete = False
         #: Results of `decompose` that other processes have computed, by the names of
@@ -160,6 +162,7 @@ class Accumulator(metaclass=_MadeByOperators):
     def sums(self, sums: dict[str, Tensor]) -> None:
         self.raw = sums
         self.halves = set()
+        self.is_finite = False
 
     # ------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -239,6 +242,8 @@ class Accumulator(metaclass=_MadeByOperators):
             value = torch.mul(total, factor, out=out)
         if self.complete:
             self.counts[name] = 1.0
+        if self.is_finite:
+            return value
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each
         # of them only then.
         if not is_finite(value.sum()) and not bool(value.isfinite().all()):
@@ -299,6 +304,7 @@ class Accumulator(metaclass=_MadeByOperators):
         vars(other).update(vars(self))
         other.raw = {}
         other.halves = set()
+        other.is_finite = False
         other.counts = {}
         other.totals = Totals()
         other.decomposed = {}

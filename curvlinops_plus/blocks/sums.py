@@ -115,6 +115,7 @@ class Sums:
         if processes.world > 1:
             add_over_processes(accumulators, processes)
             decompose_together(accumulators, processes)
+        self._look_at(accumulators)
         del accumulators, accumulator
 
         def finished(stages: list[Stage]) -> dict[str, Any]:
@@ -302,6 +303,16 @@ class Sums:
                 if totals:
                     torch._foreach_add_(values[rho], totals, alpha=rho)  # pyright: ignore[reportPrivateImportUsage]
 
+    def _look_at(self, accumulators: list[Accumulator]) -> None:
+        """Tell accumulators that their sums are finite: on a GPU one answer for all, where each
+        answer is waited for.
+        """
+        if self.device != "cpu":
+            new = [accumulator for accumulator in accumulators if not accumulator.is_finite]
+            finite = _all_finite(new)
+            for accumulator in new:
+                accumulator.is_finite = finite
+
     def require_finite(self) -> None:
         """Refuse sums of a batch with NaN or infinite entries.
 
@@ -309,14 +320,9 @@ class Sums:
             NumericsError: Naming layer and statistic.
         """
         accumulators = list(self._accumulators())
-        tensors = [total for accumulator in accumulators for total in accumulator.raw.values()]
-        if not tensors:
+        if _all_finite(accumulators):
             return
-        norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-        # If the sum of norms is finite, so are all entries; else look at them, since one may have
-        # overflown by itself.
-        if isfinite(torch.stack(norms).sum()):
-            return
+        # Look at them: a norm may have overflown by itself.
         for accumulator in accumulators:
             for name, total in accumulator.raw.items():
                 if bool(total.isfinite().all()):
@@ -444,6 +450,7 @@ class Sums:
         # Layers share few totals, whose numbers are read once.
         plain = {key: self.totals[key].plain() for key in {self.history[it] for it in layers}}
         blocks: dict[str, LinearOperator] = {}
+        self._look_at([*self._accumulators()])
         for layer in layers:
             if layer in self.withdrawn:
                 blocks |= _identities(layer)
@@ -592,6 +599,15 @@ def _load_accumulator(accumulator: Accumulator, state: Fields) -> None:
         else:
             counts.number(name, 0.0)
     accumulator.load_state_dict(state.data)
+
+
+def _all_finite(accumulators: Iterable[Accumulator]) -> bool:
+    """Whether the norms of all sums are finite, and so all entries are."""
+    tensors = [total for accumulator in accumulators for total in accumulator.raw.values()]
+    if not tensors:
+        return True
+    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return isfinite(torch.stack(norms).sum())
 
 
 def _update(stage: Stage, batch: LayerBatch) -> None:

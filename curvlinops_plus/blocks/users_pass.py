@@ -17,7 +17,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
-from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes
+from curvlinops_plus.risk.preserve import eager, exclusive, own_calls, own_passes, refuse_capture
 from curvlinops_plus.risk.record import Consumer, Recorder
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often
@@ -92,6 +92,7 @@ class UsersPass:
     def begin(self) -> None:
         """The model is about to be called."""
         if self._recorder is not None:
+            refuse_capture(self._recorder.risk.device.type)
             self._phase = "the call"  # what the end of it undoes may not have begun
             eager.start(id(self))  # hooks of a compiled model that ran before never fire
             self._recorder.start(self.batch.num_examples)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.differentiable import is_once_differentiable, require_differentiable
 from curvlinops_plus.exact.passes import Pass, Passes, fixed_vectors
@@ -128,7 +129,8 @@ class AdjointCheck:
         sizes = self.passes.sizes
         u = torch.cat([t.flatten(1).to(wide) for t in U], 1)
         Jv = torch.cat([t.flatten(1).to(wide) for t in JV], 1)
-        difference = (u @ Jv.T - (JTU @ rows.T).to(wide)).abs()
+        with outside_autocast(u.device.type):
+            difference = (u @ Jv.T - (JTU @ rows.T).to(wide)).abs()
         # The standard deviation of `⟨Jᵀ u, v⟩`, if `v` is random: √Σ_p |g_p|² w_p² over parameters
         # p.
         deviations = [

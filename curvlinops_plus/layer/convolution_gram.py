@@ -27,8 +27,9 @@ from torch import Tensor
 
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.linalg.gram_sum import gram
+from curvlinops_plus.linalg.pieces import rows_at_once
 
-# Work memory for patches; larger pieces exceed the cache and gain nothing.
+# Work memory for patches on a CPU; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
 # Groups with this many columns are worth a product of their own.
 _LARGE_GROUP = 128
@@ -81,8 +82,9 @@ def patch_gram(geometry: Geometry, x: Tensor, groups: int = 1) -> Tensor:
     d = x.shape[1] // groups * prod(geometry.kernel)
     total = x.new_zeros(groups, d, d).squeeze(0)
     # With fewer numbers than d², adding up the parts would dominate.
-    numbers = max(_PATCH_BYTES // x.element_size(), d * d)
-    for images in x.split(max(1, numbers // max(1, geometry.positions(x) * groups * d))):
+    cpu_bytes = max(_PATCH_BYTES, d * d * x.element_size())
+    image_bytes = geometry.positions(x) * groups * d * x.element_size()
+    for images in x.split(rows_at_once(x.device, cpu_bytes, image_bytes)):
         columns = geometry.columns(images, groups)
         total += image_gram(columns.squeeze(1))
     return total

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops_plus.layer.squares import multiplied
+from curvlinops_plus.linalg.pieces import rows_at_once
 
 # Work memory for columns of several matrices at a time.
 _WORK_BYTES = 16 * 2**20
@@ -192,7 +193,7 @@ class SparseRows:
             g: Gradients of the layer's output [V, B, S, o].
             C: Matrices [K, o, i].
 
-        Cost: memory for S·L·K·o numbers of an example, in pieces of a few megabytes.
+        Cost: memory for S·L·K·o numbers of an example, in pieces, on a CPU of a few megabytes.
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [0]]]), None, 3)
@@ -204,7 +205,7 @@ class SparseRows:
         columns = C.to(g.dtype).movedim(2, 0)  # [i, K, o]
         values = self._values.to(g.dtype)
         entries = self.index.shape[1] * self.index.shape[2] * columns[0].numel()
-        step = max(1, _WORK_BYTES // max(1, entries * g.element_size()))
+        step = rows_at_once(g.device, _WORK_BYTES, entries * g.element_size())
         products = []
         for start in range(0, len(self.index), step):
             examples = slice(start, start + step)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Products per example are formed in pieces of about this many bytes, which stay in a processor's
+from curvlinops_plus.linalg.pieces import rows_at_once
+
+# Products per example are formed in pieces of about this many bytes on a CPU, which stay in its
 # cache.
 _CHUNK_BYTES = 2**20
 
@@ -59,9 +61,9 @@ def squared_gradients(
     Returns:
         [*b, o, i], with one more column for a bias.
 
-    Cost: products per example are formed in pieces of a megabyte. Each side is rotated before or
-    after, whichever takes fewer operations. Without weight sharing (S = 1) nothing per example is
-    formed at all.
+    Cost: products per example are formed in pieces, on a CPU of a megabyte. Each side is rotated
+    before or after, whichever takes fewer operations. Without weight sharing (S = 1) nothing per
+    example is formed at all.
 
     Example:
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
@@ -87,7 +89,7 @@ def squared_gradients(
     # (g aᵀ)² = g² (a²)ᵀ, so that the sum over examples is one product.
     if S == 1:
         return _add_unshared(total, g[..., 0, :].square(), a[..., 0, :].square())
-    step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
+    step = rows_at_once(g.device, _CHUNK_BYTES, total.numel() * g.element_size())
     chunk = g.new_empty(min(step, len(g)), *batch, o, i)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J = chunk[: len(g_n)]

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Cumulative probabilities in float64 are formed in pieces of about this size.
-_DRAW_BYTES = 2**20
-_GPU_DRAW_BYTES = 2**28  # where each part costs a few launches
+from curvlinops_plus.linalg.pieces import rows_at_once
+
+# Cumulative sums are formed for about so many bytes of probabilities at a time.
+_DRAW_BYTES = 2**19
 _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
@@ -136,25 +137,26 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     C = probabilities.shape[-1]
     num = uniforms.shape[-1]
-    work = _DRAW_BYTES if uniforms.device.type == "cpu" else _GPU_DRAW_BYTES
-    rows = max(1, work // (max(C, 1) * uniforms.element_size()))
-    if uniforms.shape[:-1].numel() > rows:
-        parts = zip(
-            probabilities.reshape(-1, C).split(rows),
-            uniforms.reshape(-1, num).split(rows),
-            strict=True,
-        )
-        return torch.cat([categories(p, u) for p, u in parts]).view(uniforms.shape)
-    # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of
-    # their spacings.
-    uniforms = uniforms.double()
-    cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
-    total = cumulative[..., -1:]
-    # u * total may round up to total itself, beyond the last class.
-    level = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    n = uniforms.shape[:-1].numel()
+    rows = rows_at_once(uniforms.device, _DRAW_BYTES, C * probabilities.element_size())
+    zero = uniforms.new_zeros((), dtype=torch.float64)
+    pieces = []
+    for p, u in zip(
+        probabilities.reshape(n, C).split(rows),
+        uniforms.double().reshape(n, num).split(rows),
+        strict=True,
+    ):
+        # Summing thousands of float32 probabilities in float32 would shift the boundaries by many
+        # of their spacings.
+        cumulative = p.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        # u * total may round up to total itself, beyond the last class.
+        level = torch.minimum(u * total, torch.nextafter(total, zero))
+        pieces.append(torch.searchsorted(cumulative, level, right=True))
+    labels = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     # searchsorted treats NaN as the largest number; the clamp keeps the index valid, so that NaN
     # appears in the result.
-    return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(max=C - 1)
+    return labels.clamp_(max=C - 1).view(uniforms.shape)
 
 
 def counts(rates: Tensor, uniforms: Tensor) -> Tensor:

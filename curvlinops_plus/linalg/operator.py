@@ -476,7 +476,8 @@ class LinearOperator(ABC):
         """
         flag("retry_double_precision", retry_double_precision)
         resolved = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
-        return self._inverse(resolved, retry_double_precision)
+        with outside_autocast(self.device.type):
+            return self._inverse(resolved, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
@@ -497,7 +498,8 @@ class LinearOperator(ABC):
         """
         self._need_psd("have real powers")
         flag("exact", exact)
-        return self._power(number("p", p), resolve(damping, self))
+        with outside_autocast(self.device.type):
+            return self._power(number("p", p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
         """Samples from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten`

@@ -25,11 +25,12 @@ from curvlinops_plus.layer.replay import NoExampleGradients, RerunError
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import row_products, squared_examples, squared_gradients
 from curvlinops_plus.linalg.gram_sum import gram
+from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.risk.calls import OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.layers import Group, Layer, Role
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this
-# size.
+# size on a CPU.
 _PIECE_BYTES = 2**26
 # Patches of images are formed in pieces that a processor's cache can hold, but not too few at a
 # time for fast products.
@@ -118,13 +119,18 @@ class LayerBatch:
         return part
 
     def pieces(self) -> Iterator[LayerBatch]:
-        """The examples in pieces whose gradients, formed all at once, take about 64 MiB."""
+        """The examples in pieces whose gradients, formed all at once, take about 64 MiB on a CPU,
+        256 MiB on a GPU.
+        """
         numbers = self.num_vectors * sum(self.layer.params[key].numel() for key in self.keys)
         return self._cut(_PIECE_BYTES, numbers)
 
     def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
-        """Pieces of `size` bytes if each example takes so many numbers, of one example at least."""
-        step = max(1, size // max(1, numbers * self.layer.accumulation_dtype.itemsize))
+        """Pieces of `size` bytes on a CPU if each example takes so many numbers, of one example at
+        least.
+        """
+        layer = self.layer
+        step = rows_at_once(layer.device, size, numbers * layer.accumulation_dtype.itemsize)
         if step >= self.num_examples:
             yield self
             return

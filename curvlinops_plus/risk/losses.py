@@ -608,6 +608,15 @@ class Totals:
             union.add(totals)
         return union
 
+    def read_count(self, loss: int | None = None) -> float:
+        """`loss_count`, or the count of a loss, as a number. A GPU is asked once: it is waited
+        for.
+        """
+        if loss is not None:
+            return float(self.counts[loss])
+        self.loss_count = float(self.loss_count)
+        return self.loss_count
+
     def plain(self) -> Totals:
         """The same without tensors."""
         counts = tuple(map(float, self.counts))

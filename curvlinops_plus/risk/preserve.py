@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.backends import mha
 
-from curvlinops_plus.contexts import Endings
+from curvlinops_plus.contexts import Endings, has_short_products, users_tf32
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.layer.kept import (
@@ -53,7 +53,10 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad`
     (the latter to what is no derivative), and `max_norm` is refused. Compiled modules run eagerly.
     And nothing runs under the caller's autocast: a matrix does not depend on where it is asked for.
-    Autocast inside the model's forward is part of the model.
+    Autocast inside the model's forward is part of the model, and so is TF32.
+
+    Recurrent layers run without cuDNN, which has no backward pass in evaluation mode and no forward
+    mode for them; so does the rest of such a model.
 
     Tensors that modules keep from one pass, as caches do, are dropped before the next one.
 
@@ -61,18 +64,24 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
     Raises:
         UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
-            graph is gone.
+            graph is gone, or a CUDA graph is being captured.
     """
     modules = [*model.modules()]
     kinds = [
         p.device.type for module in modules for p in module._parameters.values() if p is not None
     ]
+    for kind in {*kinds}:
+        refuse_capture(kind)
     with Endings() as endings:
         endings.enter_context(exclusive)
         eager.enter(endings)
         own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             endings.enter_context(torch.autocast(kind, enabled=False))
+        endings.enter_context(users_tf32())
+        if any(map(_is_fused, modules)):
+            endings.surely(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
+            torch._C._set_cudnn_enabled(False)
         endings.surely(RandomState.now().restore)
         sampler = getattr(data, "sampler", None)
         inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
@@ -100,6 +109,37 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
                     f"{keepers} kept one, as a cache of eval mode does. Empty it before curvature "
                     "is computed: often model.train() and then model.eval() does."
                 ) from error
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether cuDNN runs all steps of this layer at once."""
+    if not isinstance(module, nn.RNNBase):
+        return False
+    return any(p.device.type in _CUDA for p in module.parameters())
+
+
+_CUDA = ("cuda",)
+
+
+def refuse_capture(device: str) -> None:
+    """Refuse to compute while a CUDA graph is captured.
+
+    Args:
+        device: Type of the device.
+
+    Raises:
+        UnsupportedError: If one is.
+    """
+    if device in _CUDA and _is_capturing():
+        raise UnsupportedError(
+            "A CUDA graph is being captured. Replayed, a pass of curvature would draw the same "
+            "random numbers each time and count its examples once. Capture forward and backward "
+            "passes without it; call it, and the optimizer's step, outside of the capture."
+        )
+
+
+def _is_capturing() -> bool:
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -363,8 +403,7 @@ def with_short_products(tolerance: float, itemsize: int, device: torch.device) -
     """A tolerance for numbers of so many bytes, or a larger one where the global switches shorten
     products.
     """
-    convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    if itemsize == 4 and (convolutions or torch.get_float32_matmul_precision() != "highest"):
+    if itemsize == 4 and has_short_products(device.type):
         return max(tolerance, _SHORT_PRODUCTS.get(device.type, tolerance))
     return tolerance
 

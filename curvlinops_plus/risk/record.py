@@ -34,6 +34,7 @@ from curvlinops_plus.contexts import Endings, GradMode, entered, plain_mode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
+from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
@@ -49,6 +50,9 @@ from curvlinops_plus.risk.vectors import Draws, Vectors
 Consumer = Callable[[LayerBatch], None]
 # Gradients of more numbers than these are shown to layers as they are computed, to save memory.
 _MANY_NUMBERS = 2**22
+# Larger gradients of vectors, if their numbers take four bytes each, are computed one after the
+# other on a CPU.
+_VECTOR_BYTES = 2**16
 
 
 def sweep(
@@ -941,9 +945,8 @@ def vectors_at_once(recorder: Recorder, number: int) -> int:
     """
     if number == 1:
         return 1
-    on_gpu = recorder.layers and recorder.layers[0].device.type == "cuda"
-    limit = 2**26 if on_gpu else 2**14
-    return max(1, min(number, limit // max(recorder.numbers, 1)))
+    device = recorder.risk.device
+    return max(1, min(number, rows_at_once(device, _VECTOR_BYTES, 4 * recorder.numbers)))
 
 
 def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor:

@@ -350,7 +350,7 @@ class EmpiricalRisk(ModelParameters):
         reduced = self.losses[self.losses.reference if loss is None else loss]
         if reduced.reduction == "sum":
             return 1.0
-        count = float(totals.loss_count if loss is None else totals.counts[loss])
+        count = totals.read_count(loss)
         if not count > 0:
             raise ValueError(
                 f"No term of {reduced.title} counts: every target is ignored or has weight 0, so "

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from curvlinops_plus.likelihood.draws import normals, splitmix64, uniforms
+from curvlinops_plus.likelihood import draws as draws_file
+from curvlinops_plus.likelihood.draws import categories, normals, splitmix64, uniforms
 from curvlinops_plus.risk import Draws
 
 
@@ -66,3 +67,24 @@ def test_draws_of_batches() -> None:
     assert 0.99 < float(u.max()) < 1
     assert len(u.unique()) > 2490
     assert bool(normals(u).isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_do_not_depend_on_the_pieces(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU pieces are larger than on a CPU."""
+    torch.manual_seed(0)
+    probabilities = torch.rand(3, 5, 40, dtype=dtype)
+    probabilities[0, 1] = 0
+    probabilities[1, 2, 3] = torch.nan
+    probabilities[2, :, -7:] = 0
+    u = uniforms(5, range(15), 0, 6).view(3, 5, 6)
+    u[2] = 1 - 2**-53
+    expected = categories(probabilities, u)
+    for size in (1, 700, 2**40):
+        monkeypatch.setattr(draws_file, "_DRAW_BYTES", size)
+        assert torch.equal(categories(probabilities, u), expected)
+    assert torch.equal(categories(probabilities[0, 0], u[0, 0]), expected[0, 0])
+    assert categories(probabilities, u[..., :0]).shape == (3, 5, 0)
+    assert categories(probabilities[:0], u[:0]).shape == (0, 5, 6)

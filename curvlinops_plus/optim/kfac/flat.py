@@ -50,13 +50,15 @@ class StepVectors:
         displacement: What is added to the parameters, each `[n]`.
         options: Those of this step, of each vector.
         lrs, momenta: Their learning rates and momenta, each once.
-        scale: The least factor of a norm constraint in this step.
+        scale: The least factor of a norm constraint in this step, where vectors are on another
+            device than the CPU perhaps as a 0-d tensor.
 
     Raises:
         ValueError: If some parameters of a block have a gradient, and others have none.
     """
 
     options: list[GroupOptions]
+    scale: Tensor | float
 
     def __init__(
         self,
@@ -257,24 +259,43 @@ class StepVectors:
             if constraint.of != of:
                 continue
             needs_product = constraint.norm != "euclidean" and of == "update"
-            square = 0.0
-            if self._curved or not needs_product:
-                square = self._square(vectors, constraint.norm, numbers)
-            if not square > 0 and needs_product:  # as after the curvature was renewed
+            if needs_product and not self._curved:  # as after the curvature was renewed
+                self._multiply_velocity()
+            square = self._square(vectors, constraint.norm, numbers)
+            if isinstance(square, Tensor):
+                self._shorten(vectors, numbers, constraint.factor_on_device(square))
+                continue
+            if not square > 0 and needs_product:  # rounding has made up `C u`
                 self._multiply_velocity()
                 square = self._square(vectors, constraint.norm, numbers)
-            factor = constraint.factor(square)
+            factor = constraint.factor(float(square))
             if factor < 1:
-                for k in numbers:
-                    vectors[k].mul_(factor)
+                self._shorten(vectors, numbers, factor)
+
+    def _shorten(
+        self, vectors: GroupVectors, numbers: Iterable[int], factor: Tensor | float
+    ) -> None:
+        for k in numbers:
+            vectors[k].mul_(factor)
+        if isinstance(factor, Tensor):
+            self.scale = factor.clamp(max=self.scale)
+        else:
             self.scale = min(self.scale, factor)
 
-    def _square(self, vectors: GroupVectors, norm: str, numbers: Iterable[int]) -> float:
-        """The squared norm of those of these numbers together, times their learning rates."""
+    def _square(self, vectors: GroupVectors, norm: str, numbers: Iterable[int]) -> Tensor | float:
+        """The squared norm of those of these numbers together, times their learning rates.
+
+        Returns:
+            A number on the CPU, else a 0-d tensor: to read it would be to wait for the device.
+        """
         total = 0.0
         for k in numbers:
             # ⟨v, v⟩ and ⟨v, C v⟩
-            euclidean, square = torch.mv(vectors[k], vectors[k][0]).tolist()
+            products = torch.mv(vectors[k], vectors[k][0])
+            if products.device.type == "cpu":
+                euclidean, square = products.tolist()
+            else:
+                euclidean, square = products.double()
             if norm == "euclidean":
                 square = euclidean
             elif norm == "damped":

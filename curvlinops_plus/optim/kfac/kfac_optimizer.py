@@ -36,7 +36,7 @@ from curvlinops_plus.options import flag, integer, number, one_of, type_error
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk import Vectors as SentBack
 from curvlinops_plus.risk.parameters import wrapped_processes
-from curvlinops_plus.risk.preserve import untraced
+from curvlinops_plus.risk.preserve import refuse_capture, untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -203,11 +203,20 @@ class KFACPreconditioner(TiedOptimizer):
         self._groups = {
             self._keys[p]: k for k, group in enumerate(self.param_groups) for p in group["params"]
         }
-        #: What the last step did.
-        self.last_step = StepReport(-1)
+        self._report = StepReport(-1)
+        #: Numbers of this report that may be on the device still, by name.
+        self._unread: dict[str, Tensor | float] = {}
         self._raw_options: Any = None  # of groups, as they are
         self._forget_inverse()
         self._read_options()
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last step did. On a GPU the first look at it waits for the step."""
+        for name, value in self._unread.items():
+            setattr(self._report, name, float(value))
+        self._unread = {}
+        return self._report
 
     def _forget_inverse(self) -> None:
         """Begin without an inverse, and without vectors for it."""
@@ -370,17 +379,20 @@ class KFACPreconditioner(TiedOptimizer):
         if closure is not None:
             with GradMode(True):
                 loss = closure()
-        with GradMode(False), outside_autocast(self.curvature.risk.device.type):
+        device = self.curvature.risk.device.type
+        refuse_capture(device)
+        with GradMode(False), outside_autocast(device):
             self.curvature.risk.require_in_place()
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = self._schedule(self.steps)
             self._read_options()
-            self.last_step = StepReport(
+            self._unread = {}
+            self._report = StepReport(
                 self._hooks.steps, damping=[options.damping for options in self._options]
             )
             try:
-                self._finish_and_step(self.last_step)
+                self._finish_and_step(self._report)
             finally:
                 self._hooks.forget()
             self._hooks.steps += 1
@@ -600,8 +612,7 @@ class KFACPreconditioner(TiedOptimizer):
     def _apply(self, vectors: StepVectors, report: StepReport) -> None:
         """Take the step along `P g`."""
         vectors.combine((-1.0, 0.0))
-        report.scale = vectors.scale
-        report.update_norm = float(norm_of(vectors.displacement))
+        self._unread = {"scale": vectors.scale, "update_norm": norm_of(vectors.displacement)}
         tensors = vectors.of_parameters(vectors.displacement)
         for p, preconditioned in zip(vectors.params, tensors, strict=True):
             assert p.grad is not None
@@ -927,8 +938,7 @@ class KFACOptimizer(KFACPreconditioner):
         report.momentum = [w[1] * μ for μ in vectors.momenta]
         looks = self.trust is not None and (self._adapts or self._reject is not None)
         shrinks = vectors.combine(w, undoable=looks)
-        report.scale = vectors.scale
-        report.update_norm = float(norm_of(vectors.displacement))
+        self._unread = {"scale": vectors.scale, "update_norm": norm_of(vectors.displacement)}
         if self.trust is None or not looks:
             return vectors.move()
         try:
@@ -964,9 +974,14 @@ class KFACOptimizer(KFACPreconditioner):
         if self._reject is not None and not report.new_loss <= report.loss:
             vectors.undo()
             self._raise_damping(report)
-        elif self._adapts and rule is not None and (report.update_norm or report.scale < 1):
+        elif self._adapts and rule is not None and self._has_moved:
             for group in self.param_groups:
                 group["damping"] = rule.adapted(float(group["damping"]), report.rho)
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether the step had a direction."""
+        return bool(self.last_step.update_norm) or self.last_step.scale < 1
 
     def _objective(self, trust: Trust) -> float:
         """The loss of this step's batches at the parameters of now, with weight decay that is part

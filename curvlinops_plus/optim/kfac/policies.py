@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from curvlinops_plus.options import flag, instance, integer, number, one_of
 
 #: No damping grows beyond, however often it is raised.
@@ -112,6 +115,12 @@ class NormConstraint:
         if square <= self.c:
             return 1.0
         return (self.c / square) ** 0.5 if isfinite(square) else 0.0
+
+    def factor_on_device(self, square: Tensor) -> Tensor:
+        """The same of a 0-d tensor, without reading it."""
+        factor = (self.c / square).sqrt()
+        factor = torch.where(square <= self.c, 1.0, factor)
+        return torch.where(square.isfinite(), factor, 0.0)
 
 
 @dataclass(frozen=True)

@@ -291,9 +291,9 @@ class Ensemble:
         state.
         """
         with (
+            outside_autocast(self.psi.device.type),
             preserve_state(self.psi.module or nn.Module(), None),
             torch.inference_mode(False),
-            outside_autocast(self.psi.device.type),
             sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative
         ):
             yield
