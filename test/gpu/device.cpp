@@ -350,6 +350,72 @@ int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::
   return 0;
 }
 
+// Cells of recurrent layers, which on the CPU are several operations and on a GPU one. `kept` is
+// what their backward pass asks for.
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor sum_of_gates(const Tensor& input, const Tensor& hidden, const OptionalTensor& one,
+                    const OptionalTensor& two) {
+  Tensor gates = input + hidden;
+  return one && one->defined() ? gates + *one + *two : gates;
+}
+
+Tensor or_zeros(const OptionalTensor& gradient, const Tensor& form) {
+  return gradient && gradient->defined() ? *gradient : at::zeros_like(form);
+}
+
+Tensor sigmoid_slope(const Tensor& s) { return s * (1 - s); }
+Tensor tanh_slope(const Tensor& t) { return 1 - t * t; }
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input, const Tensor& hidden, const Tensor& cell, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  auto gates = sum_of_gates(input, hidden, input_bias, hidden_bias).chunk(4, 1);
+  Tensor in = gates[0].sigmoid(), forget = gates[1].sigmoid();
+  Tensor candidate = gates[2].tanh(), out = gates[3].sigmoid();
+  Tensor next = forget * cell + in * candidate;
+  return {out * next.tanh(), next, at::cat({in, forget, candidate, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const OptionalTensor& of_output, const OptionalTensor& of_next, const Tensor& cell,
+    const Tensor& next, const Tensor& kept, bool has_bias) {
+  auto gates = kept.chunk(4, 1);
+  const Tensor &in = gates[0], &forget = gates[1], &candidate = gates[2], &out = gates[3];
+  Tensor squashed = next.tanh(), output = or_zeros(of_output, next);
+  Tensor total = or_zeros(of_next, next) + output * out * tanh_slope(squashed);
+  Tensor gradient = at::cat(
+      {total * candidate * sigmoid_slope(in), total * cell * sigmoid_slope(forget),
+       total * in * tanh_slope(candidate), output * squashed * sigmoid_slope(out)}, 1);
+  return {gradient, total * forget, has_bias ? gradient.sum(0) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input, const Tensor& hidden, const Tensor& state, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  bool has_bias = input_bias && input_bias->defined();
+  auto from_input = (has_bias ? input + *input_bias : input).chunk(3, 1);
+  auto from_hidden = (has_bias ? hidden + *hidden_bias : hidden).chunk(3, 1);
+  Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
+  Tensor update = (from_input[1] + from_hidden[1]).sigmoid();
+  Tensor candidate = (from_input[2] + reset * from_hidden[2]).tanh();
+  Tensor next = candidate + update * (state - candidate);
+  return {next, at::cat({reset, update, candidate, state, from_hidden[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
+    const Tensor& of_next, const Tensor& kept, bool has_bias) {
+  auto parts = kept.chunk(5, 1);
+  const Tensor &reset = parts[0], &update = parts[1], &candidate = parts[2], &state = parts[3];
+  Tensor of_candidate = of_next * (1 - update) * tanh_slope(candidate);
+  Tensor of_update = of_next * (state - candidate) * sigmoid_slope(update);
+  Tensor of_reset = of_candidate * parts[4] * sigmoid_slope(reset);
+  Tensor input = at::cat({of_reset, of_update, of_candidate}, 1);
+  Tensor hidden = at::cat({of_reset, of_update, of_candidate * reset}, 1);
+  return {input, hidden, of_next * update, has_bias ? input.sum(0) : Tensor(),
+          has_bias ? hidden.sum(0) : Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
@@ -359,6 +425,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", &set_);
   library.impl("set_.source_Storage", &set_to_all_of);
   library.impl("_fused_sdp_choice", &plain_attention);
+  library.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
+  library.impl("_thnn_fused_gru_cell", &gru_cell);
+  library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
   // PyTorch would choose a library of CUDA for them.
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
                            "native_group_norm", "embedding_dense_backward", "linear_backward"})

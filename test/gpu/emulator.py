@@ -25,7 +25,7 @@ from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 VARIABLE = "CURVLINOPS_EMULATED_GPU"
@@ -95,6 +95,7 @@ def install() -> None:
     _library.emulated_gpu_begin()
     import torch
 
+    only_stream = SimpleNamespace(cuda_stream=0)
     answers = {
         "_lazy_init": None,
         "synchronize": None,
@@ -104,6 +105,8 @@ def install() -> None:
         "is_bf16_supported": True,
         "device_count": 1,
         "current_device": 0,
+        "current_stream": only_stream,
+        "default_stream": only_stream,
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random):  # which has names of the other one
