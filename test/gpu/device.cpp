@@ -416,11 +416,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
           has_bias ? hidden.sum(0) : Tensor()};
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
-}
+const std::unordered_set<std::string> OWN_KERNELS = {
+    "copy_", "set_", "_fused_sdp_choice", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"};
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  auto boxed = [] { return torch::CppFunction::makeFromBoxedFunction<&kernel>(); };
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& op : dispatcher.getAllOpNames()) {
+    bool of_aten = op.name.rfind("aten::", 0) == 0;
+    auto handle = dispatcher.findOp(op);
+    if (!of_aten || !handle->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (!OWN_KERNELS.count(op.name.substr(6))) library.impl(c10::toString(op).c_str(), boxed());
+  }
+  // PyTorch would choose a library of CUDA for them.
+  library.impl("convolution", boxed());
+  library.impl("convolution_backward", boxed());
   library.impl("copy_", &copy_);
   library.impl("set_.source_Storage_storage_offset", &set_);
   library.impl("set_.source_Storage", &set_to_all_of);
@@ -429,10 +439,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", &gru_cell);
   library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
-  // PyTorch would choose a library of CUDA for them.
-  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
-                           "native_group_norm", "embedding_dense_backward", "linear_backward"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 
 }  // namespace
