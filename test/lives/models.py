@@ -17,10 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from test.gpu import emulator
-
-#: Where models and batches are.
-DEVICE = torch.device("cuda:0" if emulator.is_installed() else "cpu")
+from test.helpers import DEVICE
 
 # -------------------------------------------------------------------------------------- perceptrons
 

@@ -23,6 +23,7 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close, same
+from test.helpers import DEVICE
 from test.lives.lives import (
     KINDS,
     Training,
@@ -36,7 +37,7 @@ from test.lives.lives import (
     trained,
     vector,
 )
-from test.lives.models import DEVICE, MODELS, Ordinary
+from test.lives.models import MODELS, Ordinary
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*exact diagonal:curvlinops_plus.errors.CurvatureWarning"
