@@ -336,7 +336,9 @@ class Twin:
         """
         m, o, i = use.matrix.shape
         inputs, outputs, f = self._calls(b, use)
-        of_example = (b.example[:, None] == torch.arange(b.N, device=b.example.device)).view(-1, 1, b.N, 1, 1)
+        of_example = (b.example[:, None] == torch.arange(b.N, device=b.example.device)).view(
+            -1, 1, b.N, 1, 1
+        )
 
         def examples_first(t: Tensor, lead: int, *last: int) -> Tensor:
             """[*lead, *positions, *last], the examples somewhere, to [*lead, N, S, *last]; one row
