@@ -308,9 +308,8 @@ class _BatchCheck:
         vectors = []
         for f in live:
             dtype = torch.promote_types(f.dtype, torch.float32)
-            vectors.append(
-                torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu").to(f.device)
-            )
+            normal = torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu")
+            vectors.append(normal.to(f.device))
         self.factors = _factors(small.num_examples).to(self.risk.device)
         ours: dict[str, Tensor] = {}
         small.begin(partial(self._add_by_rule, ours))
