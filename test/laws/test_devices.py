@@ -310,6 +310,21 @@ def test_on_another_device(name: str, model: str, other: OtherDevice) -> None:
         assert float((one - two.detach()).norm()) <= 1e-9 * float(two.detach().norm()) + 1e-12
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "trace"])  # it is no tensor
+def test_where_new_tensors_are_elsewhere(name: str, model: str) -> None:
+    """After `torch.set_default_device` tensors are made where the model is, all the same."""
+    network, data = made(model)
+    risk = EmpiricalRisk(network, nn.CrossEntropyLoss(), data)
+    expected = [t.detach().clone() for t in TASKS[name](risk)]
+    network, data = made(model)
+    with torch.device("meta"):
+        found = TASKS[name](EmpiricalRisk(network, nn.CrossEntropyLoss(), data))
+    for one, two in zip(found, expected, strict=True):
+        assert float((one.detach() - two).norm()) <= 1e-12 * float(two.norm())
+
+
 @pytest.mark.parametrize(
     "mix",
     [
