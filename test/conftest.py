@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import torch
 
+from test.gpu import emulator
+
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
 # What runs first loads what others find loaded.
@@ -78,9 +80,11 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every device that is there; a test with this fixture runs on all of them."""
+    """Every device that is there, also an emulated one (`test/gpu`); a test with this fixture runs
+    on all of them.
+    """
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip(emulator.missing or "no CUDA device")
     return torch.device(request.param)
 
 

@@ -18,8 +18,11 @@ from torch import Generator, Tensor, nn
 
 from curvlinops_plus import LinearOperator, UnsupportedError
 from curvlinops_plus.linalg import Space
+from test.gpu import emulator
 
 F64 = torch.float64
+#: Where the models of lives and random networks are.
+DEVICE = torch.device("cuda:0" if emulator.is_installed() else "cpu")
 
 
 class Written(nn.Module):

@@ -348,7 +348,9 @@ class Twin:
         """
         m, o, i = use.matrix.shape
         inputs, outputs, f = self._calls(b, use)
-        of_example = (b.example[:, None] == torch.arange(b.N)).view(-1, 1, b.N, 1, 1)
+        of_example = (b.example[:, None] == torch.arange(b.N, device=b.example.device)).view(
+            -1, 1, b.N, 1, 1
+        )
 
         def examples_first(t: Tensor, lead: int, *last: int) -> Tensor:
             """[*lead, *positions, *last], the examples somewhere, to [*lead, N, S, *last]; one row
@@ -385,7 +387,7 @@ class Twin:
                 weight=ones, mode="sum", include_last_offset=last, padding_idx=padding, **given
             )
             return sizes[:, 0] > 0
-        return torch.ones(out.movedim(use.channel, -1).shape[:-1], dtype=torch.bool)
+        return torch.ones_like(out.movedim(use.channel, -1)[..., 0], dtype=torch.bool)
 
     def factors_of(
         self,
@@ -450,7 +452,7 @@ class Twin:
                 inputs.append(a[slot - use.slot, n, counts])
                 derivatives.append(D[:, slot - use.slot, n, counts])
         if not inputs:
-            return torch.zeros(0, i).double(), torch.zeros(len(b.example), 0, o).double()
+            return b.J.new_zeros(0, i), b.J.new_zeros(len(b.example), 0, o)
         return torch.cat(inputs), torch.cat(derivatives, 1)
 
     def matrix_places(self, keys: Sequence[str]) -> tuple[Tensor, Tensor]:

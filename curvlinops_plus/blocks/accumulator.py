@@ -387,7 +387,7 @@ def products(block: LinearOperator, J: Tensor) -> tuple[Tensor, Tensor]:
     `exact_parts`.
     """
     generator = torch.Generator().manual_seed(3)
-    X = torch.randn(J.shape[2:], generator=generator, dtype=torch.float64).to(J)
+    X = torch.randn(J.shape[2:], generator=generator, dtype=torch.float64, device="cpu").to(J)
     # Σ ⟨J, X⟩ J
     inner = (J * X).sum((-2, -1), keepdim=True)
     return block @ X.flatten(), (inner * J).sum((0, 1)).flatten()

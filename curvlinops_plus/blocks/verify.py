@@ -251,7 +251,7 @@ def _record(K: Any, risk: EmpiricalRisk, few: Batch, number: int) -> _Record:
         if outputs:
             generator = torch.Generator().manual_seed(2)
             vectors = [
-                [torch.randn(f.shape, generator=generator).to(f) for f in outputs]
+                [torch.randn(f.shape, generator=generator, device="cpu").to(f) for f in outputs]
                 for _ in range(_VECTORS)
             ]
             for v in tree_leaves(vectors):
@@ -382,7 +382,9 @@ def _stored_rows(K: Any, tolerance: float) -> list[Row]:
             # Eigenvectors of equal eigenvalues may be others.
             error = relative_difference(mine.trace, block.trace)
         else:
-            v = torch.randn(block.shape[1], generator=torch.Generator().manual_seed(4))
+            v = torch.randn(
+                block.shape[1], generator=torch.Generator().manual_seed(4), device="cpu"
+            )
             v = v.to(block.device, block.dtype)
             error = relative_difference(mine @ v, block @ v)
         if not error <= 2 * tolerance:

@@ -233,7 +233,7 @@ def mean_of_draws(
 
     The error of a single sample is NaN. Blocks are added as by Chan, Golub, LeVeque 1983.
     """
-    mean = squares = torch.zeros((), dtype=torch.float32)
+    mean = squares = torch.zeros((), dtype=torch.float32, device="cpu")
     count = 0
     for V in M.draws(num, distribution, generator, copies):
         samples = sample(V)

@@ -284,7 +284,7 @@ class _LanczosRuns:
         room = margin * (high - low)
         low -= room
         high += room
-        grid = torch.linspace(low, high, num_points, dtype=torch.float64)
+        grid = torch.linspace(low, high, num_points, dtype=torch.float64, device="cpu")
         sigma = (high - low) / (self.ncv - 1) / sqrt(8 * log(kappa))
         density = torch.zeros_like(grid)
         for nodes, weights in self._runs[:num_repeats]:

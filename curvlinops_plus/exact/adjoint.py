@@ -111,7 +111,9 @@ class AdjointCheck:
         most = _LARGEST_FACTOR[self.passes.itemsize or 8]
         factors = (norms.max() / norms).nan_to_num(1.0).clamp(1.0, most)
         generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(K, JTU.shape[1], generator=generator, dtype=JTU.dtype).to(JTU.device)
+        size = K, JTU.shape[1]
+        normal = torch.randn(size, generator=generator, dtype=JTU.dtype, device="cpu")
+        rows = normal.to(JTU.device)
         return rows * factors.repeat_interleave(torch.tensor(sizes, device=JTU.device))
 
     def _require_pairs(

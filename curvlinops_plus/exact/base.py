@@ -189,7 +189,7 @@ class RiskOperator(LinearOperator):
             RuntimeError: If they differ.
         """
         generator = torch.Generator().manual_seed(0)
-        v = torch.randn(n, 1, generator=generator, dtype=self.dtype).to(self.device)
+        v = torch.randn(n, 1, generator=generator, dtype=self.dtype, device="cpu").to(self.device)
 
         def both(X: Tensor, reading: Reading) -> Tensor:
             """Random states go on between them: a loader that shuffles draws again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -173,10 +174,12 @@ class DataRows(RiskOperator):
             m = len(part.numbers)
             if m > n:
                 self._adjoint_check.check_passes(part.batch, n)
-                dense[part.numbers] = self._forward(part, torch.eye(n).to(dense)).T
+                dense[part.numbers] = self._forward(
+                    part, torch.eye(n, device=self.device).to(dense)
+                ).T
             else:
                 rows = dense.new_zeros(m, n)
-                self._back(part, torch.eye(m).to(dense), rows)
+                self._back(part, torch.eye(m, device=self.device).to(dense), rows)
                 dense[part.numbers] = rows
         return dense
 
@@ -190,7 +193,7 @@ class DataRows(RiskOperator):
             forward: Likewise.
         """
         sizes = self._row_space.sizes
-        ends = torch.tensor(sizes).cumsum(0).tolist()
+        ends = list(accumulate(sizes))
         starts = [end - size for end, size in zip(ends, sizes)]
         for batch in self._batches(reading):
             self._adjoint_check.check_passes(batch, columns, forward=forward)

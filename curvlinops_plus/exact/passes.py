@@ -327,7 +327,8 @@ def _coarsest(outputs: Outputs, parameters: list[Tensor]) -> int:
 def fixed_vectors(tensors: Sequence[Tensor], K: int = 1) -> list[Tensor]:
     """Random vectors [K, *shape] for each tensor, always the same; small enough for float16."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(K, *t.shape, generator=generator).mul_(2.0**-4).to(t) for t in tensors]
+    numbers = (torch.randn(K, *t.shape, generator=generator, device="cpu") for t in tensors)
+    return [v.mul_(2.0**-4).to(t) for v, t in zip(numbers, tensors, strict=True)]
 
 
 def vjp(

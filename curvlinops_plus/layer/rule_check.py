@@ -312,7 +312,9 @@ class _Check:
     def randn(self, *shape: int) -> Tensor:
         """Random numbers of the check's own generator, on the device of the parameters."""
         device = next(iter(self.params.values())).device
-        return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(device)
+        return torch.randn(*shape, dtype=torch.float64, generator=self.generator, device="cpu").to(
+            device
+        )
 
     def failed(self, check: str, reason: str) -> VerificationError:
         """The error of a check."""

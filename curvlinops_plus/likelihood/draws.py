@@ -72,7 +72,7 @@ def uniforms(
         >>> bool((uniforms(counter_key(0), [3, 1], 1, 2) == whole[[3, 1], 1:]).all())
         True
     """
-    drawn = torch.empty(len(examples), count, dtype=torch.float64)
+    drawn = torch.empty(len(examples), count, dtype=torch.float64, device="cpu")
     rows = drawn.numpy()
     gamma = np.uint64(_GAMMA)
     positions = np.arange(first + 1, first + count + 1, dtype=np.uint64) * gamma
@@ -101,7 +101,7 @@ def batch_uniforms(key: int, rows: int, count: int) -> Tensor:  # -> [rows, coun
         torch.Size([2, 3])
     """
     generator = torch.Generator().manual_seed(key)
-    numbers = torch.rand(rows, count, generator=generator, dtype=torch.float32)
+    numbers = torch.rand(rows, count, generator=generator, dtype=torch.float32, device="cpu")
     return numbers.clamp_(min=2**-25)  # multiples of 2⁻²⁴, of which 0 has no logarithm
 
 

@@ -147,7 +147,7 @@ class _BatchCheck:
             See `check_batch`.
         """
         N = self.batch.num_examples
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(0), device="cpu").tolist()
         numbers = [n for n in _FEW if n < N] or [N]
         disagreement: OutsideReads | None = None
         # The model and the batch's own recording stay as they are.
@@ -312,7 +312,8 @@ class _BatchCheck:
         vectors = []
         for f in live:
             dtype = torch.promote_types(f.dtype, torch.float32)
-            vectors.append(torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device))
+            normal = torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu")
+            vectors.append(normal.to(f.device))
         self.factors = _factors(small.num_examples).to(self.risk.device)
         ours: dict[str, Tensor] = {}
         small.begin(partial(self._add_by_rule, ours))
@@ -460,9 +461,9 @@ def _norms(
 @lru_cache(64)
 def _factors(number: int) -> Tensor:
     """A power of two for each example, as different as their number allows."""
-    exponents = torch.arange(number) % 4 - 1
-    order = torch.randperm(number, generator=torch.Generator().manual_seed(1))
-    return torch.ldexp(torch.ones(number), exponents[order])
+    exponents = torch.arange(number, device="cpu") % 4 - 1
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(1), device="cpu")
+    return torch.ldexp(torch.ones(number, device="cpu"), exponents[order])
 
 
 def rounding_of(layer: Layer, recorder: Recorder) -> float:

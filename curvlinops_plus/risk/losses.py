@@ -461,7 +461,9 @@ def _no_mean(loss: OutputLoss, f: Tensor, y: Any, N: int) -> str:
         targets = [*y]
     if not all(target is None or isinstance(target, Tensor) for target in targets):
         return ""
-    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist()[:_COMPARED]
+    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(0), device="cpu").tolist()[
+        :_COMPARED
+    ]
 
     def rows(t: Tensor, examples: list[int]) -> Tensor:
         t = t.detach()

@@ -25,6 +25,7 @@ from curvlinops_plus import (
 from test.fuzz.checks import VECTORS, Subject, check, holds, require
 from test.fuzz.matrix_checks import RANDOM
 from test.fuzz.pieces import Options
+from test.helpers import DEVICE
 
 KINDS = {"KFAC": KFAC, "EKFAC": EKFAC, "full": FullBlock, "diagonal": DiagonalBlock, "TNT": TNT}
 
@@ -79,7 +80,7 @@ def _numbers(s: Subject, o: Options) -> None:
 def _inverse(s: Subject, o: Options) -> None:
     K = operator(s, o)
     dense = K.to_dense().double()
-    eye = torch.eye(len(dense), dtype=torch.float64)
+    eye = torch.eye(len(dense), dtype=torch.float64, device=DEVICE)
     damping = damping_of(dense)
     v = s.normal(s.case.size, 2, what="inverse")
     inverse = K.inverse(damping)
@@ -153,7 +154,7 @@ def _estimator(s: Subject, o: Options) -> None:
     estimator.refresh(0.5)
     v = s.normal(s.case.size, what="estimator")
     dense = estimator.operator.to_dense().double() + 0.5 * torch.eye(
-        s.case.size, dtype=torch.float64
+        s.case.size, dtype=torch.float64, device=DEVICE
     )
     s.equal(
         "estimator's inverse", estimator.inverse() @ v, torch.linalg.solve(dense, v.double()), 10

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_map
 
 from test.fuzz.losses import draw_loss, links, make_loss, make_target, term_axis, value
 from test.fuzz.pieces import Invalid, Shape, draw_piece, sequence
+from test.helpers import DEVICE
 
 Description = dict[str, Any]
 MOST_PARAMETERS = 70
@@ -159,7 +161,7 @@ class Case:
     def normal(self, *shape: int, what: str = "") -> Tensor:
         """Standard normal numbers in the case's precision."""
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator(what)).to(
-            self.dtype
+            DEVICE, self.dtype
         )
 
 
@@ -317,7 +319,9 @@ def make(about: Description) -> Case:
         y: Any = ys[0] if about["form"] == "single" else tuple(ys)
         y = {f"out{k}": t for k, t in enumerate(ys)} if about["form"] == "dict" else y
         case.data.append((x if about["tokens"] else x.to(dtype), y))
-    model.to(dtype)
+    model.to(DEVICE, dtype)
+    case.losses = [loss.to(DEVICE) for loss in case.losses]
+    case.data = tree_map(lambda t: t.to(DEVICE), case.data)
     _choose_parameters(case)
     return case
 

@@ -156,7 +156,7 @@ def fisher(o: Options, loss: Any, f: Tensor, y: Tensor) -> Tensor | None:
         return torch.cat([1 / variance, 0.5 / variance.square()], -1).flatten().diag()
     if o["kind"] == "nll":
         axis = term_axis(o, tuple(f.shape))
-        weight = torch.ones(f.shape[axis]).double() if loss.weight is None else loss.weight
+        weight = f.new_ones(f.shape[axis]) if loss.weight is None else loss.weight
         h = torch.where(y == loss.ignore_index, 0.0, weight[y.clamp(min=0)])
         return (h.unsqueeze(axis) * f.exp()).flatten().diag()
     if o["kind"] == "rates":

@@ -29,6 +29,7 @@ from curvlinops_plus import (
 from test.fuzz.checks import VECTORS, Subject, check, holds, require
 from test.fuzz.pieces import Options
 from test.fuzz.truth import of_example
+from test.helpers import DEVICE
 
 
 def draw_vectors(r: Random) -> Options:
@@ -194,7 +195,7 @@ def _ekfac(s: Subject, o: Options) -> None:
         Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[
             at
         ]
-        s.equal(f"basis of {keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
+        s.equal(f"basis of {keys} is orthogonal", Q.T @ Q, torch.eye(len(Q), device=DEVICE))
         s.equal(f"EKFAC block of {keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
         factored = s.truth.kfac_block(keys, o["vectors"], o["reduce"])
         if factored is None:

@@ -130,7 +130,7 @@ def positions(length: int, d: int, plain: bool) -> nn.Module:
     """
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         return x + m.embedding(places if plain else places[None])
 
     return made(forward, embedding=nn.Embedding(length, d))

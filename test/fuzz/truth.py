@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from test.fuzz.case import Case, term_axes
 from test.fuzz.losses import fisher, make_loss, mean_divisor, value
+from test.helpers import DEVICE
 from test.twin import Pass, Twin, Use, jacobian
 
 
@@ -58,7 +59,7 @@ class Truth(Twin):
         about = case.about["losses"]
         shapes = [[f.shape for f in case.outputs(self.model(self._wide(x)))] for x, _ in case.data]
         self.losses = [
-            make_loss(o, shape, torch.float64, "sum")
+            make_loss(o, shape, torch.float64, "sum").to(DEVICE)
             for o, shape in zip(about, shapes[0], strict=True)
         ]
         self.examples = [
@@ -106,10 +107,10 @@ class Truth(Twin):
         outputs = self._outputs(x)
         J = jacobian(torch.cat([f.flatten() for f in outputs]), self.leaves)
         total = len(J)
-        places = torch.arange(total).split([f.numel() for f in outputs])
+        places = torch.arange(total, device=DEVICE).split([f.numel() for f in outputs])
         example = Example(
             run=partial(self._run, x),
-            example=torch.zeros(total, dtype=torch.long),
+            example=torch.zeros(total, dtype=torch.long, device=DEVICE),
             N=1,
             shape=outputs[0].shape,
             J=J,
@@ -126,7 +127,7 @@ class Truth(Twin):
             by_term = place.view(shape).movedim(max(axis, 1), -1)
             example.terms.append(by_term.reshape(-1, shape[max(axis, 1)]))
             loss, g, H = self._in_output(k, output.detach(), y)
-            gradient, hessian = torch.zeros(total).double(), torch.zeros(total, total).double()
+            gradient, hessian = J.new_zeros(total), J.new_zeros(total, total)
             gradient[place], hessian[place[:, None], place] = g, H
             example.loss.append(loss)
             example.g.append(gradient)
@@ -146,7 +147,7 @@ class Truth(Twin):
     def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients as one vector; None is zero."""
         parts = [
-            torch.zeros(p.numel()).double() if g is None else g.flatten()
+            p.new_zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten()
             for g, p in zip(grads, self.leaves, strict=True)
         ]
         return torch.cat(parts).detach()
@@ -242,7 +243,7 @@ class Truth(Twin):
         model = copy.deepcopy(case.model).requires_grad_()
         losses, total = (
             copy.deepcopy(nn.ModuleList(self.losses)).to(case.dtype),
-            torch.zeros((), dtype=case.dtype),
+            torch.zeros((), dtype=case.dtype, device=DEVICE),
         )
         for x, y in case.data:
             outputs = zip(
@@ -287,7 +288,7 @@ class Truth(Twin):
         inner = [(e, self.inner(e, vectors)) for e in self.examples]
         A, G = self.factors_of(roles[0], inner, reduce, len(keys) > 1)
         if not self.has_weight(keys):
-            A = torch.ones(1, 1, dtype=torch.float64)
+            A = torch.ones(1, 1, dtype=torch.float64, device=DEVICE)
         return self.kronecker(keys, A, G)
 
     def _sees(self, e: Example, use: Use) -> bool:

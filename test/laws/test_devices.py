@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ from curvlinops_plus import (
     hutchinson_trace,
 )
 from curvlinops_plus.layer.patches import _taps as taps_of_convolutions
+from test.gpu import emulator
 
 pytestmark = pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
 
@@ -308,6 +310,21 @@ def test_on_another_device(name: str, model: str, other: OtherDevice) -> None:
         assert float((one - two.detach()).norm()) <= 1e-9 * float(two.detach().norm()) + 1e-12
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "trace"])  # it is no tensor
+def test_where_new_tensors_are_elsewhere(name: str, model: str) -> None:
+    """After `torch.set_default_device` tensors are made where the model is, all the same."""
+    network, data = made(model)
+    risk = EmpiricalRisk(network, nn.CrossEntropyLoss(), data)
+    expected = [t.detach().clone() for t in TASKS[name](risk)]
+    network, data = made(model)
+    with torch.device("meta"):
+        found = TASKS[name](EmpiricalRisk(network, nn.CrossEntropyLoss(), data))
+    for one, two in zip(found, expected, strict=True):
+        assert float((one.detach() - two).norm()) <= 1e-12 * float(two.norm())
+
+
 @pytest.mark.parametrize(
     "mix",
     [
@@ -428,3 +445,151 @@ def test_readings_are_counted(read: Callable[[Tensor], object], device: torch.de
         for depth in (1, 3)
     )
     assert shallow < deep
+
+
+# ----------------------------------------------------------------------- waiting for an emulated GPU
+# Readings are not all: a copy to the GPU of what the host holds waits, and so do decompositions.
+class ResidualBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x) + self.shortcut(x))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.qkv(self.before_attention(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, blocks: int, width: int = 8, words: int = 16, length: int = 6) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(AttentionBlock(width) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
+
+
+def emulated(name: str, batches: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A network on the GPU, and its batches."""
+    torch.manual_seed(0)
+    if name == "MLP":
+        model: nn.Module = nn.Sequential(
+            nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)
+        )
+        data = [(torch.randn(8, 8), torch.randint(5, (8,))) for _ in range(batches)]
+    elif name == "ResNet":
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            *(ResidualBlock(4, 4), ResidualBlock(4, 8), ResidualBlock(8, 8)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+        )
+        data = [(torch.randn(4, 3, 8, 8), torch.randint(5, (4,))) for _ in range(batches)]
+    else:
+        model = GPT(blocks=3)
+        data = [(torch.randint(16, (2, 6)), torch.randint(16, (2, 6))) for _ in range(batches)]
+    return model.cuda().eval(), [(X.cuda(), y.cuda()) for X, y in data]
+
+
+def _of_model(name: str, batches: int) -> Any:
+    model, data = emulated(name, batches)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+    return curvature(risk, KFAC, vectors=MonteCarlo())
+
+
+def waits_of_a_batch(name: str) -> emulator.Waits:
+    """Two more batches, halved: what is paid once has no part in it."""
+    _of_model(name, 5)
+    with emulator.Waits() as five:
+        _of_model(name, 5)
+    with emulator.Waits() as seven:
+        _of_model(name, 7)
+    waits = emulator.Waits()
+    for place in five.at | seven.at:
+        # Networks and their batches are copied by the test.
+        if not place[0].startswith(Path(__file__).name):
+            waits.at[place] = (seven.at[place] - five.at[place]) // 2
+    return waits
+
+
+def waits_of_an_inverse(name: str) -> emulator.Waits:
+    K = _of_model(name, 2)
+    with emulator.Waits() as waits:
+        K.inverse(1e-2)
+    return waits
+
+
+def waits_of_a_refresh(name: str) -> emulator.Waits:
+    model, data = emulated(name, 2)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+    estimator = CurvatureEstimator(risk, KFAC, vectors=MonteCarlo(), decay=0.9, damping=1e-2)
+    for batch in data:
+        estimator.update(batch)
+        estimator.refresh()
+    with emulator.Waits() as waits:
+        estimator.refresh()
+    return waits
+
+
+def waits_of_a_step(name: str) -> emulator.Waits:
+    """A step with statistics and old inverses."""
+    model, data = emulated(name, 1)
+    for module in model.modules():
+        module.training = not isinstance(module, nn.BatchNorm2d)
+    loss = nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, lr=1e-3, damping=1e-2, inverse_every=10**6)
+    X, y = data[0]
+    for _ in range(18):  # the 1st, 2nd, 4th, ... are looked at closely
+        waits = emulator.Waits()
+        with waits:
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            optimizer.step()
+    return waits
+
+
+NETWORKS = ("MLP", "ResNet", "GPT")
+#: Counts, and how often the host waits at most in each network: for a batch of KFAC after others,
+#: for an inverse, for new inverses of an estimator, and for a step without these.
+WAITS: dict[str, tuple[Callable[[str], emulator.Waits], tuple[int, int, int]]] = {
+    "batch": (waits_of_a_batch, (0, 0, 0)),
+    "inverse": (waits_of_an_inverse, (27, 93, 139)),
+    "refresh": (waits_of_a_refresh, (36, 132, 197)),
+    "step": (waits_of_a_step, (4, 4, 4)),
+}
+
+
+@pytest.mark.skipif(
+    not emulator.is_installed(), reason=f"no emulated GPU, which {emulator.VARIABLE}=1 makes"
+)
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("task", WAITS)
+def test_waits_on_an_emulated_gpu(task: str, name: str) -> None:
+    count, bounds = WAITS[task]
+    waits, most = count(name), bounds[NETWORKS.index(name)]
+    assert waits.total <= most, f"{waits.total} waits, at most {most}:\n{waits}"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from test.gpu import emulator
+
 ROOT = Path(__file__).parents[2]
 
 WORLD = 2
@@ -28,7 +30,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there
     }
     torch.save(states, folder / "operators.pt")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # New processes have no emulated GPU: gloo would send its numbers as those of a real one.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), emulator.VARIABLE: ""}
     command = [sys.executable, "-m", "test.lives.worker"]
     workers = [
         subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from test.helpers import DEVICE
 
 # -------------------------------------------------------------------------------------- perceptrons
 
@@ -172,7 +175,7 @@ class DETR(nn.Module):
         self.rows, self.columns = nn.Embedding(4, 3), nn.Embedding(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        at = torch.arange(4)
+        at = torch.arange(4, device=x.device)
         h = self.patches(x).permute(0, 2, 3, 1) + self.rows(at)[:, None] + self.columns(at)
         return self.head(torch.tanh(h).mean((1, 2)))
 
@@ -192,7 +195,8 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tokens(ids) + self.positions(places)
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(h.transpose(1, 2).flatten(2))
@@ -234,7 +238,7 @@ class Llama(nn.Module):
 
         h = self.norm1(x)
         scores = rotary(self.q(h)) @ rotary(self.k(h)).transpose(1, 2) / 2
-        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones_like(scores[0], dtype=torch.bool).tril()
         x = x + self.o(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ self.v(h))
         h = self.norm2(x)
         x = x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -345,7 +349,7 @@ class Ordinary:
                 torch.rand(3).double() - 0.5,
                 torch.rand(3).double() + 0.5,
             )
-        return model
+        return model.to(DEVICE)
 
     def examples(self, n: int, seed: int) -> list[Any]:
         """Pairs of input and target."""
@@ -354,7 +358,8 @@ class Ordinary:
 
     def batch(self, examples: Sequence[Any]) -> Any:
         """The batch that they make."""
-        return self.collate([x for x, _ in examples]), stacked([y for _, y in examples])
+        batch = self.collate([x for x, _ in examples]), stacked([y for _, y in examples])
+        return tree_map(lambda t: t.to(DEVICE), batch)
 
 
 images, tokens, classes, words = floats(2, 4, 4), integers(5, 4), integers(3), integers(5, 4)

@@ -23,6 +23,7 @@ from curvlinops_plus import (
     curvature,
 )
 from test.cases import close, same
+from test.helpers import DEVICE
 from test.lives.lives import (
     KINDS,
     Training,
@@ -61,7 +62,7 @@ def test_operator_in_a_new_process(name: str, elsewhere: list[dict[str, Any]]) -
     found = elsewhere[0]["read"][name]
     assert isinstance(found, dict), found
     for kind in KINDS:
-        same(found[kind], operator_of(name, kind).to_dense())
+        same(found[kind], operator_of(name, kind).to_dense().cpu())
 
 
 @pytest.mark.one_in(2)
@@ -221,5 +222,5 @@ def test_what_autograd_says(ordinary: Ordinary) -> None:
         key: group.name for entry in K.plan for group in entry.layer.groups for key in group.keys
     }
     blocks = [name for key, p in risk.params.items() for name in [block_of[key]] * p.numel()]
-    mask = torch.tensor([[one == two for two in blocks] for one in blocks])
+    mask = torch.tensor([[one == two for two in blocks] for one in blocks], device=DEVICE)
     close(K.to_dense(), expected.ggn * mask, 1e-10, "blocks")

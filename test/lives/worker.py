@@ -48,7 +48,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     warnings.simplefilter("ignore", CurvatureWarning)
     found: dict[str, Any] = {}
     if rank == 0:
-        stored = torch.load(folder / "operators.pt", weights_only=True)
+        stored = torch.load(folder / "operators.pt", map_location="cpu", weights_only=True)
         found["read"] = {
             name: attempt(read, MODELS[name], states) for name, states in stored.items()
         }

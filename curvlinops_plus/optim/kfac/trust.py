@@ -50,9 +50,9 @@ class QuadraticModel:
         """
         M = self.curvature + self.decay + self.damping
         free = [i for i, value in enumerate(fixed) if value is None and bool(M[i].any())]
-        w = torch.tensor([value or 0.0 for value in fixed], dtype=torch.float64)
+        w = M.new_tensor([value or 0.0 for value in fixed])
         if free:
-            at = torch.tensor(free)
+            at = torch.tensor(free, device=M.device)
             w[at] = torch.linalg.lstsq(
                 M[at][:, at], -(self.slope + M @ w)[at, None], driver="gelsd"
             ).solution[:, 0]
@@ -61,7 +61,7 @@ class QuadraticModel:
     def change(self, w: Sequence[float], include_damping: bool = False) -> float:
         """`q(w)`; with or without the term of the damping."""
         M = self.curvature + self.decay + (self.damping if include_damping else 0)
-        coefficients = torch.tensor(w, dtype=torch.float64)
+        coefficients = M.new_tensor(w)
         return float(coefficients @ M @ coefficients / 2 + self.slope @ coefficients)
 
 
@@ -117,7 +117,7 @@ class Trust:
         table = torch.stack(tables).double().cpu()
 
         def weighted(factors: list[float]) -> Tensor:
-            return torch.tensordot(torch.tensor(factors, dtype=table.dtype), table[..., :k], 1)
+            return torch.tensordot(table.new_tensor(factors), table[..., :k], 1)
 
         R = weighted([o.in_curvature for o in vectors.options])
         D = weighted([o.damping for o in vectors.options])

@@ -1,0 +1,1 @@
+"""A GPU for machines without one."""
