@@ -21,6 +21,8 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("risk.layer_batch", "_ROWS", 1),
     ("risk.record", "vectors_at_once", lambda recorder, number: 1),
     ("risk.record", "_MANY_NUMBERS", 0),
+    ("risk.record", "_VECTOR_BYTES", 64),
+    ("linalg.pieces", "_GPU_BYTES", 64),
     ("exact.passes", "_COLUMNS_AT_ONCE", 2),
     ("exact.passes", "_CPU_NUMBERS", 1),
     ("blocks.sweeps", "Kept", lambda max_bytes, layers: Kept(64, layers)),
