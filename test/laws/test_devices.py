@@ -578,9 +578,9 @@ NETWORKS = ("MLP", "ResNet", "GPT")
 #: for an inverse, for new inverses of an estimator, and for a step without these.
 WAITS: dict[str, tuple[Callable[[str], emulator.Waits], tuple[int, int, int]]] = {
     "batch": (waits_of_a_batch, (0, 0, 0)),
-    "inverse": (waits_of_an_inverse, (27, 93, 139)),
-    "refresh": (waits_of_a_refresh, (36, 132, 197)),
-    "step": (waits_of_a_step, (4, 4, 4)),
+    "inverse": (waits_of_an_inverse, (4, 8, 7)),
+    "refresh": (waits_of_a_refresh, (7, 11, 10)),
+    "step": (waits_of_a_step, (2, 2, 2)),
 }
 
 
