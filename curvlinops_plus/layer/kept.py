@@ -10,6 +10,7 @@ attributes, in containers there, in attributes of plain objects, and in caches o
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,8 +34,17 @@ _PLAIN = frozenset(
 _PLAIN |= {Tensor, nn.Parameter, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type}
 _METHOD_CACHE: Any = type(lru_cache(len))
 
-# Places where modules keep something, of each context that is open; the outermost first.
-_open: list[dict[nn.Module, list[Any]]] = []
+
+class _Open(threading.local):
+    """Places where modules keep something, of each context that this thread is in; the outermost
+    first.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[dict[nn.Module, list[Any]]] = []
+
+
+_open = _Open()
 
 
 @contextmanager
@@ -47,15 +57,17 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     places = {module: _places_of(module) for module in modules if not _is_of_torch(type(module))}
 
     def restore() -> None:
-        if places in _open:
-            _open.remove(places)
+        depth = next((k for k, others in enumerate(_open.places) if others is places), None)
+        if depth is None:  # one around it has ended before, as after an interrupt
+            return
         drop_new_tensors(places.values())
         for now, before in attributes:
             _restore(now, before)
+        del _open.places[depth:]
 
     with Endings() as endings:
         endings.surely(restore)
-        _open.append(places)
+        _open.places.append(places)
         yield
 
 
@@ -63,7 +75,7 @@ def parts_kept(modules: Iterable[nn.Module]) -> list[Any]:
     """What the outermost open `kept_attributes` puts back in modules, for `drop_new_tensors`."""
     by_module = []
     for module in modules:
-        places = next((places[module] for places in _open if module in places), None)
+        places = next((places[module] for places in _open.places if module in places), None)
         if places:
             by_module.append(places)
     return by_module
