@@ -19,7 +19,7 @@ from curvlinops_plus.applications.predictive import (
     predictive,
 )
 from curvlinops_plus.blocks import BlockwiseLinearOperator
-from curvlinops_plus.contexts import GradMode, outside_autocast
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.likelihood.elementwise import MSE, GaussianNLL
@@ -31,6 +31,7 @@ from curvlinops_plus.linalg import (
     PositionedBlocks,
     Structure,
 )
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.submatrices import select
 from curvlinops_plus.options import integer, number, random_generator, tensor_of
 from curvlinops_plus.risk import EmpiricalRisk, Totals
@@ -153,7 +154,7 @@ class Laplace:
         c = float(self._curvature_factor(self.noise).detach())
         precisions = self._block_precisions(self.prior_precision)
         covariances = {}
-        with outside_autocast(self.K.device.type):
+        with full_precision(self.K.device.type):
             for name, block in self._blocks.blocks.items():
                 # Σ = (c K + P)⁻¹, with P = δ I or diag(δ) in a block.
                 delta = precisions[name].detach().to(self.K.device, self.K.dtype)

@@ -18,7 +18,6 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.together import Stage, add_over_processes, costs_of, decompose_together
-from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
@@ -26,6 +25,7 @@ from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.linalg.packing import require_dim, require_sound, require_structure
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from curvlinops_plus.blocks.plan import groups_within
 from curvlinops_plus.blocks.sums import Sums
-from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk import ForwardOnly, Layer, LayerBatch, Totals
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights, require_same

@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.plan import LayerPlan, table
 from curvlinops_plus.blocks.sweeps import Kept
-from curvlinops_plus.contexts import GradMode, plain_mode
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import VerificationError
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg import Eigendecomposed, LinearOperator
 from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.options import flag, integer
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, MonteCarlo, Totals
 from curvlinops_plus.risk.batches import Batch, gradients_of, require_rereadable, take_examples

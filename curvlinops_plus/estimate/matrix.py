@@ -13,11 +13,11 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, cast, 
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator, Structure, from_scipy
 from curvlinops_plus.linalg.arithmetic import Foreign
 from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import device_of, instance, integer, random_generator
 
 BLOCK_BYTES = 2**27  # of random vectors, and what is kept for each, at once
@@ -154,7 +154,7 @@ def multiplying(A: Any, form: Form = "square") -> Iterator[Matrix]:
         ValueError: If it does not have this form.
     """
     M = Matrix(A, form)
-    with outside_autocast(M.device.type):
+    with full_precision(M.device.type):
         asymmetry = M.asymmetry() if form == "symmetric" else 0.0
         if asymmetry > M.eps**0.5:
             raise ValueError(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.differentiable import is_once_differentiable, require_differentiable
 from curvlinops_plus.exact.passes import Pass, Passes, fixed_vectors
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.batches import Batch, gradients_of, tensors_of
 from curvlinops_plus.risk.preserve import with_short_products
@@ -131,7 +131,7 @@ class AdjointCheck:
         sizes = self.passes.sizes
         u = torch.cat([t.flatten(1).to(wide) for t in U], 1)
         Jv = torch.cat([t.flatten(1).to(wide) for t in JV], 1)
-        with outside_autocast(u.device.type):
+        with full_precision(u.device.type):
             difference = (u @ Jv.T - (JTU @ rows.T).to(wide)).abs()
         # The standard deviation of `⟨Jᵀ u, v⟩`, if `v` is random: √Σ_p |g_p|² w_p² over parameters
         # p.

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops_plus.contexts import Endings, GradMode, entered, outside_autocast
+from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.exact.differentiable import DerivativeFixes
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import whole
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
@@ -165,7 +166,7 @@ class Passes:
                 MJV = M(JV)
                 if total is not None:
                     self.back(run.outputs, run.parameters, MJV, total[part], last=single)
-                with outside_autocast(rows.device.type):
+                with full_precision(rows.device.type):
                     inner = [
                         torch.einsum(pairs, MJv.flatten(1).to(wide), Jv.flatten(1).to(wide))
                         for MJv, Jv in zip(MJV, JV, strict=True)

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus.contexts import GradMode, outside_autocast
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.layer.registry import register_rule
 from curvlinops_plus.layer.replay import check_repeatable
 from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.linalg.precision import full_precision
 
 
 class ScaleShiftRule(LayerRule):
@@ -54,7 +55,7 @@ class ScaleShiftRule(LayerRule):
         x = at_least_float32(next(iter([*args, *kwargs.values()])))
         g = at_least_float32(g.detach())
         gradients: dict[str, Tensor] = {}
-        with GradMode(False), outside_autocast(x.device.type):
+        with GradMode(False), full_precision(x.device.type):
             x_hat = self.normalized(module, x)
             for name in self.patterns(module):
                 # J_weight = Σ g x̂ and J_bias = Σ g over positions.

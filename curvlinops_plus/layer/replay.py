@@ -26,10 +26,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from curvlinops_plus.contexts import GradMode, outside_autocast
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.kept import drop_new_tensors, kept_attributes, parts_kept
 from curvlinops_plus.linalg.numerics import at_least_float32
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.random_state import RandomState
 
 
@@ -205,7 +206,7 @@ class Call:
         # Autocast would undo the conversion to float32.
         with (
             GradMode(False),
-            outside_autocast(g[0].device.type),
+            full_precision(g[0].device.type),
             attributes_restored(self.module),
         ):
             # vmap has many kinds of errors: control flow, in-place writes, unsupported operations.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.linalg.arithmetic import Scaled
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
@@ -24,6 +23,7 @@ from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side, threads_for
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.space import Space, Structure
 from curvlinops_plus.linalg.stacks import (
     decompose_in_stacks,
@@ -469,7 +469,7 @@ class BlockDiagonal(LinearOperator):
                 decompose_in_stacks(factors)
             return side_by_side(compute, names, self._work)
 
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             values = read_together(compute_all, self.device)
         return dict(zip(names, values))
 

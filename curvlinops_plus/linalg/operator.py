@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import outside_autocast
 from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve, scalar
 from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.space import Space, Structure, to_numpy
 from curvlinops_plus.options import device_of, flag, instance, integer, number, random_generator
 
@@ -176,7 +176,7 @@ class LinearOperator(ABC):
             raise type(error)(f"{self.label} @ X: {error}") from error
         if x.shape[1] == 0:
             return self.out_space.write(x.new_zeros(self.shape[0], 0), container)
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             return self.out_space.write(self._matmat(x), container)
 
     def __rmatmul__(self, X: Any) -> Any:
@@ -225,7 +225,7 @@ class LinearOperator(ABC):
         """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a
         cheaper way.
         """
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             return self._to_dense()
 
     def _to_dense(self) -> Tensor:
@@ -476,7 +476,7 @@ class LinearOperator(ABC):
         """
         flag("retry_double_precision", retry_double_precision)
         resolved = resolve(damping, self, each=True, batch=getattr(self, "batch", ()))
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             return self._inverse(resolved, retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
@@ -498,7 +498,7 @@ class LinearOperator(ABC):
         """
         self._need_psd("have real powers")
         flag("exact", exact)
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             return self._power(number("p", p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
@@ -556,7 +556,7 @@ class LinearOperator(ABC):
                 "A.T."
             )
         rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
-        with outside_autocast(self.device.type):
+        with full_precision(self.device.type):
             form = self._quadratic_form(rows)
         return to_numpy(form) if kind == "numpy" else form
 

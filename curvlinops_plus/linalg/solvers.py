@@ -22,10 +22,11 @@ import scipy
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import GradMode, outside_autocast
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg.arithmetic import operator_of
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import flag, function, integer, number
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
@@ -107,7 +108,7 @@ def cg(
     system = System(A, b, x0, preconditioner, max_iter)
     goal = 0.9 * system.goal(1e-10 if tol is None else tol, atol)
     iterations = 0
-    with GradMode(False), outside_autocast(A.device.type):
+    with GradMode(False), full_precision(A.device.type):
         # X is the solution so far, R its residual, Z = M R the preconditioned one, and P the
         # direction of the next step.
         X = system.X
@@ -196,7 +197,7 @@ def minres(
     A = operator_of(A)
     system = System(A, b, x0, preconditioner, max_iter)
     goal = system.goal(tol, atol)
-    with GradMode(False), outside_autocast(A.device.type):
+    with GradMode(False), full_precision(A.device.type):
         size = system.size_of_A()
         M = None
         if preconditioner is not None:
@@ -320,7 +321,7 @@ def lsmr(
     A = operator_of(A, square=False)
     system = System(A, b, x0, max_iter=max_iter)
     goal = system.norm_b.new_full(system.norm_b.shape, -1.0)
-    with GradMode(False), outside_autocast(A.device.type):
+    with GradMode(False), full_precision(A.device.type):
         size = system.size_of_A()
         options = {
             "atol": atol,
@@ -398,7 +399,7 @@ def neumann(
     system = System(A, b, None, preconditioner, num_terms + 2)
     goal = system.goal(1.0 if tol is None else tol, 0.0)
     advice = f"scale={scale:g} below 2 / (largest eigenvalue of A), precondition, or use cg"
-    with GradMode(False), outside_autocast(A.device.type):
+    with GradMode(False), full_precision(A.device.type):
         R = system.B  # each term is P times the residual of the sum of the terms before it
         terms = 0
         for terms in range(1, num_terms + 2):

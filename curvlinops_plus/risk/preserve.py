@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.backends import mha
 
-from curvlinops_plus.contexts import Endings, has_short_products, users_tf32
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.layer.kept import (
@@ -33,6 +33,7 @@ from curvlinops_plus.layer.kept import (
     parts_kept,
 )
 from curvlinops_plus.layer.replay import as_parameters
+from curvlinops_plus.linalg.precision import has_short_products, users_tf32
 from curvlinops_plus.random_state import RandomState
 
 Inputs = ParamSpec("Inputs")

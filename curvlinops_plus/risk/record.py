@@ -30,11 +30,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvlinops_plus.contexts import Endings, GradMode, entered, plain_mode
+from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.pieces import rows_at_once
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch

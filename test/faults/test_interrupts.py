@@ -28,6 +28,7 @@ from curvlinops_plus import (
     attribution_scores,
     curvature,
 )
+from curvlinops_plus.contexts import GradMode
 from test.faults.interrupts import Stop, Users, every, interrupted, is_free, number_of_lines, same
 
 Data = list[tuple[Tensor, Tensor]]
@@ -125,6 +126,18 @@ def test_the_users_things_are_as_before(name: str, model: Any) -> None:
         place = interrupted(work, line)
         assert users.changes(before) == [], place
     assert same(work(), expected)
+
+
+def test_a_mode_that_is_dropped_late_changes_nothing() -> None:
+    """A traceback keeps frames, and so the modes in them, while those around have ended."""
+    outer = GradMode(False)
+    outer.__enter__()
+    inner = GradMode(True)
+    inner.__enter__()
+    outer.__exit__()
+    assert torch.is_grad_enabled()
+    del inner
+    assert torch.is_grad_enabled()
 
 
 # ---------------------------------------------------------------------- what is updated step by step

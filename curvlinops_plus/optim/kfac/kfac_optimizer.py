@@ -15,11 +15,12 @@ from tqdm import tqdm
 from curvlinops_plus.blocks import KFAC, BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.state import checked
 from curvlinops_plus.blocks.users_pass import PassStart
-from curvlinops_plus.contexts import Endings, GradMode, outside_autocast
+from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.fields import Fields, reading
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.optim.kfac.flat import StepVectors, norm_of
 from curvlinops_plus.optim.kfac.hooks import Hooks
 from curvlinops_plus.optim.kfac.policies import (
@@ -381,7 +382,7 @@ class KFACPreconditioner(TiedOptimizer):
                 loss = closure()
         device = self.curvature.risk.device.type
         refuse_capture(device)
-        with GradMode(False), outside_autocast(device):
+        with GradMode(False), full_precision(device):
             self.curvature.risk.require_in_place()
             if self._schedule is not None:
                 for group in self.param_groups:

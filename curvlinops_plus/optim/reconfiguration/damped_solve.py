@@ -17,11 +17,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import CurvatureWarning, SingularMatrixError, level_of_user
 from curvlinops_plus.linalg import Dense, LinearOperator, Structure, eigh
 from curvlinops_plus.linalg.numerics import check_finite, damped_cholesky
 from curvlinops_plus.linalg.operator import linear_in
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.linalg.solvers import cg
 from curvlinops_plus.optim.reconfiguration.scores import (
     Amplitude,

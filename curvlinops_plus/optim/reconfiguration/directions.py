@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops_plus.contexts import plain_mode
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg.checksums import require_intact, sealed
 from curvlinops_plus.linalg.fields import Fields, reading
+from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.optim.reconfiguration.damped_solve import (
     DampedSystem,
     Mode,

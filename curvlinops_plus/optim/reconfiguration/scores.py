@@ -40,10 +40,11 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from curvlinops_plus.contexts import GradMode, outside_autocast
+from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, gram
+from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.options import function, instance, integer, one_of, tensor_of
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import (
@@ -291,7 +292,7 @@ class Ensemble:
         state.
         """
         with (
-            outside_autocast(self.psi.device.type),
+            full_precision(self.psi.device.type),
             preserve_state(self.psi.module or nn.Module(), None),
             torch.inference_mode(False),
             sdpa_kernel(SDPBackend.MATH),  # fused attention has no second derivative

@@ -23,14 +23,19 @@ from curvlinops_plus import (
     Hessian,
     KFACOptimizer,
     MonteCarlo,
-    contexts,
     curvature,
 )
-from curvlinops_plus.contexts import has_short_products, outside_autocast, plain_mode, users_tf32
 from curvlinops_plus.linalg import Dense, Structure, cg
+from curvlinops_plus.linalg import precision as switches
+from curvlinops_plus.linalg.precision import (
+    full_precision,
+    has_short_products,
+    plain_mode,
+    users_tf32,
+)
 
 products: Any = torch.backends.cuda.matmul
-newer = pytest.mark.skipif(not contexts._HAS_PRECISIONS, reason="switches of PyTorch 2.9")
+newer = pytest.mark.skipif(not switches._HAS_PRECISIONS, reason="switches of PyTorch 2.9")
 
 
 def older(setting: str) -> Callable[[], None]:
@@ -65,14 +70,14 @@ SWITCHES = [
 
 def is_on() -> bool:
     """What the kernels see."""
-    if contexts._HAS_PRECISIONS:
+    if switches._HAS_PRECISIONS:
         return products.fp32_precision == "tf32"
     return products.allow_tf32
 
 
 def everything() -> list[Any]:
     """All settings of products."""
-    if not contexts._HAS_PRECISIONS:
+    if not switches._HAS_PRECISIONS:
         return [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
     backends: Any = torch.backends
     try:
@@ -97,7 +102,7 @@ def switch(request: pytest.FixtureRequest) -> Iterator[None]:
     assert is_on()
     yield
     torch.set_float32_matmul_precision("highest")
-    if contexts._HAS_PRECISIONS:
+    if switches._HAS_PRECISIONS:
         backends: Any = torch.backends
         backends.fp32_precision = "none"
         backends.cudnn.fp32_precision = "none"
@@ -105,7 +110,7 @@ def switch(request: pytest.FixtureRequest) -> Iterator[None]:
         backends.mkldnn.matmul.fp32_precision = before[5]
 
 
-@pytest.mark.parametrize("context", [outside_autocast, plain_mode])
+@pytest.mark.parametrize("context", [full_precision, plain_mode])
 @pytest.mark.usefixtures("switch")
 def test_switches_are_restored(context: Callable[[str], Any]) -> None:
     before = everything()
@@ -113,7 +118,7 @@ def test_switches_are_restored(context: Callable[[str], Any]) -> None:
         with context("cuda"):
             assert not is_on()
             assert has_short_products("cuda")
-            with plain_mode("cuda"), outside_autocast("cuda"):
+            with plain_mode("cuda"), full_precision("cuda"):
                 assert not is_on()
             assert not is_on()
             with users_tf32():
@@ -247,7 +252,7 @@ WORK: dict[str, Callable[[EmpiricalRisk], Any]] = {
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize("switch", [SWITCHES[0], SWITCHES[3]], indirect=True)
 def test_who_sees_tf32(name: str, switch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_GPUS", ("cpu",))
+    monkeypatch.setattr(switches, "_GPUS", ("cpu",))
     torch.manual_seed(0)
     data = [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(2)]
     before = everything()
