@@ -39,16 +39,10 @@ from curvlinops_plus import (
     save,
 )
 from curvlinops_plus.linalg import BlockDiagonal
+from test.nets import deep_tanh_net as net
 
 LOSS = nn.CrossEntropyLoss()
 Change = Callable[[Any], object]
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
-    ).double()
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

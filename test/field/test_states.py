@@ -29,15 +29,9 @@ from curvlinops_plus import (
     save,
 )
 from test.helpers import seeded
+from test.nets import deep_tanh_net as net
 
 LOSS = nn.MSELoss()
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
-    ).double()
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
