@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg import Dense, LinearOperator
 from curvlinops_plus.linalg.decisions import is_finite
 from curvlinops_plus.linalg.gram_sum import add_gram, mirror
 from curvlinops_plus.linalg.numerics import at_least_float32
@@ -252,14 +252,14 @@ class Accumulator(metaclass=_MadeByOperators):
             )
         return value
 
-    def decompositions(self) -> dict[str, Tensor]:
+    def decompositions(self) -> dict[str, Dense]:
         """The matrices that `finish` decomposes, by name, so that processes can share this work;
         none by default.
         """
         return {}
 
-    def decompose(self, name: str, M: Tensor) -> Tensor:
-        """The decomposition of a matrix of `decompositions`, a tensor like it."""
+    def decompose(self, name: str, M: Dense) -> Tensor:
+        """The decomposition of a matrix of `decompositions`, a tensor like its entries."""
         raise NotImplementedError
 
     @property

@@ -43,6 +43,7 @@ from curvlinops_plus.linalg.checksums import sealed
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.linalg.fields import reading
 from curvlinops_plus.linalg.packing import pack
+from curvlinops_plus.linalg.stacks import joined_dampings, lay_together
 from curvlinops_plus.options import device_of, flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
@@ -237,6 +238,8 @@ class BlockwiseLinearOperator(Deferred):
         device = self.kept_on or self.device
         mine = {name: blocks[name].to(device, self.dtype) for name in layouts if name in blocks}
         space = self.risk.space
+        if device.type != "cpu":
+            lay_together(mine.values())
         if self.plan.owners is None:
             operator = BlockDiagonal(mine, layouts, space, self.device)
         else:
@@ -356,13 +359,22 @@ class BlockwiseLinearOperator(Deferred):
         if isinstance(damping, tuple):
             return {name: damping if name in products else damping[1] for name in blocks}
         dampings: dict[str, Any] = self.operator.per_block(damping)
+        pairs: dict[str, Any] = {}
+        for names, stack in self.operator.stacks().items():
+            undivided = joined_dampings([dampings[name] for name in names])
+            if isinstance(stack, Kronecker) and undivided is not None:
+                number = resolve(undivided, stack, batch=stack.batch)
+                for_A, for_G = heuristic_damping(stack.A, stack.G, number, min_damping)
+                pairs |= zip(names, zip(for_A.unbind(), for_G.unbind()), strict=True)
         for entry in self.plan:
             names = [group.name for group in entry.layer.groups]
             for name in names:
-                if (block := products.get(name)) is not None:
+                if (block := products.get(name)) is None:
+                    continue
+                if name not in pairs:
                     number = resolve(dampings[name], block)
-                    pair = heuristic_damping(block.A, block.G, number, min_damping)
-                    dampings |= {**dict.fromkeys(names, pair[1]), name: pair}
+                    pairs[name] = heuristic_damping(block.A, block.G, number, min_damping)
+                dampings |= {**dict.fromkeys(names, pairs[name][1]), name: pairs[name]}
         return dampings
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:

@@ -101,11 +101,15 @@ class EKFAC(KFAC):
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         bases = self.decomposed
-        if not bases:
-            matrices = self.decompositions()
-            if self.complete:  # each factor ends with its own decomposition
-                self.sums = {}
-            bases = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
+        self.decomposed = {}
+        needed = {name for name, form in self.forms.items() if not form.diagonal}
+        matrices = {} if bases.keys() >= needed else self.decompositions()
+        if self.complete:  # each factor ends with its own decomposition
+            self.sums = {}
+        for name in list(matrices):
+            M = matrices.pop(name)
+            if name not in bases:
+                bases[name] = self.decompose(name, M)
         return Correction(self.layer, self.scale, bases.get("G"), bases.get("A"))
 
     def exact_parts(self, block: LinearOperator, J: Tensor, batches: Sequence[LayerBatch]) -> Parts:
@@ -122,15 +126,21 @@ class EKFAC(KFAC):
             parts.append(products(block, J))
         return parts
 
-    def decompositions(self) -> dict[str, Tensor]:
+    def decompositions(self) -> dict[str, Dense]:
         return {
-            name: factor for name, factor in self.factors().items() if not self.forms[name].diagonal
+            name: Dense(factor, Structure.PSD)
+            for name, factor in self.factors().items()
+            if not self.forms[name].diagonal
         }
 
-    def decompose(self, name: str, M: Tensor) -> Tensor:
+    def decompose(self, name: str, M: Dense) -> Tensor:
         try:
+            if M.lacks("eigh"):
+                Q = eigh(M.matrix, semidefinite=True, rtol=self.basis_rtol)[1]
+            else:
+                Q = M.eigh()[1].matrices()
             # Row by row in memory, as files keep them: products after loading round as before.
-            return eigh(M, semidefinite=True, rtol=self.basis_rtol)[1].contiguous()
+            return Q.contiguous()
         except NumericsError as error:
             raise NumericsError(f"{self.layer.title}, factor {name}: {error}") from error
 

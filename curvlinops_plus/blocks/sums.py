@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import zip_longest
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,8 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.together import Stage, add_over_processes, costs_of, decompose_together
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
-from curvlinops_plus.linalg.decisions import read_together
+from curvlinops_plus.linalg import Diagonal, LinearOperator
+from curvlinops_plus.linalg.decisions import is_finite, read_together
 from curvlinops_plus.linalg.fields import Fields, reading
 from curvlinops_plus.linalg.numerics import side_by_side
 from curvlinops_plus.linalg.packing import require_dim, require_sound, require_structure
@@ -114,8 +113,9 @@ class Sums:
             accumulator.complete = True
         if processes.world > 1:
             add_over_processes(accumulators, processes)
-            decompose_together(accumulators, processes)
         self._look_at(accumulators)
+        with plain_mode(self.device):
+            decompose_together(accumulators, processes)
         del accumulators, accumulator
 
         def finished(stages: list[Stage]) -> dict[str, Any]:
@@ -186,8 +186,8 @@ class Sums:
                     "these agree on them in that update only. Use KFAC for this layer, or begin "
                     "with batches that call it."
                 )
-            decompose_together(overall._of(late, -1), processes)
             with plain_mode(self.device):
+                decompose_together(overall._of(late, -1), processes)
                 added = {layer: overall._following(layer) for layer in late}
             for layer, stage in added.items():
                 self.stages[layer].append(stage)
@@ -308,9 +308,8 @@ class Sums:
         answer is waited for.
         """
         if self.device != "cpu":
-            new = [accumulator for accumulator in accumulators if not accumulator.is_finite]
-            finite = _all_finite(new)
-            for accumulator in new:
+            finite = _all_finite(accumulators)
+            for accumulator in accumulators:
                 accumulator.is_finite = finite
 
     def require_finite(self) -> None:
@@ -565,8 +564,7 @@ class Sums:
             require_sound(block, f"{title}, block {name!r}")
         for accumulator in self._of(layers, 0):
             for name, M in accumulator.decompositions().items():
-                where = f"{title}, {accumulator.layer.title}, {name!r}"
-                require_structure(Dense(M, Structure.PSD), where)
+                require_structure(M, f"{title}, {accumulator.layer.title}, {name!r}")
 
     def _totals_of_data(self, data: Fields) -> Totals:
         """Undo `_totals_as_data`."""
@@ -607,7 +605,7 @@ def _all_finite(accumulators: Iterable[Accumulator]) -> bool:
     if not tensors:
         return True
     norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-    return isfinite(torch.stack(norms).sum())
+    return is_finite(torch.stack(norms).sum())
 
 
 def _update(stage: Stage, batch: LayerBatch) -> None:

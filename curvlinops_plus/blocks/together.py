@@ -12,7 +12,9 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.numerics import check_finite, side_by_side
+from curvlinops_plus.linalg.stacks import decompose_in_stacks
 
 # Accumulators of a layer by block names, as `LayerPlan.accumulators` makes them.
 Stage = dict[str, Accumulator]
@@ -56,18 +58,27 @@ def add_over_processes(accumulators: Sequence[Accumulator], processes: Alone) ->
 
 
 def decompose_together(accumulators: Sequence[Accumulator], processes: Alone) -> None:
-    """Spread the decompositions that `finish` needs over processes. Collective; arguments as
-    above.
+    """Make decompositions that `finish` needs: spread over processes, or on a device those of a
+    size at once. Collective; arguments as above.
+
+    On the CPU of one process each `finish` makes its own, and frees its sums.
     """
-    if processes.world == 1:
+    device = accumulators[0].layer.device if accumulators else torch.device("cpu")
+    if processes.world == 1 and device.type == "cpu":
         return
     jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+    if processes.world == 1:
+        read_together(lambda: decompose_in_stacks([[M] for _, _, M in jobs]), device)
+        for accumulator, name, M in jobs:
+            if not M.lacks("eigh"):
+                accumulator.decomposed[name] = accumulator.decompose(name, M)
+        return
 
     def decompose(number: int) -> list[Tensor]:
         accumulator, name, M = jobs[number]
         return [accumulator.decompose(name, M)]
 
-    matrices = [M for _, _, M in jobs]
+    matrices = [M.matrix for _, _, M in jobs]
     results = _spread(processes, matrices, decompose, lambda number: [matrices[number]])
     for (accumulator, name, _), (result,) in zip(jobs, results, strict=True):
         accumulator.decomposed[name] = result

@@ -18,7 +18,6 @@ from curvlinops_plus.linalg.damping import Damping, Scalar, relative_part
 from curvlinops_plus.linalg.decisions import read_together
 from curvlinops_plus.linalg.dense import Dense, Diagonal
 from curvlinops_plus.linalg.fields import Fields, reading
-from curvlinops_plus.linalg.kronecker import Eigendecomposed
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius, side_by_side, threads_for
 from curvlinops_plus.linalg.operator import OF_PARTS, LinearOperator, about
@@ -26,10 +25,13 @@ from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.precision import full_precision
 from curvlinops_plus.linalg.space import Space, Structure
 from curvlinops_plus.linalg.stacks import (
+    alike,
     decompose_in_stacks,
     factors_of,
     factors_to_invert,
-    stacked,
+    joined,
+    joined_dampings,
+    parted,
 )
 
 # From a block and its damping to the factors of it that are decomposed.
@@ -142,7 +144,8 @@ class BlockDiagonal(LinearOperator):
         # X [n, K] as one tensor [K, size] for each parameter.
         tensors = X.T.contiguous().split_with_sizes(self.space.sizes, 1)
         products: list[Tensor | None] = [None] * len(tensors)
-        stacks = {} if product == "_root_matmat" else self._stacks()
+        # The root of a stack would be another one of the same matrix.
+        stacks = {} if product == "_root_matmat" else self.stacks()
         for names, stack in stacks.items():
             parts = []
             for name in names:
@@ -151,9 +154,9 @@ class BlockDiagonal(LinearOperator):
             for name, y in zip(names, Y.chunk(len(names)), strict=True):
                 for place, part in zip(self._places[name], self.layouts[name].scatter(y.T)):
                     products[place] = part
-        stacked_names = {name for names in stacks for name in names}
+        stacked = {name for names in stacks for name in names}
         for name in self.blocks:
-            if name in stacked_names:
+            if name in stacked:
                 continue
             layout = self.layouts[name]
             places = self._places[name]
@@ -168,21 +171,17 @@ class BlockDiagonal(LinearOperator):
         parts = [torch.zeros_like(x) if y is None else y for x, y in zip(tensors, products)]
         return torch.cat(parts, 1).T
 
-    def _stacks(self) -> dict[tuple[str, ...], LinearOperator]:
-        """Names of blocks that are multiplied as one, on devices where a product of all takes as
-        long as one of each.
+    def stacks(self) -> dict[tuple[str, ...], LinearOperator]:
+        """Names of blocks of one shape to one block of all their vectors, one behind the other.
+
+        On a device a product, or an inverse, of all of them takes as long as that of each.
         """
         # Where matrices are in memory is not known to a compiler.
         if self.device.type == "cpu" or self._keeps_elsewhere or torch.compiler.is_compiling():
             return {}
-        alike: dict[Any, list[str]] = {}
-        for name, block in self.blocks.items():
-            if isinstance(block, Eigendecomposed):
-                sizes = [factor.shape for factor in getattr(block.basis, "factors", ())]
-                alike.setdefault((block.shape, *sizes), []).append(name)
         stacks = {}
-        for names in alike.values():
-            stack = stacked([self.blocks[name] for name in names])
+        for names in alike(self.blocks):
+            stack = joined([self.blocks[name] for name in names])
             if stack is not None:
                 stacks[tuple(names)] = stack
         return stacks
@@ -365,12 +364,15 @@ class BlockDiagonal(LinearOperator):
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         retry = {"retry_double_precision": retry_double_precision}
         return self._damped(
-            lambda block: partial(block.inverse, **retry), damping, factors_to_invert
+            lambda block: partial(block.inverse, **retry), damping, factors_to_invert, stacks=True
         )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        return self._damped(lambda block: partial(block.power, p, exact=exact), damping, factors_of)
+        # Whether a damping can be split depends on each block.
+        return self._damped(
+            lambda block: partial(block.power, p, exact=exact), damping, factors_of, stacks=exact
+        )
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
@@ -427,21 +429,26 @@ class BlockDiagonal(LinearOperator):
         function: Callable[[Any], Any],
         damping: Damping,
         decomposes: Decomposes | None = None,
+        stacks: bool = False,
     ) -> BlockDiagonal:
-        """The matrix of the blocks `function(block)(damping of the block)`."""
-        return self._with(self._each(function, decomposes, self.per_block(damping)))
+        """The matrix of the blocks `function(block)(damping of the block)`; arguments as for
+        `_each`.
+        """
+        return self._with(self._each(function, decomposes, self.per_block(damping), stacks))
 
     def _each(
         self,
         function: Callable[[Any], Any],
         decomposes: Decomposes | None = None,
         dampings: Mapping[str, Any] | None = None,
+        stacks: bool = False,
     ) -> dict[str, Any]:
         """Block name to `function(block)`, or to `function(block)(dampings[name])`.
 
         Args:
             decomposes: The factors of a block that are decomposed for that: of small ones, and on a
                 GPU, all of a size at once; of large ones several at the same time.
+            stacks: Whether the result for stacked blocks consists of those for each.
         """
 
         def compute(name: str) -> Any:
@@ -457,9 +464,9 @@ class BlockDiagonal(LinearOperator):
 
         names = list(self.blocks)
 
-        def compute_all() -> list[Any]:
+        def compute_all() -> dict[str, Any]:
             if decomposes is None:
-                return [compute(name) for name in names]
+                return {name: compute(name) for name in names}
             # What is fetched remembers nothing, and threads gain more.
             if not self._keeps_elsewhere and threads_for(names, self._work) == 1:
                 factors = [
@@ -467,11 +474,29 @@ class BlockDiagonal(LinearOperator):
                     for name, block in self.blocks.items()
                 ]
                 decompose_in_stacks(factors)
-            return side_by_side(compute, names, self._work)
+            values = self._of_stacks(function, dampings) if stacks and dampings else {}
+            alone = [name for name in names if name not in values]
+            values |= zip(alone, side_by_side(compute, alone, self._work), strict=True)
+            return {name: values[name] for name in names}
 
         with full_precision(self.device.type):
-            values = read_together(compute_all, self.device)
-        return dict(zip(names, values))
+            return read_together(compute_all, self.device)
+
+    def _of_stacks(
+        self, function: Callable[[Any], Any], dampings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What `_each` returns, for blocks that are stacked."""
+        values: dict[str, Any] = {}
+        for names, stack in self.stacks().items():
+            damping = joined_dampings([dampings[name] for name in names])
+            if damping is None:
+                continue
+            try:
+                values |= zip(names, parted(function(stack)(damping)), strict=True)
+            except OF_PARTS:
+                # Of each by itself: then the error names the block.
+                continue
+        return values
 
     def _work(self, name: str) -> float:
         """About how many operations a decomposition of the block takes, for `side_by_side`."""

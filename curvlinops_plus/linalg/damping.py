@@ -70,8 +70,8 @@ class HeuristicDamping:
     factors.
 
     Args:
-        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`; of a curvature
-            also one per block.
+        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`; of a batch of
+            products also one for each, of a curvature one per block.
         min: Neither factor gets less than this.
 
     Source: Martens and Grosse 2015, arXiv 1503.05671, section 6.3.
@@ -93,7 +93,7 @@ class HeuristicDamping:
         number("HeuristicDamping(min)", self.min, low=0)
 
     def __call__(self, operator: Any) -> Any:
-        damping = resolve(self.damping, operator)
+        damping = resolve(self.damping, operator, batch=getattr(operator, "batch", ()))
         if not hasattr(operator, "G"):
             return damping
         return heuristic_damping(operator.A, operator.G, damping, self.min)

@@ -152,6 +152,15 @@ class OneTensor(Factor):
         self.device = tensor.device
         self._memory: dict[str, tuple[Any, Any]] = {}
 
+    @property
+    def tensor(self) -> Tensor:
+        """The entries of the matrix or diagonal, or of a batch of them."""
+        return self._tensor
+
+    def move(self, memory: Tensor) -> None:
+        """Have the entries in other memory, which holds the same ones."""
+        self._tensor = memory
+
     def _state(self) -> tuple[int, int] | None:
         """What is another when the tensor has changed; None if nothing is to be remembered."""
         t = self._tensor
@@ -305,6 +314,19 @@ class Dense(OneTensor):
             scaled.remember_eigh(c * values, Q)
         return scaled
 
+    def parted(self) -> list[Dense]:
+        """The matrices of a batch, which know what it remembers."""
+        parts = [Dense(M, self.structure, self.rtol) for M in self._tensor.unbind()]
+        if "eigh" in self._memory:
+            values, Q = self.eigh()
+            for part, *of_part in zip(parts, values.unbind(), Q.matrix.unbind(), strict=True):
+                part.remember_eigh(*of_part)
+        if "slogdets" in self._memory:
+            signs, logarithms = self.slogdets()
+            for part, *of_part in zip(parts, signs.unbind(), logarithms.unbind(), strict=True):
+                part._remember("slogdets", partial(tuple, of_part))
+        return parts
+
     def norms(self) -> Tensor:
         return frobenius(self._tensor, (-2, -1))
 
@@ -441,6 +463,10 @@ class Diagonal(OneTensor):
 
     def _scale(self, c: Scalar) -> Diagonal:
         return Diagonal(c * self._tensor)
+
+    def parted(self) -> list[Diagonal]:
+        """The diagonals of a batch."""
+        return [Diagonal(vector) for vector in self._tensor.unbind()]
 
     def diagonals(self) -> Tensor:
         return self._tensor

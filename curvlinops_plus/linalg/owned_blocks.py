@@ -157,12 +157,13 @@ class OwnedBlockDiagonal(BlockDiagonal):
         function: Callable[[Any], Any],
         damping: Damping,
         decomposes: Decomposes | None = None,
+        stacks: bool = False,
     ) -> BlockDiagonal:
         damped = super()._damped
 
         def work() -> BlockDiagonal:
             self._require_same(damping)
-            return damped(function, damping, decomposes)
+            return damped(function, damping, decomposes, stacks)
 
         matrix = self.processes.together(work) if decomposes else damped(function, damping)
         number = "of each block" if isinstance(damping, Mapping) else _in_words(damping)

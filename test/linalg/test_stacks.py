@@ -23,10 +23,9 @@ from curvlinops_plus.linalg import (
     RelativeDamping,
     Space,
     Structure,
-    block_diagonal,
 )
 from curvlinops_plus.linalg import stacks as module
-from curvlinops_plus.linalg.stacks import stacked
+from curvlinops_plus.linalg.stacks import lay_together
 from test.helpers import F64, normal
 from test.laws.test_devices import DEVICE, OtherDevice, other
 from test.linalg.cases import psd
@@ -250,38 +249,65 @@ def test_on_a_device(name: str, other: OtherDevice) -> None:
     assert reads.names["_local_scalar_dense"] <= 3
 
 
-def test_products_on_a_device(other: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an inverse: all blocks of a shape at once, with equal results."""
+def sizes_of(K: BlockDiagonal) -> list[int]:
+    return [len(names) for names in K.stacks()]
+
+
+def test_products_on_a_device(other: OtherDevice) -> None:
+    """All blocks of a shape at once, with equal results: of matrices that were laid together, and
+    of inverses and powers.
+    """
     K = products(4)
     v = normal(K.shape[0])
     V = normal(K.shape[0], 3)
-    expected = [K.inverse(0.1) @ v, K.inverse(0.1) @ V, K.power(-0.5, 1.0).T @ v]
+    split = HeuristicDamping(0.1)
+    expected = [K @ v, K.inverse(0.1) @ v, K.inverse(split) @ V, K.power(-0.5, 1.0).T @ v]
     mix = mixed()
     w = normal(mix.shape[0])
-    of_mixture = [K_ @ w for K_ in (mix, mix.inverse(0.1), mix.inverse(HeuristicDamping(0.1)))]
-    sizes: list[int] = []
-
-    def counted(blocks: Any) -> Any:
-        stack = stacked(blocks)
-        sizes.append(0 if stack is None else len(blocks))
-        return stack
-
-    monkeypatch.setattr(block_diagonal, "stacked", counted)
+    expected += [K_ @ w for K_ in (mix, mix.inverse(0.1), mix.inverse(split))]
     with other:
-        P = products(4).to(DEVICE).inverse(0.1)
-        R = products(4).to(DEVICE).power(-0.5, 1.0)
-        found = [P @ v.to(DEVICE), P @ V.to(DEVICE), R.T @ v.to(DEVICE)]
-        assert sizes == [4, 4, 4]
+        K = products(4).to(DEVICE)
+        assert sizes_of(K) == []
+        lay_together(K.blocks.values())
+        made = (K, K.inverse(0.1), K.inverse(split), K.power(-0.5, 1.0).T)
+        assert [sizes_of(K_) for K_ in made] == [[4]] * 4
+        found = [K_ @ x.to(DEVICE) for K_, x in zip(made, (v, v, V, v), strict=True)]
+        P = made[1]
         mix = mixed().to(DEVICE)
-        inverses = (mix, mix.inverse(0.1), mix.inverse(HeuristicDamping(0.1)))
-        found += [K_ @ w.to(DEVICE) for K_ in inverses]
+        lay_together(mix.blocks.values())
+        made = (mix, mix.inverse(0.1), mix.inverse(split))
+        found += [K_ @ w.to(DEVICE) for K_ in made]
         found = [other.numbers(t) for t in found]
         generator = torch.Generator().manual_seed(0)
         draws = other.numbers(P.sample(generator))
-    for x, y in zip(found, expected + of_mixture, strict=True):
+    for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
     generator.manual_seed(0)
-    torch.testing.assert_close(draws, K.inverse(0.1).sample(generator), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        draws, products(4).inverse(0.1).sample(generator), rtol=1e-11, atol=1e-12
+    )
+
+
+def test_laid_together() -> None:
+    """Shared factors lie in one place, entries stay, batches and what has a gradient are left."""
+    K = mixed()
+    expected = K.to_dense()
+    places = {name: getattr(block, "factors", (block,)) for name, block in K.blocks.items()}
+    before = {name: [t.tensor.data_ptr() for t in parts] for name, parts in places.items()}
+    lay_together(K.blocks.values())
+    after = {name: [t.tensor.data_ptr() for t in parts] for name, parts in places.items()}
+    assert {name for name in before if before[name] != after[name]} == {"a", "b", "c"}
+    assert torch.equal(K.to_dense(), expected)
+    assert places["a"][0] is places["c"][0]
+    memories = [places[name][1].tensor.untyped_storage().data_ptr() for name in "abc"]
+    assert len({*memories}) == 1
+    K = products(2)
+    for block in K.blocks.values():
+        assert isinstance(block, Kronecker)
+        block.A.matrices().requires_grad_()
+        kept = block.A.matrices()
+        lay_together(K.blocks.values())
+        assert block.A.matrices() is kept
 
 
 def test_surprises_on_a_device(other: OtherDevice) -> None:
