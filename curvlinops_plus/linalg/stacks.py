@@ -64,9 +64,13 @@ def decompose_in_stacks(factors: Iterable[Sequence[Dense]]) -> None:
 
 
 def _by_shape(factors: Iterable[Sequence[Dense]]) -> Iterator[Dense]:
-    """The factors of all blocks, side by side for blocks of one shape."""
+    """The factors of all blocks that do not remember theirs, side by side for blocks of one
+    shape.
+    """
     of_shape: dict[Any, list[Sequence[Dense]]] = {}
     for of_block in factors:
+        if not any(factor.lacks("eigh") for factor in of_block):
+            continue
         of_shape.setdefault(tuple(factor.matrix.shape for factor in of_block), []).append(of_block)
     for blocks in of_shape.values():
         for side in zip(*blocks, strict=True):

@@ -140,8 +140,12 @@ def mapped(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
 
 
 def on_device(t: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`, and not made in inference mode: then it has no derivatives."""
-    t = t.to(device)
+    """The same on `device`, and not made in inference mode: then it has no derivatives.
+
+    The host does not wait for a copy to CUDA: from memory that is not pinned it is made in a
+    staging buffer first.
+    """
+    t = t.to(device, non_blocking=t.device.type == "cpu" and device.type == "cuda")
     if t.is_inference():
         with torch.inference_mode(False):
             t = t.clone()
@@ -179,7 +183,7 @@ def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
             axis = t.shape.index(N)
             if len(examples) == 1:  # a view, which costs a tenth
                 return t.narrow(axis, examples[0], 1)
-            return t.index_select(axis, torch.tensor(examples, device=t.device))
+            return t.index_select(axis, on_device(torch.tensor(examples, device="cpu"), t.device))
         if len(t) != 1:
             kinds.add("unclear")
         if len(t) % N:

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from curvlinops_plus.contexts import Endings, GradMode
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.random_state import RandomState
-from curvlinops_plus.risk.batches import Batch, gradients_of, take_examples
+from curvlinops_plus.risk.batches import Batch, gradients_of, on_device, take_examples
 from curvlinops_plus.risk.calls import OutsideReads
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
@@ -237,7 +237,7 @@ class _BatchCheck:
         random.
         """
         N = self.batch.num_examples
-        index = torch.tensor(chosen, device=self.risk.device)
+        index = on_device(torch.tensor(chosen, device="cpu"), self.risk.device)
         rows = [F.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1) for F in self.outputs]
         difference = self._difference(outputs, rows)
         if not difference:
@@ -313,8 +313,8 @@ class _BatchCheck:
         for f in live:
             dtype = torch.promote_types(f.dtype, torch.float32)
             normal = torch.randn(f.shape, generator=generator, dtype=dtype, device="cpu")
-            vectors.append(normal.to(f.device))
-        self.factors = _factors(small.num_examples).to(self.risk.device)
+            vectors.append(on_device(normal, f.device))
+        self.factors = on_device(_factors(small.num_examples), self.risk.device)
         ours: dict[str, Tensor] = {}
         small.begin(partial(self._add_by_rule, ours))
         small.send(live, [vectors], keep_graph=True)

@@ -620,10 +620,16 @@ class Totals:
         return self.loss_count
 
     def plain(self) -> Totals:
-        """The same without tensors."""
-        counts = tuple(map(float, self.counts))
-        losses = tuple(map(float, self.losses))
-        return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
+        """The same without tensors, which are read together: a GPU is waited for."""
+        numbers: list[Number] = [self.loss_count, *self.counts, *self.losses]
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        if tensors:
+            read = iter(torch.stack(tensors).tolist())
+            numbers = [next(read) if isinstance(number, Tensor) else number for number in numbers]
+        loss_count, *others = map(float, numbers)
+        counts = tuple(others[: len(self.counts)])
+        losses = tuple(others[len(self.counts) :])
+        return replace(self, loss_count=loss_count, counts=counts, losses=losses)
 
 
 def _sums(totals: tuple[Number, ...], numbers: tuple[Number, ...]) -> tuple[Number, ...]:

@@ -415,8 +415,8 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     widest = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     for dtype in (widest, torch.float64):
         reference = b.to(dtype)
-        size = float(torch.linalg.vector_norm(reference))
-        difference = float(torch.linalg.vector_norm(a.to(dtype) - reference))
+        norms = map(torch.linalg.vector_norm, (reference, a.to(dtype) - reference))
+        size, difference = torch.stack([*norms]).tolist()
         if math.isfinite(size) and math.isfinite(difference):
             return difference / (size or 1.0)
     return 0.0

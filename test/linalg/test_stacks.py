@@ -236,12 +236,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_on_a_device(name: str, other: OtherDevice) -> None:
+def test_on_a_device(name: str, together: bool, other: OtherDevice) -> None:
     """Equal, and the host reads no more of many blocks than of few."""
     expected = FORMS[name](mixed())
     with other:
         K = mixed(device="cpu").to(DEVICE)
+        if together:
+            lay_together(K.blocks.values())
         with Reads() as reads:
             found = FORMS[name](K)
         torch.testing.assert_close(other.numbers(found), expected, rtol=1e-11, atol=1e-12)
@@ -253,7 +256,7 @@ def sizes_of(K: BlockDiagonal) -> list[int]:
     return [len(names) for names in K.stacks()]
 
 
-def test_products_on_a_device(other: OtherDevice) -> None:
+def test_products_on_a_device(other: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a shape at once, with equal results: of matrices that were laid together, and
     of inverses and powers.
     """
@@ -271,7 +274,16 @@ def test_products_on_a_device(other: OtherDevice) -> None:
         lay_together(K.blocks.values())
         made = (K, K.inverse(0.1), K.inverse(split), K.power(-0.5, 1.0).T)
         assert [sizes_of(K_) for K_ in made] == [[4]] * 4
+        num_products = [0]
+        plain = Kronecker._matmat
+
+        def counted(*args: Any) -> Tensor:
+            num_products[0] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(Kronecker, "_matmat", counted)
         found = [K_ @ x.to(DEVICE) for K_, x in zip(made, (v, v, V, v), strict=True)]
+        assert num_products == [1 + 2 + 1 + 2]  # to eigenvectors and back
         P = made[1]
         mix = mixed().to(DEVICE)
         lay_together(mix.blocks.values())
@@ -301,6 +313,11 @@ def test_laid_together() -> None:
     assert places["a"][0] is places["c"][0]
     memories = [places[name][1].tensor.untyped_storage().data_ptr() for name in "abc"]
     assert len({*memories}) == 1
+    # A factor of a product that is a block, too, lies with those of the products.
+    factors = [Dense(psd(3, 3, seed=k), Structure.PSD) for k in range(4)]
+    pairs = [Kronecker(G, A) for G, A in zip(factors[:2], factors[2:], strict=True)]
+    lay_together([factors[0], Dense(psd(3, 3, seed=9), Structure.PSD), *pairs])
+    assert module.joined(pairs) is not None
     K = products(2)
     for block in K.blocks.values():
         assert isinstance(block, Kronecker)
@@ -308,6 +325,24 @@ def test_laid_together() -> None:
         kept = block.A.matrices()
         lay_together(K.blocks.values())
         assert block.A.matrices() is kept
+
+
+def test_power_of_each_by_itself(other: OtherDevice) -> None:
+    """One of a shape has a factor of zeros, whose damping can't be split; others are split."""
+
+    def with_zeros() -> BlockDiagonal:
+        K = products(3)
+        block = K.blocks["layer1"]
+        assert isinstance(block, Kronecker)
+        block.A.matrices().zero_()
+        return K
+
+    expected = with_zeros().power(0.5, 0.1, exact=False).to_dense()
+    with other:
+        K = with_zeros().to(DEVICE)
+        lay_together(K.blocks.values())
+        found = other.numbers(K.power(0.5, 0.1, exact=False).to_dense())
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_surprises_on_a_device(other: OtherDevice) -> None:
