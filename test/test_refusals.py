@@ -63,7 +63,7 @@ CLASSES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     (CLASSIC, {"model": 3},
      TypeError, "The model is a int; expected a torch.nn.Module, or a function"),
     ([*KFACS, *EXACT[:2]], {"model": function},
-     ValueError, r"a function needs `params` as a dict; it is called as"),
+     TypeError, r"a function is called as .*, a dict from names to tensors; got list"),
     (CLASSIC, {"loss": nn.CrossEntropyLoss(reduction="none")},
      UnsupportedError, r'CrossEntropyLoss\(reduction=.none.\).*use "mean" or "sum"'),
     (SAMPLING, {"loss": nn.HuberLoss()},

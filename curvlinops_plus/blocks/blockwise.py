@@ -48,6 +48,7 @@ from curvlinops_plus.options import device_of, flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.batches import require_rereadable
 from curvlinops_plus.risk.calls import OutsideReads
+from curvlinops_plus.risk.function_module import ModelOrFunction
 from curvlinops_plus.risk.function_reads import layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 from curvlinops_plus.risk.parameters import Fingerprint, changed_parameters, fingerprint
@@ -510,7 +511,7 @@ class BlockwiseLinearOperator(Deferred):
     def from_state_dict(
         cls,
         state_dict: Mapping[str, Any],
-        model: nn.Module,
+        model: ModelOrFunction,
         data: Iterable[Any] | None = None,
         params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
         *,
@@ -524,7 +525,7 @@ class BlockwiseLinearOperator(Deferred):
 
         Args:
             state_dict: What `state_dict()` returned.
-            model: The network.
+            model: The network; of a function also `params`.
             data: Only needed to compute again later.
             params: The parameters, as when the state was made. Default: those that the state names,
                 in its order; needed if their names were not the model's own.
@@ -566,7 +567,7 @@ class BlockwiseLinearOperator(Deferred):
                     "it: from_state_dict(..., loss=...), which is loss_func=... of "
                     "KFACLinearOperator and the like."
                 ) from error
-        if params is None:
+        if params is None and isinstance(model, nn.Module):
             params = params_of(state, model)
         risk = EmpiricalRisk(
             model, loss, () if data is None else data, params, **state["options"], **risk_options

@@ -385,19 +385,14 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def modules_of(model: Any) -> dict[str, nn.Module]:
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Name to module of a model, itself first, under "", without `DistributedDataParallel` around
     it.
 
     Raises:
-        ValueError: If it is no module, or has parameters without shapes.
+        ValueError: If it has parameters without shapes.
         UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
-    if not isinstance(model, nn.Module):
-        came = f"a {type(model).__name__}"
-        if isinstance(model, type):
-            came = f"the class {model.__name__}: call it"
-        raise ValueError(f"`model` is {came}. Layers can only be recorded in a torch.nn.Module.")
     modules = dict(inner_model(model).named_modules())
     for name, module in modules.items():
         where = f"The module {name!r}" if name else "The model"

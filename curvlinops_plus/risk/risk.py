@@ -28,6 +28,7 @@ from curvlinops_plus.risk.batches import (
     prepare_graph,
     refuse_outside_reads,
 )
+from curvlinops_plus.risk.function_module import FunctionModule, ModelOrFunction
 from curvlinops_plus.risk.labels import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_passes import gradient_pass, loss_pass
@@ -53,7 +54,9 @@ class EmpiricalRisk(ModelParameters):
     is their weighted sum, each with its own `c`.
 
     Args:
-        model: A module. Its mode (train or eval) is left as it is.
+        model: A module, whose mode (train or eval) is left as it is; or a function `(params, X) ->
+            outputs`, of which `params` are the parameters, a dict: it can do what a module can,
+            and `model` is a module around it.
         loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a
             dict or a tuple, of the form of its output and of the targets, of losses or pairs
             `(loss, weight)`.
@@ -68,7 +71,7 @@ class EmpiricalRisk(ModelParameters):
         params: The parameters, a list or a dict of the model's own tensors; any subset in any
             order, frozen ones included. A dict with the model's names may hold other values:
             everything is computed at these, and the model keeps its own. Default: all that require
-            a gradient.
+            a gradient; a function has no default.
         output: Selects the tensor that the loss reads from what the model returns, or the dict or
             tuple of tensors that several losses read. Outputs with `.logits` don't need it.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of
@@ -127,8 +130,9 @@ class EmpiricalRisk(ModelParameters):
         options: The other arguments.
 
     Raises:
-        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a
-            `Dataset` is none); if `params` or an option is of another type than said here.
+        TypeError: If the model is neither a module nor a function with a dict of parameters; if the
+            loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is
+            none); if `params` or an option is of another type than said here.
         UnsupportedError: If the loss is no scalar (`reduction="none"`).
         ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms`
             or the weight of a loss is no positive finite number.
@@ -143,11 +147,15 @@ class EmpiricalRisk(ModelParameters):
         8
         >>> sorted(risk.gradient())
         ['bias', 'weight']
+        >>> params = {"W": torch.ones(3, 2)}
+        >>> linear = EmpiricalRisk(lambda p, X: X @ p["W"], nn.MSELoss(), data, params)
+        >>> linear.loss(), linear.gradient()["W"].shape
+        (tensor(9.), torch.Size([3, 2]))
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ModelOrFunction,
         loss: nn.Module | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
         data: Iterable[Any],
         params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
@@ -165,6 +173,8 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            model = FunctionModule(model, params)
         modules = modules_of(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.

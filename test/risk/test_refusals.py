@@ -139,10 +139,9 @@ def of_loss(loss: Any, target: Any) -> EmpiricalRisk:
 
 REFUSED: list[Refusal] = [
     # models
-    (lambda: risk(lambda x: x), ValueError, r"`model` is a function. Layers can only be recorded"),
-    (lambda: risk(nn.Linear), ValueError, r"`model` is the class Linear: call it"),
-    (lambda: risk([(X, Y)]),
-     ValueError, "`model` is a list. Layers can only be recorded in a torch.nn.Module"),
+    (lambda: risk(lambda x: x), TypeError, "A model that is a function is called as .*got NoneType"),
+    (lambda: risk(nn.Linear), TypeError, r"`model` is the class Linear: call it"),
+    (lambda: risk([(X, Y)]), TypeError, "The model is a list; expected a torch.nn.Module, or"),
     (lambda: risk(CE),
      ValueError, "has 0 parameters.*The arguments are model, loss and data, in this order"),
     (lambda: risk(frozen()),
