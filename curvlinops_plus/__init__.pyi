@@ -135,6 +135,7 @@ from curvlinops_plus.risk import (
     ForwardOnly,
     MonteCarlo,
     as_vectors,
+    split_complex,
 )
 from curvlinops_plus.version import __version__
 
@@ -244,6 +245,7 @@ __all__ = [
     "save",
     "self_influence",
     "spectral_norm",
+    "split_complex",
     "stochastic_reconfiguration",
     "submatrix",
     "top_eigenpairs",

@@ -137,7 +137,8 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Model, loss and data",
         "What is minimised, and which vectors are backpropagated. [Losses](../losses.md), "
         "[modes](../modes.md)",
-        "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly",
+        "EmpiricalRisk Exact MonteCarlo CurvaturePropagation Empirical ForwardOnly "
+        "split_complex",
     ),
     "curvature": (
         "Block-diagonal curvature",

@@ -1,5 +1,6 @@
 """A risk is model, losses and data; its mini-batches are read, run and recorded here."""
 
+from curvlinops_plus.risk.complex_parts import split_complex
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers
 from curvlinops_plus.risk.losses import Totals
@@ -33,4 +34,5 @@ __all__ = [
     "as_vectors",
     "find_layers",
     "named_params",
+    "split_complex",
 ]

@@ -378,9 +378,9 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
         keys = [key for key, p in params.items() if p.dtype in refused]
         raise ValueError(
             f"The parameters {keys[:5]} are {', '.join(sorted(map(str, refused)))}; only real "
-            "floating-point parameters have a curvature here. Take the others, params=[p for p in "
-            "model.parameters() if p.is_floating_point()], or keep real and imaginary parts as two "
-            "real parameters."
+            "floating-point parameters have a curvature here. Of complex ones split_complex(model) "
+            "makes pairs of real ones; or take the others, params=[p for p in model.parameters() "
+            "if p.is_floating_point()]."
         )
     return reduce(torch.promote_types, dtypes, torch.float32)
 
