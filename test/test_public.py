@@ -32,7 +32,7 @@ __version__ approximate_boundaries approximate_boundaries_abs as_vectors attribu
 compute_eigenvalue_correction_linear_weight_sharing condition_number curvature fisher_inverse from_scipy
 hutchinson_diag hutchinson_squared_fro hutchinson_trace hutchpp_trace lanczos_approximate_log_spectrum
 lanczos_approximate_spectrum load logdet lsmr merge minres neumann per_example_gradients plot_spectrum prune
-random_vector register_likelihood register_rule self_influence save spectral_norm stochastic_reconfiguration
+random_vector register_likelihood register_rule self_influence save spectral_norm split_complex stochastic_reconfiguration
 submatrix top_eigenpairs xdiag xtrace
 """.split()  # noqa: SIM905 (a line for each would be a page)
 

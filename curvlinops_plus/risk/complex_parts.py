@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -38,10 +36,7 @@ def split_complex(model: nn.Module) -> list[str]:
     for path, module in [*model.named_modules()]:
         for name, p in [*module._parameters.items()]:
             if p is not None and p.is_complex():
-                requires_grad = p.requires_grad
                 parametrize.register_parametrization(module, name, _Parts())
-                parts: Any = module.parametrizations
-                parts[name].requires_grad_(requires_grad)
                 names.append(f"{path}.{name}" if path else name)
     return names
 
