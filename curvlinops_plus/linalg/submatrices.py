@@ -97,7 +97,10 @@ class Selection:
 
     def same(self, other: Selection) -> bool:
         """Whether both pick the same entries in the same order."""
-        return self.dim == other.dim and torch.equal(self.positions, other.positions)
+        if self.dim != other.dim or len(self.positions) != len(other.positions):
+            return False
+        # The device waits for no comparison of a tensor with itself.
+        return self.positions is other.positions or torch.equal(self.positions, other.positions)
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
