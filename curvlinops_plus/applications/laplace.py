@@ -5,19 +5,19 @@ posterior.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.applications.networks import parameters_of, require_present
-from curvlinops_plus.applications.predictive import (
-    Normal,
-    needs_covariance,
+from curvlinops_plus.applications.output_covariance import (
+    Spread,
+    Then,
     output_covariance,
-    predictive,
 )
+from curvlinops_plus.applications.predictive import Normal, needed_spread, predictive
 from curvlinops_plus.blocks import BlockwiseLinearOperator
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError, UnsupportedError
@@ -293,8 +293,13 @@ class Laplace:
         Raises:
             ValueError: If the model's parameters have changed.
         """
-        mean, spread = self._outputs(X, True, lambda F, spread, *_: (F, spread))
-        return (mean[:, 0], spread[:, 0]) if mean.shape[1] == 1 else (mean, spread)
+
+        def moments(F: Tensor, spread: Spread, *_: Any) -> tuple[Tensor, ...]:
+            assert spread.covariances is not None
+            return F, spread.covariances
+
+        mean, covariances = self._outputs(X, "covariances", moments)
+        return (mean[:, 0], covariances[:, 0]) if mean.shape[1] == 1 else (mean, covariances)
 
     def predict(
         self,
@@ -334,7 +339,7 @@ class Laplace:
             noise = torch.as_tensor(noise, dtype=torch.float64).detach()
 
         def average(
-            F: Tensor, spread: Tensor, f_shape: torch.Size, axis: int | None
+            F: Tensor, spread: Spread, f_shape: torch.Size, axis: int | None
         ) -> tuple[Tensor, ...]:
             moments = predictive(likelihood, link, F, spread, noise, samples, generator)
             shape = list(f_shape)
@@ -342,12 +347,12 @@ class Laplace:
                 shape[likelihood.class_axis if axis is None else axis] = moments[0].shape[-1]
             return tuple(likelihood.restore(v, torch.Size(shape), len(v), axis) for v in moments)
 
-        moments = self._outputs(X, needs_covariance(likelihood, link), average)
+        moments = self._outputs(X, needed_spread(likelihood, link), average)
         return Normal(*moments) if len(moments) > 1 else moments[0]
 
     # ------------------------------------------------------------------------------------ internals
-    def _outputs(self, X: Any, full: bool, then: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
-        """`then` of the outputs for inputs `X` and their variances, or (`full`) covariances."""
+    def _outputs(self, X: Any, needed: str, then: Then) -> list[Tensor]:
+        """`then` of the outputs for inputs `X` and what is needed of their covariances."""
         require_present(self.risk, self._parameters, "K")
         prior = self.prior_precision
         precisions = dict(prior) if isinstance(prior, Mapping) else {"": prior}
@@ -359,7 +364,7 @@ class Laplace:
             self._root = self.posterior.power(0.5)
             self._root_hyperparameters = hyperparameters
         return output_covariance(
-            self.K, self._root, self._positions, X, full, self._max_bytes, then
+            self.K, self._root, self._positions, X, needed, self._max_bytes, then
         )
 
     def _curvature_factor(self, noise: Any) -> Tensor:
