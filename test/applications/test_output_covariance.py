@@ -134,12 +134,12 @@ def squeezed(t: Tensor) -> Tensor:
     return t[:, 0] if t.shape[1] == 1 else t
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(10, all_of=("calls side by side", "turned"))
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", HEADS)
 def test_spreads_are_those_of_jacobians(
-    head: str, approximation: str, columns: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, approximation: str, columns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_covariance, "_ROWS_PER_COLUMN", 0 if columns else math.inf)
     seen: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def test_spreads_are_those_of_jacobians(
         return found
 
     monkeypatch.setattr(output_covariance._Derivatives, "_output_layers", noted)
-    risk, X = risk_of(head)
+    risk, X = risk_of(name)
     la = Laplace(APPROXIMATIONS[approximation](risk), 2.0)
     mean, expected = moments(risk, la, X)
     found = la.outputs(X)
@@ -161,9 +161,68 @@ def test_spreads_are_those_of_jacobians(
     variances = expected.diagonal(dim1=-2, dim2=-1)
     p = (mean / (1 + math.pi / 8 * variances).sqrt()).softmax(-1)
     close(la.predict(X).movedim(1, -1).reshape(N, -1, C), p)
-    is_known = HEADS[head][3] and approximation != "full"
+    is_known = HEADS[name][3] and approximation != "full"
     assert seen.keys() == ({"head"} if is_known else set())
     from curvlinops_plus.applications.predictive import _bridge
 
     bridge = _bridge(mean, variances, expected.sum(-1))
     close(la.predict(X, "bridge").movedim(1, -1).reshape(N, -1, C), bridge)
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_layers_with_examples_on_another_axis(
+    columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Positions(nn.Module):
+        """A layer on [T, N, features] in the middle."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 3), nn.Linear(3 * T, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.tanh(self.body(x.transpose(0, 1)))
+            return self.head(z.transpose(0, 1).flatten(1))
+
+    monkeypatch.setattr(output_covariance, "_ROWS_PER_COLUMN", 0 if columns else math.inf)
+    torch.manual_seed(0)
+    model, X = Positions().double(), normal(N, T, 4, seed=1)
+    y = torch.arange(N) % C
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)], example_axis={"body": 1})
+    la = Laplace(curvature(risk, EKFAC), 2.0)
+    mean, expected = moments(risk, la, X)
+    found = la.outputs(X)
+    close(found[0], mean[:, 0])
+    close(found[1], expected[:, 0])
+
+
+def test_columns_are_not_taken_where_backward_passes_have_wrong_derivatives() -> None:
+    class Doubled(torch.autograd.Function):
+        """The identity, whose backward pass hides its argument from autograd."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return g.detach() + 0 * g
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 2), nn.Linear(2, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(Doubled.apply(self.body(x)))  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    model, X = Hidden().double(), normal(N, 4, seed=1)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, torch.arange(N) % C)])
+    la = Laplace(curvature(risk, EKFAC), 2.0)
+    mean = model(X)
+    params = [*model.parameters()]
+    rows = [torch.autograd.grad(f, params, retain_graph=True) for f in mean.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).view(N, C, -1)
+    close(la.outputs(X)[0], mean)
+    close(la.outputs(X)[1], J @ la.posterior.to_dense() @ J.mT)
