@@ -52,7 +52,7 @@ class Spectrum:
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class DenseBlock:
     """Parameters of a dense block with several precisions: `log det(1 + E⁻¹ K)` with `E =
     diag(e^s)`.
 
@@ -104,7 +104,7 @@ class Evidence:
         has_noise: Whether σ is the last number of x.
     """
 
-    parts: Sequence[Spectrum | Matrix]
+    parts: Sequence[Spectrum | DenseBlock]
     squares: Tensor
     log_factor: float
     loss: float

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from curvlinops_plus.applications.evidence import Evidence, Matrix, Spectrum
+from curvlinops_plus.applications.evidence import DenseBlock, Evidence, Spectrum
 from curvlinops_plus.applications.networks import parameters_of, require_present
 from curvlinops_plus.applications.output_covariance import (
     Spread,
@@ -381,7 +381,7 @@ class Laplace:
         h = 1 + max([int(group.max()) for group in groups.values()])
         squares = torch.zeros(h, dtype=torch.float64, device=device)
         deviations = self._deviation().square()
-        parts: list[Spectrum | Matrix] = []
+        parts: list[Spectrum | DenseBlock] = []
         if all(group.ndim == 0 for group in groups.values()):
             self._blocks.eigenvalues()  # all at once; blocks remember eigenvectors
         for name, block in blocks.items():
@@ -389,7 +389,7 @@ class Laplace:
             index = group.expand(block.shape[0]).to(device)
             squares.index_add_(0, index, deviations[positions[name]])
             if group.ndim and not isinstance(block, Diagonal):
-                parts.append(Matrix(block.to_dense().detach().double(), index))
+                parts.append(DenseBlock(block.to_dense().detach().double(), index))
                 continue
             eigenvalues = block.eigenvalues().detach().double().clamp(min=0)
             for k in group.unique().tolist():

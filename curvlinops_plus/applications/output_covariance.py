@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
 
-from curvlinops_plus.applications.attribution import fill_unused, send_back
+from curvlinops_plus.applications.attribution import Take, fill_unused, send_back
 from curvlinops_plus.applications.output_layers import (
     Codes,
     OutputLayer,
@@ -57,8 +57,6 @@ from curvlinops_plus.risk.risk import Checked
 _FEW_OUTPUTS = 8
 _ROWS_PER_COLUMN = 3
 _COLUMN_BYTES = 2**24
-
-Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 
 
 class Spread(NamedTuple):
@@ -291,11 +289,15 @@ class _Derivatives:
         if self.inputs.require_grad:
             F, J, f_shape, axis = self.inputs.differentiable(batch)
             phis = [self._projected(J)]
-            return _Chunk(F, Spread.of(phis, F, needed), f_shape, axis, _size(2 * phis, F))
+            return _Chunk(
+                F, Spread.of(phis, F, needed), f_shape, axis, _bytes_of_example(2 * phis, F)
+            )
         F, f_shape, axis = self.inputs.outputs(batch)
         if not self.by_layer:
             phis = [self._projected(self.inputs.jacobians(batch, F))]
-            return _Chunk(F, Spread.of(phis, F, needed), f_shape, axis, _size(2 * phis, F))
+            return _Chunk(
+                F, Spread.of(phis, F, needed), f_shape, axis, _bytes_of_example(2 * phis, F)
+            )
         found = self._output_layers(batch, F, needed)
         others = [layer for layer in self.layers if layer not in found]
         phis = self._projections(batch, F, others) if others else []
@@ -305,7 +307,9 @@ class _Derivatives:
         numbers = [part.weights for layer in found.values() for part in layer.parts]
         if needed == "covariances":
             numbers.append(spread.covariances)  # type: ignore[arg-type]
-        return _Chunk(F, spread, f_shape, axis, _size([*phis, *phis, *numbers, *numbers], F))
+        return _Chunk(
+            F, spread, f_shape, axis, _bytes_of_example([*phis, *phis, *numbers, *numbers], F)
+        )
 
     def _projected(self, J: Tensor) -> Tensor:
         """`φ` of whole Jacobians."""
@@ -381,7 +385,7 @@ class _Derivatives:
         return phis
 
 
-def _size(tensors: Sequence[Tensor], F: Tensor) -> int:
+def _bytes_of_example(tensors: Sequence[Tensor], F: Tensor) -> int:
     """Bytes that tensors take for one example."""
     return sum([t.nbytes for t in tensors], 4 * F.nbytes) // len(F)
 

@@ -184,7 +184,7 @@ class _Surgeon:
         self.slots = torch.cat([*positions.values()]).argsort()
         self.ends = torch.tensor([*accumulate(self.numbers)], device=every.device)
         self.parts = [
-            _Part.of(block, block_inverse, H_theta[places], every[: len(places)])
+            _Remainder.of(block, block_inverse, H_theta[places], every[: len(places)])
             for (block, block_inverse), places in zip(blocks, positions.values())
         ]
 
@@ -213,14 +213,14 @@ class _Surgeon:
             *zip(self.parts, self.starts, gone.split(numbers_gone), left.split(numbers_left))
         ]
 
-        def parts() -> list[_Part]:
+        def parts() -> list[_Remainder]:
             return [part.without(gone - start, left - start) for part, start, gone, left in changes]
 
         self.parts = read_together(parts, left.device)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _Remainder:
     """The minimum over the parameters F of a block that are left, and the diagonal of `H_FF⁻¹`.
 
     With the inverse `M` for a set of parameters, that for a set without R is `M - M_:R M_RR⁻¹ M_R:`
@@ -247,11 +247,11 @@ class _Part:
     @classmethod
     def of(
         cls, H: LinearOperator, inverse: LinearOperator, H_theta: Tensor, columns: Tensor
-    ) -> _Part:
+    ) -> _Remainder:
         minimum = inverse @ H_theta[columns]
         return cls(H, H_theta, columns, inverse, (), minimum, inverse.diagonal())
 
-    def without(self, gone: Tensor, left: Tensor) -> _Part:
+    def without(self, gone: Tensor, left: Tensor) -> _Remainder:
         """The same when the parameters `gone` have gone, too, and those at `left` are left."""
         c = len(self.columns)
         m = len(gone)
@@ -275,12 +275,14 @@ class _Part:
         minimum = self.minimum - (B.T @ steps)[:, 0]
         variances = self.variances - B.square().sum(0)
         rows = (*self.rows, B)
-        return _Part(self.H, self.H_theta, self.columns, self.inverse, rows, minimum, variances)
+        return _Remainder(
+            self.H, self.H_theta, self.columns, self.inverse, rows, minimum, variances
+        )
 
-    def _anew(self, left: Tensor) -> _Part:
+    def _anew(self, left: Tensor) -> _Remainder:
         picked = Selection(Space.flat(len(left)), left, len(self.H_theta))
         inverse = submatrix(self.H, picked, picked).inverse()
-        return _Part.of(self.H, inverse, self.H_theta, left)
+        return _Remainder.of(self.H, inverse, self.H_theta, left)
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.evidence import Evidence, Matrix, Spectrum
+from curvlinops_plus.applications.evidence import DenseBlock, Evidence, Spectrum
 from test.cases import close
 from test.helpers import F64, normal
 
@@ -21,7 +21,7 @@ def evidence(has_noise: bool) -> tuple[Evidence, Tensor]:
     )
     parts = [
         Spectrum(torch.tensor([2.0, 0.0], dtype=F64), 0),
-        Matrix(root @ root.T, torch.tensor([1, 0, 1, 2, 2])),
+        DenseBlock(root @ root.T, torch.tensor([1, 0, 1, 2, 2])),
     ]
     squares = torch.tensor([1.5, 0.2, 3.0], dtype=F64)
     return Evidence(parts, squares, math.log(7.0), 4.0, 6.0, 1.7, has_noise), K

@@ -158,13 +158,13 @@ def test_many_rounds_of_blocks_that_are_inverted_anew(monkeypatch: pytest.Monkey
 
     counts: Counter[str] = Counter()
     for name in ("without", "_anew"):
-        plain = getattr(pruning._Part, name)
+        plain = getattr(pruning._Remainder, name)
 
         def counted(part: Any, *args: Any, name: str = name, plain: Any = plain) -> Any:
             counts[name] += 1
             return plain(part, *args)
 
-        monkeypatch.setattr(pruning._Part, name, counted)
+        monkeypatch.setattr(pruning._Remainder, name, counted)
     model, risk = network()
     K = curvature(risk, EKFAC)
     theta = risk.space.flatten({key: p.detach().clone() for key, p in risk.params.items()})
