@@ -289,15 +289,11 @@ class _Derivatives:
         if self.inputs.require_grad:
             F, J, f_shape, axis = self.inputs.differentiable(batch)
             phis = [self._projected(J)]
-            return _Chunk(
-                F, Spread.of(phis, F, needed), f_shape, axis, _bytes_of_example(2 * phis, F)
-            )
+            return _Chunk(F, Spread.of(phis, F, needed), f_shape, axis, _example_bytes(2 * phis, F))
         F, f_shape, axis = self.inputs.outputs(batch)
         if not self.by_layer:
             phis = [self._projected(self.inputs.jacobians(batch, F))]
-            return _Chunk(
-                F, Spread.of(phis, F, needed), f_shape, axis, _bytes_of_example(2 * phis, F)
-            )
+            return _Chunk(F, Spread.of(phis, F, needed), f_shape, axis, _example_bytes(2 * phis, F))
         found = self._output_layers(batch, F, needed)
         others = [layer for layer in self.layers if layer not in found]
         phis = self._projections(batch, F, others) if others else []
@@ -307,9 +303,7 @@ class _Derivatives:
         numbers = [part.weights for layer in found.values() for part in layer.parts]
         if needed == "covariances":
             numbers.append(spread.covariances)  # type: ignore[arg-type]
-        return _Chunk(
-            F, spread, f_shape, axis, _bytes_of_example([*phis, *phis, *numbers, *numbers], F)
-        )
+        return _Chunk(F, spread, f_shape, axis, _example_bytes([*phis, *numbers], F))
 
     def _projected(self, J: Tensor) -> Tensor:
         """`φ` of whole Jacobians."""
@@ -385,9 +379,9 @@ class _Derivatives:
         return phis
 
 
-def _bytes_of_example(tensors: Sequence[Tensor], F: Tensor) -> int:
-    """Bytes that tensors take for one example."""
-    return sum([t.nbytes for t in tensors], 4 * F.nbytes) // len(F)
+def _example_bytes(tensors: Sequence[Tensor], F: Tensor) -> int:
+    """Bytes for one example where tensors are formed, and numbers of the same size from them."""
+    return 2 * sum([t.nbytes for t in tensors], 2 * F.nbytes) // len(F)
 
 
 def _transposed_times(L: LinearOperator, J: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -275,9 +275,7 @@ class _Remainder:
         minimum = self.minimum - (B.T @ steps)[:, 0]
         variances = self.variances - B.square().sum(0)
         rows = (*self.rows, B)
-        return _Remainder(
-            self.H, self.H_theta, self.columns, self.inverse, rows, minimum, variances
-        )
+        return replace(self, rows=rows, minimum=minimum, variances=variances)
 
     def _anew(self, left: Tensor) -> _Remainder:
         picked = Selection(Space.flat(len(left)), left, len(self.H_theta))

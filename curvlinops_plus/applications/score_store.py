@@ -33,7 +33,7 @@ class ScoreStore:
             save(dict(about), path)
             return
         known = load(path)
-        differing = [key for key in about if not _is_same(known.get(key), about[key])]
+        differing = [key for key in about if not _is_about(known.get(key), about[key])]
         if differing:
             raise ValueError(
                 f"{self.folder} has scores of another computation: {differing} differ. Take "
@@ -66,7 +66,7 @@ class ScoreStore:
         return self.folder / f"batch-{batch:06d}.safetensors"
 
 
-def _is_same(known: Any, wanted: Any) -> bool:
+def _is_about(known: Any, wanted: Any) -> bool:
     if not isinstance(wanted, Tensor):
         return known == wanted
     if not isinstance(known, Tensor) or known.shape != wanted.shape:

@@ -50,3 +50,11 @@ def test_the_seed_decides() -> None:
     assert a.low != c.low
     narrow = linear_datamodeling_score(SCORES, SUBSETS, OUTCOMES, confidence=0.5)
     assert a.low < narrow.low < narrow.high < a.high
+
+
+def test_the_interval_is_over_queries_too() -> None:
+    """Half of the queries are predicted perfectly, half the other way round."""
+    signs = torch.tensor([1.0, -1.0] * (Q // 2), dtype=SCORES.dtype)
+    found = linear_datamodeling_score(SCORES, SUBSETS, -(SUBSETS.double() @ SCORES.T) * signs)
+    close(found.of_queries, signs)
+    assert found.low < -0.3 < 0.3 < found.high
