@@ -305,8 +305,10 @@ def test_ends_are_found_in_the_run(low: float) -> None:
         assert abs(found - exact) <= 8e-2
     cached.approximate_spectrum(1)
     assert sum(A.seen) <= 22
-    cached.approximate_spectrum(3)
+    _, density = cached.approximate_spectrum(3)
     assert sum(A.seen) <= 62
+    known = LanczosApproximateSpectrumCached(A, 20, cached.boundaries, generator=seeded())
+    assert torch.allclose(density, known.approximate_spectrum(3)[1])  # the same runs
 
 
 def test_ends_that_the_run_does_not_find_are_computed() -> None:
