@@ -386,7 +386,10 @@ class Laplace:
             self._blocks.eigenvalues()  # all at once; blocks remember eigenvectors
         for name, block in blocks.items():
             group = groups[name]
-            index = group.expand(block.shape[0]).to(device)
+            if group.ndim:
+                index = group.to(device)
+            else:  # nothing is copied to the device
+                index = torch.full((block.shape[0],), int(group), device=device)
             squares.index_add_(0, index, deviations[positions[name]])
             if group.ndim and not isinstance(block, Diagonal):
                 parts.append(DenseBlock(block.to_dense().detach().double(), index))

@@ -207,7 +207,8 @@ def _part_of_blocks(A: BlockDiagonal, selection: Selection) -> BlockDiagonal:
             block = A._fetched(name)
             is_cut = len(inside) < len(block_places)
             if is_cut:
-                block = submatrix(block, inside, inside)
+                picked = Selection(Space.flat(len(inside)), inside, len(block_places))
+                block = submatrix(block, picked, picked)
             blocks[name] = block
             positions[name] = block_places[inside]
     return PositionedBlocks(blocks, positions, selection.space)
