@@ -12,12 +12,13 @@ negative. So Newton's method finds the one minimum from anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg import BlockDiagonal, Diagonal
 from curvlinops_plus.linalg.numerics import eigh
 
 # Newton's steps are no longer than this in a logarithm, and one of these fractions of it is best.
@@ -87,6 +88,39 @@ class DenseBlock:
         B = root[:, None] * self.matrix * root
         B.diagonal().add_(1)
         return B
+
+
+def parts_of(
+    blocks: BlockDiagonal, groups: Mapping[str, Tensor], deviations: Tensor
+) -> tuple[list[Spectrum | DenseBlock], Tensor]:
+    """The blocks of `K`, and `‖θ_k - μ_k‖²` of the parameters with each precision, [h].
+
+    Args:
+        groups: Block name to the number of its precision, or of that of each entry; on the CPU.
+        deviations: `θ - μ`.
+    """
+    device = deviations.device
+    positions = blocks.positions()
+    h = 1 + max([int(group.max()) for group in groups.values()])
+    squares = torch.zeros(h, dtype=torch.float64, device=device)
+    parts: list[Spectrum | DenseBlock] = []
+    if all(group.ndim == 0 for group in groups.values()):
+        blocks.eigenvalues()  # all at once; blocks remember eigenvectors
+    for name, block in blocks.blocks.items():
+        group = groups[name]
+        if group.ndim:
+            index = group.to(device)
+        else:  # nothing is copied to the device
+            index = torch.full((block.shape[0],), int(group), device=device)
+        squares.index_add_(0, index, deviations[positions[name]].square())
+        if group.ndim and not isinstance(block, Diagonal):
+            parts.append(DenseBlock(block.to_dense().detach().double(), index))
+            continue
+        eigenvalues = block.eigenvalues().detach().double().clamp(min=0)
+        for k in group.unique().tolist():
+            part = eigenvalues[index == k] if group.ndim else eigenvalues
+            parts.append(Spectrum(part, k))
+    return parts, squares
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,13 +13,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from curvlinops_plus.applications.evidence import DenseBlock, Evidence, Spectrum
+from curvlinops_plus.applications.evidence import Evidence, parts_of
 from curvlinops_plus.applications.networks import parameters_of, require_present
 from curvlinops_plus.applications.output_covariance import (
     Spread,
     Then,
     output_covariance,
     output_jacobians,
+)
+from curvlinops_plus.applications.precisions import (
+    Precision,
+    as_float,
+    positive,
+    precisions_of,
 )
 from curvlinops_plus.applications.predictive import Normal, needed_spread, predictive
 from curvlinops_plus.blocks import BlockwiseLinearOperator
@@ -43,7 +49,6 @@ from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_passes import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
-Precision = float | Tensor | Mapping[str, Any]
 Mean = float | Tensor | Mapping[str, Tensor]
 
 
@@ -144,7 +149,7 @@ class Laplace:
         self._noise_is_given = noise is not None
         if self._observed:
             noise = math.sqrt(self._loss / self._observed) if noise is None else noise
-            _positive(noise, "noise")
+            positive(noise, "noise")
         elif noise is not None:
             raise ValueError(
                 f"noise={noise!r} is about observations around outputs, and {loss.title} has none."
@@ -349,11 +354,11 @@ class Laplace:
                 "The prior is a posterior, and fixed: call fit_prior of the first Laplace, before "
                 "others have it as their prior."
             )
-        names, values, groups = self._hyperparameters(self.prior_precision)
+        names, values, groups = precisions_of(self.prior_precision, self._blocks)
         fits_noise = self.noise is not None and not self._noise_is_given
         initial = [*values.detach().tolist()]
         if fits_noise:
-            initial.append(_as_float(self.noise))
+            initial.append(as_float(self.noise))
         logs = torch.tensor(initial, dtype=torch.float64).log().to(self.K.device)
         evidence = self._evidence(groups, fits_noise)
         with torch.no_grad(), tqdm(desc="prior precision", disable=not progressbar) as bar:
@@ -375,30 +380,8 @@ class Laplace:
         Args:
             groups: Block name to the number of its precision, or of that of each entry.
         """
-        device = self.K.device
-        blocks = self._blocks.blocks
-        positions = self._blocks.positions()
-        h = 1 + max([int(group.max()) for group in groups.values()])
-        squares = torch.zeros(h, dtype=torch.float64, device=device)
-        deviations = self._deviation().square()
-        parts: list[Spectrum | DenseBlock] = []
-        if all(group.ndim == 0 for group in groups.values()):
-            self._blocks.eigenvalues()  # all at once; blocks remember eigenvectors
-        for name, block in blocks.items():
-            group = groups[name]
-            if group.ndim:
-                index = group.to(device)
-            else:  # nothing is copied to the device
-                index = torch.full((block.shape[0],), int(group), device=device)
-            squares.index_add_(0, index, deviations[positions[name]])
-            if group.ndim and not isinstance(block, Diagonal):
-                parts.append(DenseBlock(block.to_dense().detach().double(), index))
-                continue
-            eigenvalues = block.eigenvalues().detach().double().clamp(min=0)
-            for k in group.unique().tolist():
-                part = eigenvalues[index == k] if group.ndim else eigenvalues
-                parts.append(Spectrum(part, k))
-        noise = 1.0 if self.noise is None or fits_noise else _as_float(self.noise)
+        parts, squares = parts_of(self._blocks, groups, self._deviation())
+        noise = 1.0 if self.noise is None or fits_noise else as_float(self.noise)
         loss = self._loss / 2 / noise**2 if self._observed else self._loss
         divisor = self._divisor / 2 / noise**2 if self._observed else self._divisor
         observed = self._observed if fits_noise else 0.0
@@ -530,9 +513,9 @@ class Laplace:
         require_present(self.risk, self._parameters, "K")
         prior = self.prior_precision
         precisions = dict(prior) if isinstance(prior, Mapping) else {"": prior}
-        hyperparameters = [(name, _as_float(v)) for name, v in precisions.items()]
+        hyperparameters = [(name, as_float(v)) for name, v in precisions.items()]
         if self.noise is not None:
-            hyperparameters.append(("noise", _as_float(self.noise)))
+            hyperparameters.append(("noise", as_float(self.noise)))
         # Σ = L Lᵀ is decomposed again only if prior or noise have changed since.
         if self._root is None or self._root_hyperparameters != hyperparameters:
             self._root = self.posterior.power(0.5)
@@ -552,46 +535,7 @@ class Laplace:
 
     def _block_precisions(self, prior: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
-        _, values, groups = self._hyperparameters(prior)
-        return {name: values[group] for name, group in groups.items()}
-
-    def _hyperparameters(
-        self, prior: Precision
-    ) -> tuple[list[str] | None, Tensor, dict[str, Tensor]]:
-        """Names of the precisions, None of a single one, their values [h], and block name to the
-        number of its precision, or of that of each of its entries.
-        """
-        blocks = self._blocks.blocks
-        shapes = self._blocks.in_space.shapes
-        if not isinstance(prior, Mapping):
-            value = _positive(prior, "prior_precision")
-            return None, value[None], dict.fromkeys(blocks, torch.tensor(0))
-        values = {name: _positive(v, f"prior_precision[{name!r}]") for name, v in prior.items()}
-        names = list(values)
-        stacked = torch.stack([*values.values()]) if values else torch.zeros(0)
-        if values.keys() == blocks.keys():
-            return names, stacked, {name: torch.tensor(names.index(name)) for name in blocks}
-        if values.keys() != shapes.keys():
-            raise ValueError(
-                f"prior_precision has the names {list(values)}; expected the blocks "
-                f"{list(blocks)}, or the parameters {list(shapes)}."
-            )
-        sizes = torch.tensor([shape.numel() for shape in shapes.values()])
-        numbers = torch.tensor([names.index(name) for name in shapes])
-        of_entry = numbers.repeat_interleave(sizes)
-        groups = {}
-        for name, positions in self._blocks.positions().items():
-            group = of_entry[positions.cpu()]
-            if len(group.unique()) == 1:
-                group = group[0]
-            elif not isinstance(blocks[name], (Dense, Diagonal)):
-                raise UnsupportedError(
-                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters: '
-                    "give one precision for each block, or make K with "
-                    "separate_weight_and_bias=True."
-                )
-            groups[name] = group
-        return names, stacked, groups
+        return precisions_of(prior, self._blocks).of_blocks()
 
 
 def _risk_for_posterior(K: Any) -> EmpiricalRisk:
@@ -660,14 +604,3 @@ def _require_same_parameters(posterior: Laplace, prior: Laplace, prior_mean: Any
             f"The prior is a Laplace with the blocks {list(others)}, and the curvature has "
             f"{list(places)}; expected the same blocks of the same parameters."
         )
-
-
-def _as_float(value: Any) -> float:
-    return float(torch.as_tensor(value).detach())
-
-
-def _positive(value: Any, name: str) -> Tensor:
-    precision = tensor_of(name, value).double()
-    if precision.ndim or not 0 < float(precision.detach()) < float("inf"):
-        raise ValueError(f"{name} is {value!r}; expected one positive finite number.")
-    return precision
