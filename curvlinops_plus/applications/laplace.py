@@ -87,6 +87,7 @@ class Laplace:
     Attributes:
         prior_precision: As given, or as `fit_prior` found it.
         noise: The standard deviation, a number or tensor; None for other losses.
+        temperature: As given.
 
     Raises:
         TypeError: If `K` is not such a curvature.
@@ -142,7 +143,7 @@ class Laplace:
         self.likelihood = loss.require_likelihood()
         self.temperature = number("temperature", temperature, above=0)
         #: What a mean loss divides by: K is multiplied by it for a sum over the data.
-        self._divisor = 1 / float(self.risk.scale(totals)) / self.temperature
+        self._divisor = 1 / float(self.risk.scale(totals))
         self._loss = float(totals.losses[0])
         #: How many numbers MSELoss observes.
         self._observed = float(totals.counts[0]) if isinstance(self.likelihood, MSE) else 0.0
@@ -158,19 +159,22 @@ class Laplace:
         theta = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()})
         theta = theta.to(K.device, K.dtype)
         self._mode = theta.clone() if self._positions is None else theta[self._positions]
-        self._before: Laplace | None = None
+        #: Of the data before these, if the prior is a posterior; it stays when that changes.
+        self._curvature_before: BlockDiagonal | None = None
         if isinstance(prior_precision, Laplace):
-            self._before = prior_precision
-            _require_same_parameters(self, prior_precision, prior_mean)
-            prior_precision = self._before.prior_precision
-            prior_mean = self._before._mode
+            before = prior_precision
+            _require_same_parameters(self, before, prior_mean)
+            self._curvature_before = before._total()
+            prior_precision = before.prior_precision
+            prior_mean = before._mode
         self._prior_mean = self._vector(0.0 if prior_mean is None else prior_mean)
         self.prior_precision = prior_precision
         self.noise = noise
         self._root: BlockDiagonal | None = None
         self._root_hyperparameters: list[Any] = []
         self._block_precisions(prior_precision)  # refuses now
-        _ = self._before and self._total()
+        if self._curvature_before is not None:
+            self._total()  # refuses now, too
 
     # -------------------------------------------------------------------------------- the posterior
     @property
@@ -180,7 +184,7 @@ class Laplace:
         """
         factor = 1.0
         blocks = self._total()
-        if self._before is None:
+        if self._curvature_before is None:
             # Blocks remember their eigenvectors, multiples of them would not.
             factor = float(self._curvature_factor(self.noise).detach())
             blocks = self._blocks
@@ -204,9 +208,9 @@ class Laplace:
         """The curvature of the log-likelihood of all data so far, those of the prior too."""
         c = float(self._curvature_factor(self.noise).detach())
         total = self._blocks._scale(c)
-        if self._before is None:
+        if self._curvature_before is None:
             return total
-        total = total._plus(self._before._total())
+        total = total._plus(self._curvature_before)
         assert isinstance(total, BlockDiagonal)
         total = total.nearest_kronecker()
         for name, block in total.blocks.items():
@@ -252,7 +256,7 @@ class Laplace:
             UnsupportedError: If different precisions within one Kronecker product have no closed
                 form, or `prior_precision` is given where the prior is a posterior.
         """
-        if self._before is not None:
+        if self._curvature_before is not None:
             return self._evidence_since(prior_precision, noise)
         prior = self.prior_precision if prior_precision is None else prior_precision
         if not isinstance(noise, Tensor):
@@ -293,8 +297,8 @@ class Laplace:
                 "The prior is a posterior: its precision and the noise are what they are. Leave "
                 "out prior_precision= and noise=."
             )
-        assert self._before is not None
-        before = self._before._total()
+        before = self._curvature_before
+        assert before is not None
         totals = self._total()
         precisions = self._block_precisions(self.prior_precision)
         positions = self._blocks.positions()
@@ -349,7 +353,7 @@ class Laplace:
             UnsupportedError: If the prior is a posterior.
         """
         flag("progressbar", progressbar)
-        if self._before is not None:
+        if self._curvature_before is not None:
             raise UnsupportedError(
                 "The prior is a posterior, and fixed: call fit_prior of the first Laplace, before "
                 "others have it as their prior."
@@ -385,7 +389,7 @@ class Laplace:
         loss = self._loss / 2 / noise**2 if self._observed else self._loss
         divisor = self._divisor / 2 / noise**2 if self._observed else self._divisor
         observed = self._observed if fits_noise else 0.0
-        log_factor = math.log(divisor)
+        log_factor = math.log(divisor / self.temperature)
         return Evidence(parts, squares, log_factor, loss, observed, self.temperature, fits_noise)
 
     # ---------------------------------------------------------------------------------- predictions
@@ -457,7 +461,7 @@ class Laplace:
                 of the data, whose targets are not read.
             link: Of class probabilities: "probit", the softmax of `m / √(1 + π/8 variance)`,
                 without random numbers; "mc", the mean over draws of the outputs; "bridge", the mean
-                of a Dirichlet distribution. The last two need covariances between classes.
+                of a Dirichlet distribution. "mc" needs covariances between classes.
             samples: Draws of "mc".
             generator: Of these; default: PyTorch's global one. Draws depend on the chunks, and so
                 on `max_bytes`.
@@ -514,6 +518,7 @@ class Laplace:
         prior = self.prior_precision
         precisions = dict(prior) if isinstance(prior, Mapping) else {"": prior}
         hyperparameters = [(name, as_float(v)) for name, v in precisions.items()]
+        hyperparameters.append(("temperature", self.temperature))
         if self.noise is not None:
             hyperparameters.append(("noise", as_float(self.noise)))
         # Σ = L Lᵀ is decomposed again only if prior or noise have changed since.
@@ -528,7 +533,7 @@ class Laplace:
         """What the curvature is multiplied by: that of `MSELoss` is of the squared error, twice
         `noise²` too large.
         """
-        divisor = torch.tensor(self._divisor, dtype=torch.float64)
+        divisor = torch.tensor(self._divisor / self.temperature, dtype=torch.float64)
         if noise is None:
             return divisor
         return divisor / (2 * torch.as_tensor(noise, dtype=torch.float64) ** 2)

@@ -340,7 +340,9 @@ class _Derivatives:
         N, R, C = F.shape
         risk = self.inputs.risk
         self.lengths.clear()
-        parts = _columns(risk, self.weights, batch, layers, self._of_layer)
+        parts = None
+        if R * C > _FEW_OUTPUTS:
+            parts = _columns(risk, self.weights, batch, layers, self._of_layer)
         if parts is None:
             self.lengths.clear()
             parts, _ = send_back(risk, _Units(), self.weights, batch, [*layers], self._of_layer)

@@ -62,6 +62,11 @@ def test_temperature_and_mean_of_the_prior(loss: str) -> None:
     likelihood = likelihood + normal_logdet(P_plain) / 2 - n / 2 * math.log(2.0)
     expected = 4 * likelihood - at @ at - normal_logdet(P) / 2 + n / 2 * math.log(2.0)
     close(la.log_marginal_likelihood(), expected)
+    plain.predict(X)
+    plain.temperature = 0.25
+    close(plain.posterior.to_dense(), la.posterior.to_dense())
+    close(plain.predict(X)[0], la.predict(X)[0])
+    plain.temperature = 1.0
     la.fit_prior()
     best = la.log_marginal_likelihood()
     for factor in (0.9, 1.1):
