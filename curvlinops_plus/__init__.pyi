@@ -9,6 +9,7 @@ from curvlinops_plus.applications import Laplace as Laplace
 from curvlinops_plus.applications import (
     QuadraticPenalty,
     attribution_scores,
+    linear_datamodeling_score,
     merge,
     per_example_gradients,
     prune,
@@ -233,6 +234,7 @@ __all__ = [
     "hutchpp_trace",
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
+    "linear_datamodeling_score",
     "load",
     "merge",
     "neumann",

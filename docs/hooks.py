@@ -172,7 +172,7 @@ REFERENCE: dict[str, tuple[str, str, str]] = {
         "Applications",
         "Functions and small classes made of a risk and an operator.",
         "Laplace applications.Normal attribution_scores self_influence per_example_gradients "
-        "prune merge QuadraticPenalty",
+        "linear_datamodeling_score applications.DatamodelingScore prune merge QuadraticPenalty",
     ),
     "training": (
         "Training",

@@ -7,6 +7,10 @@ from curvlinops_plus.applications.attribution import (
     per_example_gradients,
     self_influence,
 )
+from curvlinops_plus.applications.datamodeling import (
+    DatamodelingScore,
+    linear_datamodeling_score,
+)
 from curvlinops_plus.applications.laplace import Laplace
 from curvlinops_plus.applications.merging import merge
 from curvlinops_plus.applications.penalty import QuadraticPenalty
@@ -14,10 +18,12 @@ from curvlinops_plus.applications.predictive import Normal
 from curvlinops_plus.applications.pruning import prune
 
 __all__ = [
+    "DatamodelingScore",
     "Laplace",
     "Normal",
     "QuadraticPenalty",
     "attribution_scores",
+    "linear_datamodeling_score",
     "merge",
     "per_example_gradients",
     "prune",

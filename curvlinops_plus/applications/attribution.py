@@ -6,16 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from os import PathLike
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.applications.measurement import Measurement, measured
 from curvlinops_plus.applications.order import require_order
+from curvlinops_plus.applications.score_store import ScoreStore
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.likelihood import OfExamples
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.linalg.arithmetic import operator_of
-from curvlinops_plus.options import flag, instance
+from curvlinops_plus.linalg.numerics import eigh, wide
+from curvlinops_plus.options import flag, instance, integer
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.batches import Batch
 from curvlinops_plus.risk.calls import OutsideReads
@@ -31,7 +36,7 @@ Take = Callable[[LayerBatch], Mapping[Any, Tensor]]
 
 @takes_risk
 def per_example_gradients(
-    risk: EmpiricalRisk, *, per_term: bool = False
+    risk: EmpiricalRisk, *, measurement: Measurement | None = None, per_term: bool = False
 ) -> Iterator[dict[str, Tensor]]:
     """Gradients of the un-reduced loss of each example, one batch of the data after the other.
 
@@ -43,13 +48,16 @@ def per_example_gradients(
     pixels, outputs) of what `reduction="none"` returns, with class weights, ignored targets and so
     on: nothing is divided by a number of examples or terms. The gradient of the risk is `c Σ_n
     ∇ℓ_n`, with the factor `c` of its reduction. Of several losses `ℓ_n` is the sum, in which each
-    has its weight relative to the first one under "mean".
+    has its weight relative to the first one under "mean". Of a loss without a likelihood, any
+    function, `ℓ_n` is what it returns for the example alone.
 
     Modes, buffers and random numbers are restored when the iteration ends.
 
     Args:
         risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers,
             and weights of examples are about their mean: neither matters.
+        measurement: What to differentiate instead of the loss: `measurement(outputs, targets)`
+            gives a number for each example, [N], such as a margin.
         per_term: The gradient of each loss term by itself, `∇ℓ_{n,r}`: for each token instead of
             each sequence.
 
@@ -59,10 +67,11 @@ def per_example_gradients(
         use have gradients of zero.
 
     Raises:
-        UnsupportedError: If the loss has no likelihood, examples depend on each other, a layer has
-            no gradients of each example, or the risk has several processes; with `per_term`, of
-            several losses.
-        ValueError: If there are no data, or they are shuffled.
+        UnsupportedError: If examples depend on each other, a layer has no gradients of each
+            example, or the risk has several processes; with `per_term`, of several losses, one
+            without a likelihood, or a measurement.
+        ValueError: If there are no data, or they are shuffled; if a measurement gives something
+            else than a number for each example.
 
     Cost: one forward and one backward pass, with `per_term` R backward passes; memory for the
     gradients of a batch.
@@ -83,6 +92,8 @@ def per_example_gradients(
                 [[ 0.,  0.]]])
         tensor([[[10., 12.]]])
     """
+    if measurement is not None:
+        risk = measured(risk, measurement)
     _refuse(risk, per_term)
 
     def gradients() -> Iterator[dict[str, Tensor]]:
@@ -127,18 +138,29 @@ class _BatchGradients(NamedTuple):
 
 
 def _batch_gradients(
-    risk: EmpiricalRisk, per_term: bool, desc: str, take: Take
+    risk: EmpiricalRisk,
+    per_term: bool,
+    desc: str,
+    take: Take,
+    is_known: Callable[[int, int], bool] = lambda number, num_examples: False,
 ) -> Iterator[_BatchGradients]:
     """Send back the gradients of the examples' un-reduced losses, or of each term by itself, batch
     by batch.
+
+    Args:
+        is_known: Of the number of a batch and its number of examples: whether nothing is to be
+            done for it. Then it has no parts.
     """
-    risk = copy(risk)
-    risk.options = replace(risk.options, mask=None)
     vectors = Empirical(per_term=per_term)
+    risk = copy(risk.for_vectors(vectors))
+    risk.options = replace(risk.options, mask=None)
     with preserve_state(risk.model, risk.data):
         weights = loss_weights(risk)
         layers = layers_of(risk)
-        for batch in risk.batches(desc):
+        for number, batch in enumerate(risk.batches(desc)):
+            if is_known(number, batch.num_examples):
+                yield _BatchGradients({}, 0, batch.num_examples, 1.0)
+                continue
             # A weight is about the mean over examples, as the mask is.
             batch = replace(batch, weight=None)
             parts, totals = send_back(risk, vectors, weights, batch, layers, take)
@@ -182,8 +204,12 @@ def send_back(
 def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
     """Refuse what has no gradients of single examples, or examples in an unknown order."""
     flag("per_term", per_term)
-    for loss in risk.losses:
-        loss.require_likelihood()
+    unknown = [loss.title for loss in risk.losses if loss.likelihood is None]
+    if per_term and (unknown or isinstance(risk.losses[0].likelihood, OfExamples)):
+        raise UnsupportedError(
+            f"per_term=True is about the terms of a likelihood, and {unknown or 'a measurement'} "
+            "has none; see @register_likelihood."
+        )
     if risk.processes.world > 1:
         raise UnsupportedError(
             "Gradients of each example stay in its process: make a risk without `processes=` there."
@@ -196,13 +222,45 @@ def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
     require_order(risk)
 
 
+@overload
 def attribution_scores(
     P: LinearOperator,
     queries: EmpiricalRisk,
     train: EmpiricalRisk,
     *,
+    measurement: Measurement | None = None,
     per_term: bool = False,
-) -> Tensor:
+    per_layer: Literal[False] = False,
+    rank: int | None = None,
+    store: str | PathLike[str] | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attribution_scores(
+    P: LinearOperator,
+    queries: EmpiricalRisk,
+    train: EmpiricalRisk,
+    *,
+    measurement: Measurement | None = None,
+    per_term: bool = False,
+    per_layer: Literal[True],
+    rank: int | None = None,
+    store: str | PathLike[str] | None = None,
+) -> dict[str, Tensor]: ...
+
+
+def attribution_scores(
+    P: LinearOperator,
+    queries: EmpiricalRisk,
+    train: EmpiricalRisk,
+    *,
+    measurement: Measurement | None = None,
+    per_term: bool = False,
+    per_layer: bool = False,
+    rank: int | None = None,
+    store: str | PathLike[str] | None = None,
+) -> Tensor | dict[str, Tensor]:
     """Influence of training examples on the losses of queries, `∇ℓ_qᵀ P ∇ℓ_n`.
 
     **Signs.** A large positive score means that the training example helped: it pulls the network
@@ -222,16 +280,25 @@ def attribution_scores(
         queries: Risk whose data are the Q queries.
         train: Risk whose data are the N training examples, of the same model and parameters. Make
             both of data in order, such as a second `DataLoader` with `shuffle=False`.
+        measurement: What is explained instead of the loss of a query, as for
+            `per_example_gradients`: the score is by how much it rises without the example.
         per_term: Scores of each loss term of a training example, such as each token, from the
             gradient of its own loss: they add up to those of the examples.
+        per_layer: Scores through the parameters of each layer: they add up to the whole.
+        rank: Queries are projected to the nearest matrix of this rank: training examples are
+            multiplied with so many vectors instead of Q. Exact from Q on.
+        store: A folder, in which scores are kept batch by batch. A run that was interrupted goes
+            on there, with the same `P`, queries and batches.
 
     Returns:
-        `[Q, N]`, or `[Q, N, R]` with `per_term`: `[q, n]` is of the q-th query and the n-th
+        `[Q, N]`, or `[Q, N, R]` with `per_term`; with `per_layer` name of the layer to such a
+        tensor. `[q, n]` is of the q-th query and the n-th
         training example that are read, so column n is `dataset[n]`. `drop_last=True` leaves out the
         last columns.
 
     Raises:
-        ValueError: If the risks have different models or parameters, or data are shuffled.
+        ValueError: If the risks have different models or parameters, or data are shuffled; if the
+            store has scores of something else.
         RuntimeError: If `per_term` meets examples with different numbers of terms.
         UnsupportedError: As for `per_example_gradients`.
 
@@ -258,17 +325,23 @@ def attribution_scores(
     P = operator_of(P, square=False)
     instance("queries", queries, EmpiricalRisk, "an EmpiricalRisk, train.with_data(...)")
     instance("train", train, EmpiricalRisk, "an EmpiricalRisk")
+    flag("per_layer", per_layer)
+    rank = integer("rank", rank, low=1, optional=True)
     if queries.model is not train.model or not _agree(queries.params, train.params):
         raise ValueError(
             "Risks of queries and of training examples differ in model or parameters; take "
             "train.with_data."
         )
     _refuse(train, per_term)
-    gradients = [*per_example_gradients(queries)]
+    gradients = [*per_example_gradients(queries, measurement=measurement)]
     stacked = {key: torch.cat([part[key] for part in gradients]) for key in queries.params}
     # u_q = Pᵀ ∇ℓ_q, by parameter [Q, *shape]
     products = _product(P.T, stacked, queries.space)
     vectors = {key: v.to(train.dtype) for key, v in products.items()}
+    kept = None
+    if store is not None:
+        kept = ScoreStore(store, _about(vectors, train, per_term, per_layer, rank))
+    vectors, mixing = _low_rank(vectors, rank)
     matrices: dict[Layer, Tensor] = {}  # the same in the layout of each layer, [Q, *b, o, i]
 
     def take(batch: LayerBatch) -> dict[Layer, Tensor]:
@@ -278,14 +351,76 @@ def attribution_scores(
             matrices[batch.layer] = rows.unflatten(1, group.layout.matrix_shape)
         return {batch.layer: batch.inner_products(matrices[batch.layer])}
 
-    scores = []
+    known: dict[str, Tensor] | None = None
+
+    def is_known(number: int, num_examples: int) -> bool:
+        nonlocal known
+        known = None if kept is None else kept.read(number, num_examples)
+        return known is not None
+
+    scores = defaultdict[str, list[Tensor]](list)
     some_vector = next(iter(vectors.values()))
-    for batch in _batch_gradients(train, per_term, "scores of training examples", take):
-        # Σ_layers u_qᵀ ∇ℓ_{n,r}, [R, N, Q]
-        zeros = some_vector.new_zeros(batch.num_vectors, batch.num_examples, len(some_vector))
-        term_scores = batch.factor * sum(batch.parts.values(), zeros)
-        scores.append(term_scores.permute(2, 1, 0) if per_term else term_scores[0].T)
-    return torch.cat(scores, dim=1)
+    names = [layer.name for layer in layers_of(train)] if per_layer else [""]
+    desc = "scores of training examples"
+    for number, batch in enumerate(_batch_gradients(train, per_term, desc, take, is_known)):
+        if known is None:
+            # Σ_layers u_qᵀ ∇ℓ_{n,r}, [R, N, Q]
+            zeros = some_vector.new_zeros(batch.num_vectors, batch.num_examples, len(some_vector))
+            products_of_batch = dict.fromkeys(names, zeros)
+            for layer, part in batch.parts.items():
+                name = layer.name if per_layer else ""
+                products_of_batch[name] = products_of_batch.get(name, zeros) + batch.factor * part
+            known = {}
+            for name, product in products_of_batch.items():
+                term_scores = (product if mixing is None else product @ mixing).permute(2, 1, 0)
+                known[name] = term_scores if per_term else term_scores[..., 0]
+            if kept is not None:
+                kept.write(number, batch.num_examples, known)
+        for name, part in known.items():
+            scores[name].append(part.to(some_vector))
+    joined = {name: torch.cat(parts, dim=1) for name, parts in scores.items()}
+    return joined if per_layer else joined[""]
+
+
+def _low_rank(
+    vectors: dict[str, Tensor], rank: int | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Vectors `[rank, *shape]`, and a matrix [rank, Q] with which they give the matrix of this rank
+    that is nearest to the Q vectors; None if these are as they were.
+    """
+    number = len(next(iter(vectors.values())))
+    if rank is None or rank >= number:
+        return vectors, None
+    # With U = W S Vᵀ and U Uᵀ = W S² Wᵀ the nearest one is W_r W_rᵀ U.
+    gram = sum([(v.flatten(1) @ v.flatten(1).T).to(wide(v)) for v in vectors.values()])
+    assert isinstance(gram, Tensor)
+    basis = eigh(gram)[1][:, -rank:]
+    projected = {key: torch.tensordot(basis.T.to(v), v, 1) for key, v in vectors.items()}
+    return projected, basis.T.to(next(iter(vectors.values())))
+
+
+def _about(
+    vectors: Mapping[str, Tensor],
+    train: EmpiricalRisk,
+    per_term: bool,
+    per_layer: bool,
+    rank: int | None,
+) -> dict[str, Any]:
+    """What scores in a store depend on: sums tell vectors and parameters apart."""
+
+    def sums(rows: Tensor) -> Tensor:  # [K, dim] -> [K, 3]
+        rows = rows.to(wide(rows))
+        wave = torch.linspace(0, 40, rows.shape[1], dtype=rows.dtype, device=rows.device).sin()
+        return torch.stack([rows.norm(dim=1), rows.sum(1), rows @ wave], 1).cpu()
+
+    theta = train.space.flatten({key: p.detach() for key, p in train.params.items()})
+    return {
+        "queries": sums(torch.cat([v.flatten(1) for v in vectors.values()], 1)),
+        "parameters": sums(theta[None]),
+        "per_term": per_term,
+        "per_layer": per_layer,
+        "rank": rank,
+    }
 
 
 def _agree(queries: Mapping[str, Tensor], train: Mapping[str, Tensor]) -> bool:

@@ -45,7 +45,8 @@ def require_own_values(K: LinearOperator, model: nn.Module, title: str) -> None:
     if risk is None or risk.model is not model:
         return
     require_present(risk, parameters_of(K), title)
-    differing = [key for key, p in risk.own_params.items() if not equal(risk.params[key], p)]
+    pairs = [(key, risk.params[key], p) for key, p in risk.own_params.items()]
+    differing = [key for key, here, own in pairs if here is not own and not equal(here, own)]
     if differing:
         raise ValueError(
             f"{title} was computed at other values of {differing[:3]} than the network's own; load "

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.parametrize import ParametrizationList
+from tqdm.auto import tqdm
 
 from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Diagonal,
+    LinearOperator,
+    Space,
+)
 from curvlinops_plus.linalg.damping import Damping
-from curvlinops_plus.options import instance, integer, number
+from curvlinops_plus.linalg.decisions import is_true, read_together
+from curvlinops_plus.linalg.dense import IdentityMultiple
+from curvlinops_plus.linalg.numerics import wide
+from curvlinops_plus.linalg.submatrices import Selection, submatrix
+from curvlinops_plus.options import flag, instance, integer, number
 
 
 @torch.no_grad()
@@ -27,6 +39,7 @@ def prune(
     *,
     damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
+    progressbar: bool = False,
 ) -> dict[str, Tensor]:
     """Set those parameters of a model to zero that raise the loss least, and adjust the others to
     compensate.
@@ -53,6 +66,7 @@ def prune(
         damping: Added to `K`, as in `K.shift(damping)`.
         candidates: Names of the parameters that may be pruned; others are only adjusted. Default:
             all of `K`.
+        progressbar: Show a bar over the rounds.
 
     Returns:
         The mask of each candidate, True where an entry is left.
@@ -66,9 +80,8 @@ def prune(
         UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm
             and others), or is pruned already.
 
-    Cost: a decomposition of the part of each block that is left in each round: of a block of n
-    parameters, memory for n² numbers, and about 2 n³ operations for all rounds. One round takes one
-    of n (1 - sparsity) parameters alone.
+    Cost: in double precision, for a block of n parameters memory for n² numbers and about n³ / 2
+    operations for all rounds. One round takes a decomposition of n (1 - sparsity) parameters alone.
 
     Source: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain
     surgeon"; LeCun et al. 1990, "Optimal brain damage".
@@ -92,22 +105,32 @@ def prune(
     number("sparsity", sparsity)
     rounds = integer("rounds", rounds)
     instance("candidates", candidates, Iterable, "a list of names of parameters", optional=True)
+    flag("progressbar", progressbar)
     holders = _holders(model, K)
     chosen = set(holders if candidates is None else candidates)
     _require_prunable(holders, chosen, sparsity, rounds)
     space = K.in_space
     theta = space.flatten({key: model.get_parameter(key) for key in holders}).to(K.dtype)
+    # Rounding would decide which of equally good parameters go.
+    theta = theta.to(wide(theta))
     prunable = space.flatten(
         {key: torch.full(shape, float(key in chosen)) for key, shape in space.shapes.items()}
     )
     prunable = prunable.to(theta.device).bool()
+    num_prunable = sum(space.shapes[key].numel() for key in chosen)
     H = K.shift(damping)
+    H = (H.gather() if isinstance(H, BlockDiagonal) else H).to(dtype=theta.dtype)
     H_theta = H @ theta
-    remaining = _remaining(H, H_theta, prunable, sparsity, rounds)
+    sizes = [
+        len(theta) - num_prunable + round(num_prunable * (1 - sparsity) ** (step / rounds))
+        for step in range(1, rounds + 1)
+    ]
+    remaining = _remaining(H, H_theta, prunable, tqdm(sizes, "pruning", disable=not progressbar))
     # The minimum over the remaining parameters F: θ_F = H_FF⁻¹ (H θ₀)_F.
     minimum = torch.zeros_like(theta)
     if len(remaining):
-        minimum[remaining] = H[remaining, remaining].inverse() @ H_theta[remaining]
+        left = Selection(Space.flat(len(remaining)), remaining, len(theta))
+        minimum[remaining] = submatrix(H, left, left).inverse() @ H_theta[remaining]
     mask = torch.zeros_like(prunable).index_fill_(0, remaining, True)
     masks = {key: part.clone() for key, part in space.unflatten(mask).items() if key in chosen}
     for key, value in space.unflatten(minimum).items():
@@ -121,25 +144,143 @@ def prune(
 
 
 def _remaining(
-    H: LinearOperator, H_theta: Tensor, prunable: Tensor, sparsity: float, rounds: int
+    H: LinearOperator, H_theta: Tensor, prunable: Tensor, sizes: Iterable[int]
 ) -> Tensor:
-    """Positions of the parameters that are left after all rounds, in order."""
+    """Positions of the parameters that are left after all rounds, in order.
+
+    Args:
+        sizes: How many are left after each round.
+    """
     remaining = torch.arange(len(prunable), device=prunable.device)
-    num_prunable = int(prunable.sum())
-    num_fixed = len(prunable) - num_prunable
-    if not num_prunable:
-        return remaining
-    inverse = H.inverse()
-    for step in range(1, rounds + 1):
-        # Saliency of parameter i at the minimum: θ_i² / [H_FF⁻¹]_ii with θ_F = H_FF⁻¹ (H θ₀)_F.
-        saliency = (inverse @ H_theta[remaining]).square() / inverse.diagonal()
-        saliency[~prunable[remaining]] = torch.inf
-        size = num_fixed + round(num_prunable * (1 - sparsity) ** (step / rounds))
-        remaining = remaining[saliency.topk(size).indices].sort().values
-        if not size or step == rounds:
-            break
-        inverse = H[remaining, remaining].inverse()
+    gone = remaining[:0]
+    surgeon = _Surgeon(H, H_theta)
+    for size in sizes:
+        saliencies = surgeon.saliencies(gone, remaining)
+        saliencies = saliencies.where(prunable[remaining], torch.inf)
+        is_left = torch.zeros_like(remaining).index_fill_(0, saliencies.topk(size).indices, 1)
+        in_order = remaining[is_left.argsort(stable=True)]
+        gone, remaining = in_order.split([len(remaining) - size, size])
     return remaining
+
+
+class _Surgeon:
+    """Saliencies `θ_i² / [H_FF⁻¹]_ii` at the minimum `θ_F = H_FF⁻¹ (H θ₀)_F` over the parameters F,
+    from which some go in each round.
+    """
+
+    def __init__(self, H: LinearOperator, H_theta: Tensor) -> None:
+        every = torch.arange(len(H_theta), device=H_theta.device)
+        inverse = H.inverse()
+        if isinstance(H, BlockDiagonal) and isinstance(inverse, BlockDiagonal):
+            positions = H.positions()
+            blocks = [(H._fetched(name), inverse._fetched(name)) for name in positions]
+        else:
+            positions = {"": every}
+            blocks = [(H, inverse)]
+        #: How many parameters of each block are left.
+        self.numbers = [len(places) for places in positions.values()]
+        self.starts = [0, *accumulate(self.numbers)][:-1]
+        #: The place of each parameter where those of a block are neighbours.
+        self.slots = torch.cat([*positions.values()]).argsort()
+        self.ends = torch.tensor([*accumulate(self.numbers)], device=every.device)
+        self.parts = [
+            _Remainder.of(block, block_inverse, H_theta[places], every[: len(places)])
+            for (block, block_inverse), places in zip(blocks, positions.values())
+        ]
+
+    def saliencies(self, gone: Tensor, remaining: Tensor) -> Tensor:
+        """Of the remaining parameters.
+
+        Args:
+            gone: Positions of the parameters that have gone since the last call.
+            remaining: Of those that are left.
+        """
+        if len(gone):
+            self._drop(self.slots[gone].sort().values, self.slots[remaining].sort().values)
+        saliencies = torch.empty_like(self.slots, dtype=self.parts[0].H_theta.dtype)
+        for part, start in zip(self.parts, self.starts):
+            saliencies[start + part.columns] = part.minimum.square() / part.variances
+        return saliencies[self.slots[remaining]]
+
+    def _drop(self, gone: Tensor, left: Tensor) -> None:
+        """Let parameters go; slots, in order."""
+        # The only numbers of a round that the host reads.
+        bounds = [0, *torch.searchsorted(left, self.ends).tolist()]
+        numbers_left = [end - start for start, end in pairwise(bounds)]
+        numbers_gone = [before - after for before, after in zip(self.numbers, numbers_left)]
+        self.numbers = numbers_left
+        changes = [
+            *zip(self.parts, self.starts, gone.split(numbers_gone), left.split(numbers_left))
+        ]
+
+        def parts() -> list[_Remainder]:
+            return [part.without(gone - start, left - start) for part, start, gone, left in changes]
+
+        self.parts = read_together(parts, left.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Remainder:
+    """The minimum over the parameters F of a block that are left, and the diagonal of `H_FF⁻¹`.
+
+    With the inverse `M` for a set of parameters, that for a set without R is `M - M_:R M_RR⁻¹ M_R:`
+    `= M - Bᵀ B`, with `B = L⁻¹ M_R:` and `L Lᵀ = M_RR`. Rounds add rows to `B`.
+
+    Attributes:
+        H: The block.
+        H_theta: `H θ₀` of the block's parameters.
+        columns: Positions of parameters of which `H` was inverted, in order.
+        inverse: The inverse for these.
+        rows: `B`, in pieces.
+        minimum: Of the remaining parameters, at their places among these.
+        variances: The diagonal, at the same places.
+    """
+
+    H: LinearOperator
+    H_theta: Tensor
+    columns: Tensor
+    inverse: LinearOperator
+    rows: tuple[Tensor, ...]
+    minimum: Tensor
+    variances: Tensor
+
+    @classmethod
+    def of(
+        cls, H: LinearOperator, inverse: LinearOperator, H_theta: Tensor, columns: Tensor
+    ) -> _Remainder:
+        minimum = inverse @ H_theta[columns]
+        return cls(H, H_theta, columns, inverse, (), minimum, inverse.diagonal())
+
+    def without(self, gone: Tensor, left: Tensor) -> _Remainder:
+        """The same when the parameters `gone` have gone, too, and those at `left` are left."""
+        c = len(self.columns)
+        m = len(gone)
+        is_diagonal = isinstance(self.inverse, (Diagonal, IdentityMultiple))
+        if not m or not len(left) or is_diagonal:
+            return self
+        number_of_rows = sum(len(B) for B in self.rows)
+        if m * c * (2 * number_of_rows + m) > len(left) ** 3:  # more operations than an inverse
+            return self._anew(left)
+        places = torch.searchsorted(self.columns, gone)
+        picked = Selection(Space.flat(m), places, c)
+        rows = submatrix(self.inverse, slice(None), picked).to_dense().T  # M_R:, [m, c]
+        for B in self.rows:
+            rows = rows - B[:, places].T @ B
+        L, info = torch.linalg.cholesky_ex(rows[:, places])
+        if is_true(info > 0):  # by rounding
+            return self._anew(left)
+        B = torch.linalg.solve_triangular(L, rows, upper=False)
+        # θ_F - M_FR M_RR⁻¹ θ_R
+        steps = torch.linalg.solve_triangular(L, self.minimum[places, None], upper=False)
+        minimum = self.minimum - (B.T @ steps)[:, 0]
+        variances = self.variances - B.square().sum(0)
+        rows = (*self.rows, B)
+        return replace(self, rows=rows, minimum=minimum, variances=variances)
+
+    def _anew(self, left: Tensor) -> _Remainder:
+        picked = Selection(Space.flat(len(left)), left, len(self.H_theta))
+        inverse = submatrix(self.H, picked, picked).inverse()
+        return _Remainder.of(self.H, inverse, self.H_theta, left)
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, level_of_user
-from curvlinops_plus.estimate.lanczos import stretches
+from curvlinops_plus.estimate.lanczos import ends, lanczos, stretches
 from curvlinops_plus.estimate.matrix import (
     ColumnMap,
     Matrix,
@@ -205,6 +205,12 @@ def condition_number(
     return (value, M.zero + error) if return_error else value
 
 
+# Lanczos steps in which ends are looked for, unless there are not so many rows; they find no end
+# more accurately than this.
+_FEW_ROWS = 20
+_FINE = 1e-4
+
+
 def approximate_boundaries(
     A: MatrixLike,
     tol: float = 1e-2,
@@ -226,20 +232,58 @@ def approximate_boundaries(
             order.
         NumericsError: If products are NaN or infinite.
 
-    Cost: some tens of products for a tolerance of 1e-2, more for clustered ends.
+    Cost: 20 products for both ends, and some tens for each that these don't find within the
+    tolerance.
 
     Example:
         >>> low, high = approximate_boundaries(torch.diag(torch.tensor([-1.0, 2.0, 3.0, 5.0])))
         >>> round(low, 2), round(high, 2)
         (-1.0, 5.0)
     """
-    low, high = _in_order(boundaries)
+    known = known_boundaries(boundaries)
+    number("tol", tol, low=0)
     with multiplying(A, "symmetric") as M:
-        if low is None:
-            low = _end(M, "smallest", number("tol", tol, low=0), generator)
-        if high is None:
-            high = _end(M, "largest", number("tol", tol, low=0), generator)
-    return float(low), float(high)
+        run = boundary_run(M, tol, generator) if None in known else None
+        return ends_of_run(M, run, tol, known, generator)
+
+
+def boundary_run(
+    M: Matrix, tol: float, generator: Generator | None
+) -> tuple[Tensor, Tensor] | None:
+    """A short Lanczos run that both ends of the spectrum are looked for in; None where it would not
+    help.
+    """
+    if M.shape[0] <= _FEW_ROWS or tol < _FINE:
+        return None
+    start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
+    return lanczos(M.matmat, start, _FEW_ROWS, reorthogonalize=False)
+
+
+def ends_of_run(
+    M: Matrix,
+    run: tuple[Tensor, Tensor] | None,
+    tol: float,
+    known: tuple[float | None, float | None],
+    generator: Generator | None,
+) -> tuple[float, float]:
+    """The smallest and the largest eigenvalue: known, found in a Lanczos run, or computed.
+
+    Args:
+        run: Of one vector; None if there was none.
+        known: Those that are known.
+    """
+    boundaries = []
+    found = None if run is None else ends(run[0][0], run[1][0])
+    scale = 0.0 if found is None else max(abs(end.value) for end in found)
+    which: tuple[Which, Which] = ("smallest", "largest")
+    for k, boundary in enumerate(known):
+        if boundary is not None:
+            boundaries.append(float(boundary))
+        elif found is not None and found[k].residual <= tol * scale:
+            boundaries.append(found[k].value)
+        else:
+            boundaries.append(_end(M, which[k], tol, generator))
+    return boundaries[0], boundaries[1]
 
 
 def approximate_boundaries_abs(
@@ -260,19 +304,43 @@ def approximate_boundaries_abs(
         >>> round(low, 2), round(high, 2)
         (1.0, 5.0)
     """
-    low, high = _in_order(boundaries)
+    known = known_boundaries(boundaries)
+    number("tol", tol, low=0)
     with multiplying(A, "symmetric") as M:
-        if high is None:
-            high = _end(M, "largest magnitude", number("tol", tol, low=0), generator)
-        high = abs(high)
-        if low is None:
-            start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
-            _, smallest = stretches(M.matmat, start, 100)
-            low = min(smallest.length, high)
+        run = None if known[1] is not None else boundary_run(M, tol, generator)
+        return absolute_ends_of_run(M, run, tol, known, generator)
+
+
+def absolute_ends_of_run(
+    M: Matrix,
+    run: tuple[Tensor, Tensor] | None,
+    tol: float,
+    known: tuple[float | None, float | None],
+    generator: Generator | None,
+) -> tuple[float, float]:
+    """The smallest and the largest absolute eigenvalue; arguments as for `ends_of_run`."""
+    low, high = known
+    if high is None:
+        found = () if run is None else ends(run[0][0], run[1][0])
+        largest = max(found, key=lambda end: abs(end.value), default=None)
+        if largest is not None and largest.residual <= tol * abs(largest.value):
+            high = largest.value
+        else:
+            high = _end(M, "largest magnitude", tol, generator)
+    high = abs(high)
+    if low is None:
+        start = random_vectors(1, M.shape[0], "normal", generator, M.zero)
+        _, smallest = stretches(M.matmat, start, 100)
+        low = min(smallest.length, high)
     return float(low), float(high)
 
 
-def _in_order(boundaries: Boundaries) -> tuple[float | None, float | None]:
+def known_boundaries(boundaries: Boundaries) -> tuple[float | None, float | None]:
+    """What is known of the two boundaries.
+
+    Raises:
+        ValueError: If they are in the wrong order, or no pair.
+    """
     known = (None, None) if boundaries is None else boundaries
     pair = "(smallest, largest) eigenvalue, of which one may be None"
     if len(instance("boundaries", known, (tuple, list), pair)) != 2:
@@ -312,7 +380,7 @@ def extreme_eigenpairs(
     max_iter = integer("max_iter", max_iter, low=1)
     n = min(M.shape)
     rank = _RANK[which]
-    if n <= max(20, 2 * k):
+    if n <= max(_FEW_ROWS, 2 * k):
         T = product(torch.eye(n, dtype=M.dtype, device=M.device)).double()
         eigenvalues, X = torch.linalg.eigh((T + T.T) / 2)
         X = X[:, rank(eigenvalues).argsort(descending=True)[:k]].to(M.zero)

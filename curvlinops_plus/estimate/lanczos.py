@@ -82,6 +82,26 @@ def quadrature(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     return nodes, vectors[:, 0].square()
 
 
+class End(NamedTuple):
+    """An end of the spectrum as far as a Lanczos run knows it: there is an eigenvalue no further
+    away than `residual`.
+    """
+
+    value: float
+    residual: float
+
+
+def ends(alpha: Tensor, beta: Tensor) -> tuple[End, End]:
+    """The smallest and the largest eigenvalue, from one column `[steps]` each of what `lanczos`
+    returns.
+    """
+    T = alpha.diag() + beta[:-1].diag(1) + beta[:-1].diag(-1)
+    nodes, vectors = torch.linalg.eigh(T)
+    residuals = (beta[-1] * vectors[-1]).abs()
+    smallest, largest = map(End, nodes[[0, -1]].tolist(), residuals[[0, -1]].tolist())
+    return smallest, largest
+
+
 class Stretch(NamedTuple):
     """How long `A x` is for a vector `x` of length 1, and `A x - (xᵀA x) x`."""
 

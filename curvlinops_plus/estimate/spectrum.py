@@ -19,8 +19,9 @@ from torch import Generator, Tensor
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.estimate.eigen import (
     Boundaries,
-    approximate_boundaries,
-    approximate_boundaries_abs,
+    absolute_ends_of_run,
+    ends_of_run,
+    known_boundaries,
 )
 from curvlinops_plus.estimate.lanczos import lanczos, quadrature
 from curvlinops_plus.estimate.matrix import (
@@ -164,7 +165,8 @@ def lanczos_approximate_spectrum(
         NumericsError: If products are NaN or infinite.
         TypeError: If `A` is no matrix of real floating-point numbers.
 
-    Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 20 vectors.
+    Cost: `ncv * num_repeats` products, and some tens for each boundary that the first `ncv` don't
+    find within `boundaries_tol`; memory of 20 vectors.
 
     Example:
         >>> A = torch.diag(torch.cat([torch.zeros(90), torch.ones(10)]))
@@ -247,9 +249,21 @@ class _LanczosRuns:
         self.A = A
         self.ncv = integer("ncv", ncv, low=2)
         number("boundaries_tol", boundaries_tol, low=0)
-        self.boundaries = self._find(A, boundaries_tol, boundaries, generator=generator)
+        known = known_boundaries(boundaries)
         self._generator = generator
         self._runs: list[tuple[Tensor, Tensor]] = []  # nodes and weights, [steps] each
+        with multiplying(A, "symmetric") as M:
+            run = None
+            if None in known:  # the first run may know the ends, too
+                (V,) = M.draws(1, "normal", generator, copies=5)
+                run = self._run(M, V)
+            self.boundaries = self._find(M, run, boundaries_tol, known, generator)
+
+    def _run(self, M: Matrix, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Lanczos runs from the columns of `V`, of which nodes and weights are kept."""
+        T = lanczos(M.matmat, V, min(self.ncv, M.shape[0]), reorthogonalize=False)
+        self._runs += zip(*quadrature(*T), strict=True)
+        return T
 
     def _approximate(
         self,
@@ -269,8 +283,7 @@ class _LanczosRuns:
         number("epsilon", epsilon, low=0, optional=True)
         with multiplying(self.A) as M:
             for V in M.draws(num_repeats - len(self._runs), "normal", self._generator, copies=5):
-                T = lanczos(M.matmat, V, min(self.ncv, M.shape[0]), reorthogonalize=False)
-                self._runs += zip(*quadrature(*T), strict=True)
+                self._run(M, V)
         low, high = self.boundaries
         if epsilon is None:
             unit = max(abs(low), abs(high)) or 1.0
@@ -303,9 +316,9 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
     """The density of the eigenvalues of a symmetric matrix, for several settings at the cost of
     one.
 
-    The boundaries are computed at construction, Lanczos runs when they are first needed; another
-    resolution or width costs no product. Attribute `boundaries` has the two that are used.
-    Arguments as for `lanczos_approximate_spectrum`.
+    The boundaries are computed at construction, with the first Lanczos run, other runs when they
+    are first needed; another resolution or width costs no product. Attribute `boundaries` has the
+    two that are used. Arguments as for `lanczos_approximate_spectrum`.
 
     Example:
         >>> cached = LanczosApproximateSpectrumCached(torch.diag(torch.arange(50.0)), ncv=20)
@@ -315,7 +328,7 @@ class LanczosApproximateSpectrumCached(_LanczosRuns):
         True
     """
 
-    _find = staticmethod(approximate_boundaries)
+    _find = staticmethod(ends_of_run)
 
     def approximate_spectrum(
         self, num_repeats: int = 1, num_points: int = 1024, kappa: float = 3.0, margin: float = 0.05
@@ -342,7 +355,7 @@ class LanczosApproximateLogSpectrumCached(_LanczosRuns):
         (torch.Size([100]), torch.Size([100]))
     """
 
-    _find = staticmethod(approximate_boundaries_abs)
+    _find = staticmethod(absolute_ends_of_run)
 
     def approximate_log_spectrum(
         self,

@@ -97,7 +97,10 @@ class Selection:
 
     def same(self, other: Selection) -> bool:
         """Whether both pick the same entries in the same order."""
-        return self.dim == other.dim and torch.equal(self.positions, other.positions)
+        if self.dim != other.dim or len(self.positions) != len(other.positions):
+            return False
+        # The device waits for no comparison of a tensor with itself.
+        return self.positions is other.positions or torch.equal(self.positions, other.positions)
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
@@ -204,7 +207,8 @@ def _part_of_blocks(A: BlockDiagonal, selection: Selection) -> BlockDiagonal:
             block = A._fetched(name)
             is_cut = len(inside) < len(block_places)
             if is_cut:
-                block = submatrix(block, inside, inside)
+                picked = Selection(Space.flat(len(inside)), inside, len(block_places))
+                block = submatrix(block, picked, picked)
             blocks[name] = block
             positions[name] = block_places[inside]
     return PositionedBlocks(blocks, positions, selection.space)

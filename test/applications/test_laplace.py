@@ -271,13 +271,15 @@ def test_the_bridge_is_the_mean_of_its_dirichlet_distribution() -> None:
     from curvlinops_plus.applications.predictive import _bridge
 
     shifted = covariance + 0.7  # a constant added to all logits doesn't matter
-    close(_bridge(mean + 2.0, shifted), Dirichlet(alpha).mean)
+    close(_bridge(mean + 2.0, shifted.diagonal(), shifted.sum(1)), Dirichlet(alpha).mean)
     S = (
         normal(4, 4) @ normal(4, 4).T
     )  # of any other normal distribution, given that the sum is zero
     rows, total = S.sum(1), S.sum()
-    centred = mean + alpha - rows * alpha.sum() / total, S - rows.outer(rows) / total + 0.7
-    close(_bridge(mean + alpha, S), _bridge(*centred))
+    centred = S - rows.outer(rows) / total + 0.7
+    mean_centred = mean + alpha - rows * alpha.sum() / total
+    expected = _bridge(mean_centred, centred.diagonal(), centred.sum(1))
+    close(_bridge(mean + alpha, S.diagonal(), rows), expected)
 
 
 def test_binary_losses() -> None:

@@ -291,3 +291,31 @@ def test_picture() -> None:
     ax = figure.Figure().subplots()
     plot_spectrum(lanczos_approximate_log_spectrum(A, 20), log=True, ax=ax)
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+@pytest.mark.parametrize("low", [1e-6, -0.5])
+def test_ends_are_found_in_the_run(low: float) -> None:
+    """Of a spectrum like that of a network: a bulk at zero, and some large eigenvalues."""
+    bulk = torch.linspace(low, 0.1, 180, dtype=torch.float64)
+    values = torch.cat([bulk, torch.linspace(0.2, 8, 20, dtype=torch.float64)])
+    A = Counted(with_eigenvalues(values))
+    cached = LanczosApproximateSpectrumCached(A, 20, generator=seeded())
+    assert sum(A.seen) <= 22  # two for symmetry
+    for found, exact in zip(cached.boundaries, (low, 8.0), strict=True):
+        assert abs(found - exact) <= 8e-2
+    cached.approximate_spectrum(1)
+    assert sum(A.seen) <= 22
+    _, density = cached.approximate_spectrum(3)
+    assert sum(A.seen) <= 62
+    known = LanczosApproximateSpectrumCached(A, 20, cached.boundaries, generator=seeded())
+    assert torch.allclose(density, known.approximate_spectrum(3)[1])  # the same runs
+
+
+def test_ends_that_the_run_does_not_find_are_computed() -> None:
+    A = Counted(with_eigenvalues(torch.linspace(-3, 8, 200, dtype=torch.float64)))
+    for tol in (1e-2, 1e-6):
+        A.seen.clear()
+        cached = LanczosApproximateSpectrumCached(A, 3, boundaries_tol=tol, generator=seeded())
+        for found, exact in zip(cached.boundaries, (-3.0, 8.0), strict=True):
+            assert abs(found - exact) <= 2 * tol * 8
+        assert sum(A.seen) > 5

@@ -39,9 +39,11 @@ from curvlinops_plus import (
     GGNFactor,
     Hessian,
     KFACOptimizer,
+    Laplace,
     MonteCarlo,
     curvature,
     hutchinson_trace,
+    prune,
 )
 from curvlinops_plus.layer.patches import _taps as taps_of_convolutions
 from curvlinops_plus.linalg import HeuristicDamping
@@ -604,9 +606,26 @@ def waits_of_a_step(name: str) -> emulator.Waits:
     return waits
 
 
+def waits_of_a_prior(name: str) -> emulator.Waits:
+    K = _of_model(name, 2)
+    la = Laplace(K, dict.fromkeys(K.blocks, 1.0))
+    with emulator.Waits() as waits:
+        la.fit_prior()
+    return waits
+
+
+def waits_of_pruning(name: str) -> emulator.Waits:
+    """Ten rounds."""
+    K = _of_model(name, 2)
+    with emulator.Waits() as waits:
+        prune(K.risk.model, K, 0.6, 10)
+    return waits
+
+
 NETWORKS = ("MLP", "ResNet", "GPT")
 #: Counts, and how often the host waits at most in each network: for a batch of KFAC after others,
-#: for an inverse, for new inverses of an estimator, and for a step without these.
+#: for an inverse, for new inverses of an estimator, for a step without these, for prior precisions
+#: of all blocks, and for pruning.
 WAITS: dict[str, tuple[Callable[[str], emulator.Waits], tuple[int, int, int]]] = {
     "batch": (waits_of_a_batch, (0, 0, 0)),
     "inverse": (waits_of_an_inverse, (4, 8, 7)),
@@ -614,6 +633,8 @@ WAITS: dict[str, tuple[Callable[[str], emulator.Waits], tuple[int, int, int]]] =
     "refresh": (waits_of_a_refresh, (6, 10, 9)),
     "refresh of factors": (waits_of_factored_inverses, (3, 3, 3)),
     "step": (waits_of_a_step, (2, 2, 2)),
+    "prior": (waits_of_a_prior, (10, 16, 15)),
+    "pruning": (waits_of_pruning, (33, 71, 87)),
 }
 
 
