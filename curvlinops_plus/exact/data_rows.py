@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
-from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
+from curvlinops_plus.exact.base import RiskOperator, require_own_data
+from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read

@@ -24,7 +24,7 @@ _MISSING = re.compile(
 
 
 @contextmanager
-def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
+def differentiable(risk: EmpiricalRisk, compiled: bool = False) -> Iterator[None]:
     """Context in which passes over the data can be differentiated in every mode, whatever the
     caller's modes are.
 
@@ -32,12 +32,16 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
     plain operations, whose fused kernels have neither forward mode nor second derivatives, and
     compiled modules run eagerly.
 
+    Args:
+        risk: The risk.
+        compiled: Whether products run in compiled functions of this package.
+
     Raises:
         UnsupportedError: Naming an operation that can't be differentiated twice, in place of
             PyTorch's error.
     """
     with (
-        preserve_state(risk.model, risk.data),
+        preserve_state(risk.model, risk.data, compiled),
         torch.inference_mode(False),
         sdpa_kernel(SDPBackend.MATH),
     ):
@@ -85,13 +89,15 @@ class DerivativeFixes(TorchFunctionMode):
         self,
         index: Tensor,
         table: Tensor,
-        padding_idx: int | None,
-        scale_grad_by_freq: bool,
-        **options: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
     ) -> Tensor:
         """The rows of a table, of which that of `padding_idx` is constant."""
         self.any |= padding_idx is not None or scale_grad_by_freq
-        rows = embedding(index, table, None, **options)
+        rows = embedding(index, table, None, max_norm, norm_type, False, sparse)
         if padding_idx is None:
             return rows
         is_padding = index == padding_idx % len(table)

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
-from curvlinops_plus.exact.base import Reading, RiskOperator
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.differentiable import require_differentiable
+from curvlinops_plus.exact.compiled import Compiled, Product
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
+from curvlinops_plus.exact.trace import Trace, each, joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
@@ -92,6 +95,7 @@ class GGN(RiskOperator):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
+        compile: bool = False,
     ) -> None:
         self.vectors = as_vectors(vectors)
         risk = risk.for_vectors(self.vectors)
@@ -102,6 +106,9 @@ class GGN(RiskOperator):
         self._adjoint_check = AdjointCheck(passes)
         if self.vectors.random:
             self._seed = self.vectors.seed or 0
+        if compile:
+            product = Product(self._products, self._of_batch, self._traced, self._sum)
+            self._compiled = Compiled(type(self).__name__, passes, product, self._compares_few)
         if check_deterministic:
             self._compare_losses()
             if self.vectors.random:
@@ -117,6 +124,22 @@ class GGN(RiskOperator):
             energy += self._passes.ggn(batch, rows, roots, total)
         self._adjoint_check.check_products(rows, total, energy)
         return total.T
+
+    def _of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
+        """Products of one batch, [K, n] -> [K, n]."""
+        total = torch.zeros_like(rows)
+        roots = partial(LossRoots, self.risk, self.vectors, reading)
+        self._adjoint_check.check_passes(batch, len(rows), graph=True)
+        energy = self._passes.ggn(batch, rows, roots, total)
+        self._adjoint_check.check_products(rows, total, energy)
+        return total
+
+    def _traced(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
+        """The same in a compiled function."""
+        F, JV, pull = trace.linearized(rows)
+        M = LossRoots(self.risk, self.vectors, reading, F, trace.extra)
+        MJV = [v.to(f.dtype) for v, f in zip(M(JV), F, strict=True)]
+        return joined(each(lambda *v: pull(v), MJV), rows.dtype)
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """By the forward half of products, which one product of all checks."""

@@ -44,7 +44,7 @@ _AS_FUNCTION = {"sparse": False, "scale_grad_by_freq": False}
 
 
 @contextmanager
-def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+def preserve_state(model: nn.Module, data: Any, compiled: bool = False) -> Iterator[None]:
     """Keep the global random state, the model's buffers and attributes and the data's generators,
     also on error.
 
@@ -63,6 +63,12 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
     One thread at a time is in here; others wait.
 
+    Args:
+        model: The model.
+        data: The data.
+        compiled: Whether the model only runs in compiled functions, which take copies of buffers
+            and leave nothing behind: it is neither hooked nor given other buffers.
+
     Raises:
         UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
             graph is gone, or a CUDA graph is being captured.
@@ -75,7 +81,8 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         refuse_capture(kind)
     with Endings() as endings:
         endings.enter_context(exclusive)
-        eager.enter(endings)
+        if not compiled:
+            eager.enter(endings)
         own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             endings.enter_context(torch.autocast(kind, enabled=False))
@@ -90,8 +97,8 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
                 endings.callback(generator.set_state, generator.get_state())
-        with kept_modules(modules):
-            parts = parts_kept(modules)
+        with kept_attributes(modules) if compiled else kept_modules(modules):
+            parts = [] if compiled else parts_kept(modules)
             if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
                 begin = own_calls(lambda module, args: drop_new_tensors(parts))
                 endings.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
