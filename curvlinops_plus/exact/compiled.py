@@ -94,6 +94,8 @@ class Compiled:
         self._functions: dict[bool, list[Any]] = {False: [], True: []}
         # Kinds of batches that were compared -> the random numbers that they ask for.
         self._kinds: dict[Any, Asked] = {}
+        # Whether several columns are multiplied one after the other: not all can be vectorised.
+        self._one_by_one = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies compile for themselves."""
@@ -117,10 +119,13 @@ class Compiled:
             reason = str(error)
         state.restore()
         reading.totals = Totals()
+        several = X.shape[1] > 1
+        if several and not self._one_by_one and False not in self.reasons:
+            self._one_by_one = True
+            return self(X, reading)
         with differentiable(risk):
             total = self.product.eager(X, reading)
         # Not before: an error of the eager product is about something else.
-        several = X.shape[1] > 1
         self.reasons[several] = reason
         warn(
             f"{self.operator}(compile=True) multiplies {_COLUMNS[several]} eagerly. {reason}",
@@ -146,8 +151,14 @@ class Compiled:
         Raises:
             NotCompiled: If it can't be compiled, or fails.
         """
-        numbers = _numbers(reading.draws, self._kinds[kind], batch.num_examples)
         several = len(rows) > 1
+        if several and self._one_by_one:
+            first, *others = rows.split(1)
+            uncounted = replace(reading, totals=Totals())
+            products = [self._of_batch(inputs, batch, first, reading)]
+            products += [self._of_batch(inputs, batch, row, uncounted) for row in others]
+            return torch.cat(products)
+        numbers = _numbers(reading.draws, self._kinds[kind], batch.num_examples)
         if several:
             torch._dynamo.mark_dynamic(rows, 0)
         # The first kind has a function without sizes that vary; in that of all others they may.

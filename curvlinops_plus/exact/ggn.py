@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vjp as vjp_of
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator
@@ -22,7 +23,7 @@ from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, gradients_of
-from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.losses import OutputLoss, Terms
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot
 
@@ -240,6 +241,33 @@ class ValueHessian:
         return torch.zeros_like(V) if product is None else product
 
 
+class TracedHessian:
+    """The same in a compiled function.
+
+    Args:
+        loss: The loss.
+        F: The output.
+        y: The target.
+        N: Number of examples.
+    """
+
+    per_term = True
+
+    def __init__(self, loss: OutputLoss, F: Tensor, y: Any, N: int) -> None:
+        self.F = F
+        self.batch = Batch(None, y, N)
+        self.loss = loss
+
+    def value(self, F: Tensor) -> Any:
+        """The sum of the loss over the batch."""
+        return self.loss.terms(F, self.batch.y, None, self.batch, values=True)[3]
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        """`H v` of vectors [K, *F.shape]."""
+        pull = vjp_of(torch.func.grad(self.value), self.F)[1]
+        return each(pull, [V])[0]
+
+
 class LossRoots:
     """The root `B` of the matrix of all losses over the outputs of one batch.
 
@@ -271,6 +299,8 @@ class LossRoots:
                 root: Any = vectors.root(loss.likelihood, f.detach(), Y, streams[k])
                 if terms.weight is not None:
                     root = WeightedRoot(root, terms.weight.to(f))
+            elif torch.compiler.is_compiling():
+                root = TracedHessian(loss, f, Y, terms.totals.examples)
             else:
                 root = ValueHessian(terms.totals.losses[k], f)
             self.roots.append(root)

@@ -90,7 +90,10 @@ def preserve_state(model: nn.Module, data: Any, compiled: bool = False) -> Itera
         if any(map(_is_fused, modules)):
             endings.surely(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
             torch._C._set_cudnn_enabled(False)
-        endings.surely(RandomState.now().restore)
+        # Neither a list of batches nor a compiled function draws from Python's or NumPy's generators.
+        fixed = compiled and type(data) in (list, tuple)
+        state = RandomState.now(torch.device("cpu")) if fixed else RandomState.now()
+        endings.surely(_Once(state.restore))
         sampler = getattr(data, "sampler", None)
         inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
         for holder in (data, sampler, inner_sampler):
@@ -148,6 +151,19 @@ def refuse_capture(device: str) -> None:
 
 def _is_capturing() -> bool:
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+class _Once:
+    """A function that is called until it has ended once."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._has_ended = False
+
+    def __call__(self) -> None:
+        if not self._has_ended:
+            self._function()
+            self._has_ended = True
 
 
 @contextmanager
