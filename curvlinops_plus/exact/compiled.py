@@ -90,8 +90,9 @@ class Compiled:
         self.compares_few = compares_few
         self._names = Names(passes.risk)
         self.reasons: dict[bool, str] = {}
-        # Whether there are several columns -> functions: of the first kind of batches, of others.
-        self._functions: dict[bool, list[Any]] = {False: [], True: []}
+        # Whether there are several columns, and a state of the modules -> functions: of the first
+        # kind of batches, and of others.
+        self._functions: dict[Any, list[Any]] = {}
         # Kinds of batches that were compared -> the random numbers that they ask for.
         self._kinds: dict[Any, Asked] = {}
         # Whether several columns are multiplied one after the other: not all can be vectorised.
@@ -138,7 +139,8 @@ class Compiled:
     def _of_batch(self, inputs: _Inputs, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
         tensors = tensors_of([batch.X, batch.y, batch.weight])
         shapes = [(t.shape, t.dtype) for t in tensors]
-        kind = (len(rows) > 1, inputs.modes, batch.unpack, batch.num_examples, *shapes)
+        several = len(rows) > 1
+        kind = ((several, inputs.modes), batch.unpack, batch.num_examples, *shapes)
         if kind not in self._kinds:
             self._learn(kind, inputs, batch, rows, reading)
         return self._run(kind, inputs, batch, rows, reading)
@@ -162,8 +164,9 @@ class Compiled:
         if several:
             torch._dynamo.mark_dynamic(rows, 0)
         # The first kind has a function without sizes that vary; in that of all others they may.
-        number = min(1, [k for k in self._kinds if k[0] == several].index(kind))
-        functions = self._functions[several]
+        number = min(1, [k for k in self._kinds if k[0] == kind[0]].index(kind))
+        functions = self._functions.setdefault(kind[0], [])
+        hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         try:
             if number == len(functions):
                 functions.append(self._function(None if number or several else False))
@@ -176,6 +179,8 @@ class Compiled:
                 numbers,
             )
         except Exception as error:
+            if hooks is None:  # what it traced last may have left them disabled
+                torch._C._autograd._saved_tensors_hooks_enable()
             raise NotCompiled(_message(error)) from error
         reading.totals.add(totals)
         return products
@@ -217,8 +222,12 @@ class Compiled:
 
         def eager(draws: Draws) -> Tensor:
             with differentiable(risk):
+                state = RandomState.now(risk.device)
                 parts = replace(reading, draws=draws, totals=Totals())
-                return self.product.of_batch(batch, vectors, parts)
+                products = self.product.of_batch(batch, vectors, parts)
+                if RandomState.now(risk.device) != state:
+                    raise NotCompiled("The model draws random numbers.")
+                return products
 
         def compiled() -> Tensor:
             return self._run(kind, inputs, batch, vectors, replace(reading, totals=Totals()))
@@ -235,7 +244,8 @@ class Compiled:
             if changed := before.changed():
                 raise NotCompiled(f"Calls of the model change its modules {changed[:3]}.")
             self._require_equal(products, expected)
-            if _is_timed:
+            alike = [k for k in self._kinds if k[0] == kind[0]]
+            if _is_timed and len(alike) <= 2:  # the first of each function
                 _require_faster(compiled, lambda: eager(reading.draws.again()))
         except NotCompiled:
             del self._kinds[kind]
@@ -265,12 +275,18 @@ class _Inputs:
     """What the batches of a product have in common.
 
     Attributes:
-        modes: Whether modules are in training mode.
+        modes: Whether modules are in training mode, and their hooks, which the compiler does not
+            guard.
         parameters: Their values, in the order of the risk.
     """
 
     def __init__(self, passes: Passes) -> None:
-        self.modes = tuple([m.training for m in passes.risk.model.modules()])
+        self.modes = tuple(
+            [
+                (m.training, *m._forward_pre_hooks, *m._forward_hooks, *m._backward_hooks)
+                for m in passes.risk.model.modules()
+            ]
+        )
         self.parameters = [p.detach() for p in passes.params]
 
 
@@ -301,6 +317,7 @@ def _obstacle(passes: Passes) -> str:
 
 def _message(error: Exception) -> str:
     """The first line of an error of the compiler, and the line of code that it is about."""
+    error = getattr(error, "inner_exception", error)
     lines = str(error).strip().splitlines() or [""]
     places = [line.strip() for line in lines if line.strip().startswith("File ")]
     place = f" ({places[-1]})" if places else ""

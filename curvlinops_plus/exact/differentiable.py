@@ -13,11 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, group_norm
 from torch.overrides import TorchFunctionMode
 
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import postorder
 from curvlinops_plus.risk.preserve import preserve_state
 
+_FUSED_WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
 _MISSING = re.compile(
     r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented"
 )
@@ -41,10 +43,14 @@ def differentiable(risk: EmpiricalRisk, compiled: bool = False) -> Iterator[None
             PyTorch's error.
     """
     with (
+        Endings() as endings,
         preserve_state(risk.model, risk.data, compiled),
         torch.inference_mode(False),
         sdpa_kernel(SDPBackend.MATH),
     ):
+        # The compiler does not ask a mode about weight norm.
+        endings.callback(setattr, torch, "_weight_norm", torch._weight_norm)
+        torch._weight_norm = _weight_norm if compiled else _FUSED_WEIGHT_NORM
         try:
             yield
         except RuntimeError as error:
@@ -77,7 +83,7 @@ class DerivativeFixes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
+        if func is _FUSED_WEIGHT_NORM:
             self.any = True
             return _weight_norm(*args, **kwargs)
         if func is embedding:

@@ -37,6 +37,7 @@ class Names:
         self.model = risk.model
         if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             self.model = self.model.module
+        self.model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
         held = _names_by_id(self.model.named_parameters(remove_duplicate=False))
         self.parameters = [held[id(p)] for p in risk.own_params.values()]
         self.buffers = [*_names_by_id(self.model.named_buffers(remove_duplicate=False)).values()]

@@ -81,8 +81,7 @@ def preserve_state(model: nn.Module, data: Any, compiled: bool = False) -> Itera
         refuse_capture(kind)
     with Endings() as endings:
         endings.enter_context(exclusive)
-        if not compiled:
-            eager.enter(endings)
+        (unfused if compiled else eager).enter(endings)
         own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             endings.enter_context(torch.autocast(kind, enabled=False))
@@ -197,15 +196,16 @@ class _OwnPasses(threading.local):
 own_passes = _OwnPasses()
 
 
-class _Eager:
-    """Switches of the process: compiled modules run eagerly, and transformers without fused
-    inference; else no hooks fire.
+class _Switch:
+    """A switch of the process, which is off as long as anybody needs it, in any thread, and as
+    before afterwards: the contexts need not be left in the opposite order.
 
-    They are off as long as anybody needs it, in any thread, and as before afterwards: the contexts
-    need not be left in the opposite order.
+    Args:
+        turn_off: Called with a stack that turns it on again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn_off: Callable[[ExitStack], None]) -> None:
+        self._turn_off = turn_off
         self._users: set[Any] = set()
         self.is_on = False
         self._lock = threading.RLock()
@@ -237,13 +237,24 @@ class _Eager:
                 self.is_on = False
             elif self._users and not self.is_on:
                 self.is_on = True
-                self._endings.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-                mha.set_fastpath_enabled(False)
-                if "torch._dynamo" in sys.modules:
-                    self._endings.enter_context(torch.compiler.set_stance("force_eager"))
+                self._turn_off(self._endings)
 
 
-eager = _Eager()
+def _unfuse(endings: ExitStack) -> None:
+    endings.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+    mha.set_fastpath_enabled(False)
+
+
+def _force_eager(endings: ExitStack) -> None:
+    unfused.enter(endings)
+    if "torch._dynamo" in sys.modules:
+        endings.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+#: Transformers run without fused inference, which has no derivatives and calls no hooks.
+unfused = _Switch(_unfuse)
+#: And compiled modules run eagerly: else no hooks fire.
+eager = _Switch(_force_eager)
 
 
 @contextmanager
