@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.compiled import Compiled, OfBatch
+from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.passes import Passes
 from curvlinops_plus.exact.reading import AddUp, Reading
 from curvlinops_plus.linalg import LinearOperator

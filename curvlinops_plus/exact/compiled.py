@@ -10,6 +10,7 @@ longer is computed eagerly, after a warning.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -81,9 +82,7 @@ class Compiled:
     and a few products of both kinds, whose times are compared.
     """
 
-    def __init__(
-        self, operator: str, passes: Passes, product: Product, compares_few: bool
-    ) -> None:
+    def __init__(self, operator: str, passes: Passes, product: Product, compares_few: bool) -> None:
         self.operator = operator
         self.passes = passes
         self.product = product
@@ -110,6 +109,8 @@ class Compiled:
         """The product, as an `AddUp`; inside of `differentiable(risk, compiled=True)`."""
         risk = self.passes.risk
         state = RandomState.now(risk.device)
+        tensors = [*risk.model.parameters(), *risk.model.buffers()]
+        attributes = [{*vars(t)} for t in tensors]
         try:
             reason = _obstacle(self.passes)
             if reason:
@@ -118,6 +119,10 @@ class Compiled:
             return self.product.over_data(partial(self._of_batch, inputs), X, reading)
         except NotCompiled as error:
             reason = str(error)
+        finally:
+            for t, names in zip(tensors, attributes, strict=True):
+                for name in vars(t).keys() - names:  # the compiler's
+                    delattr(t, name)
         state.restore()
         reading.totals = Totals()
         several = X.shape[1] > 1
@@ -167,6 +172,10 @@ class Compiled:
         number = min(1, [k for k in self._kinds if k[0] == kind[0]].index(kind))
         functions = self._functions.setdefault(kind[0], [])
         hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        # Some operations can't have numbers of columns that vary, which is no error here.
+        log = logging.getLogger("torch._guards")
+        was_disabled = log.disabled
+        log.disabled = True
         try:
             if number == len(functions):
                 functions.append(self._function(None if number or several else False))
@@ -182,6 +191,8 @@ class Compiled:
             if hooks is None:  # what it traced last may have left them disabled
                 torch._C._autograd._saved_tensors_hooks_enable()
             raise NotCompiled(_message(error)) from error
+        finally:
+            log.disabled = was_disabled
         reading.totals.add(totals)
         return products
 

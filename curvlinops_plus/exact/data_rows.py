@@ -20,12 +20,12 @@ from torch.func import vjp
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator, require_own_data
-from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.trace import Trace, each, joined
+from curvlinops_plus.exact.compiled import Compiled, NotCompiled, OfBatch, Product
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
-from curvlinops_plus.exact.compiled import Compiled, NotCompiled, OfBatch, Product
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
+from curvlinops_plus.exact.reading import AddUp, Reading
+from curvlinops_plus.exact.trace import Trace, each, joined
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -267,6 +267,10 @@ class Jacobian(DataRows):
             examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
             at most.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If the data are an iterator, or have more or fewer examples than in an earlier

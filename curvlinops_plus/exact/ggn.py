@@ -14,10 +14,10 @@ from torch.func import vjp as vjp_of
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.compiled import Compiled, Product
+from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
+from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.trace import Trace, each, joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
@@ -60,6 +60,10 @@ class GGN(RiskOperator):
             once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
             at most.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.

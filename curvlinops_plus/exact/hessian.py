@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import vjp
 
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.compiled import Compiled, Product
+from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
+from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.exact.trace import Trace, each, joined
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
@@ -32,9 +32,14 @@ class Hessian(RiskOperator):
             block-diagonal Hessian. Default: one block.
         check_deterministic: True compares the total loss of two passes over the data first. None:
             two evaluations of a few examples have to agree, once per risk. False: not even these.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
-        ValueError: If they don't add up to the number of parameters.
+        ValueError: If `block_sizes` don't add up to the number of parameters, or there are several
+            blocks and `compile`.
         UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
         RuntimeError: If two passes over the data disagree.
 
@@ -73,6 +78,10 @@ class Hessian(RiskOperator):
         self._reads_nothing = risk.losses.have_likelihoods
         self._is_twice = False
         if compile:
+            if len(self._blocks) > 1:
+                raise ValueError(
+                    "compile=True is for the whole Hessian: leave out block_sizes, or compile."
+                )
             product = Product(self._products, self._of_batch, self._traced, self._sum)
             self._compiled = Compiled(
                 type(self).__name__, self._passes, product, self._compares_few

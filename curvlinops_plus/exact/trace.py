@@ -86,8 +86,9 @@ class Trace:
 
     def outputs(self, *parameters: Tensor) -> Tensors:
         """The outputs that are differentiated."""
-        tensors = _by_name(self.names.buffers, self.buffers)
-        tensors |= _by_name(self.names.parameters, parameters)
+        tensors = _by_name(
+            [*self.names.buffers, *self.names.parameters], [*self.buffers, *parameters]
+        )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self.names.model, tensors, args, kwargs, tie_weights=False)
@@ -96,7 +97,9 @@ class Trace:
             F, self.extra = self.passes.read(call, self.batch)  # type: ignore[arg-type]
         return tuple(F)
 
-    def linearized(self, rows: Tensor) -> tuple[Tensors, list[Tensor], Callable[[Tensors], Tensors]]:
+    def linearized(
+        self, rows: Tensor
+    ) -> tuple[Tensors, list[Tensor], Callable[[Tensors], Tensors]]:
         """Outputs `F`, products `J v` [K, *output] of vectors [K, n], and the function `u ↦ Jᵀ u`.
 
         All by one forward pass.
@@ -139,7 +142,7 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([t.flatten(1).to(dtype) for t in tensors], 1)
 
 
-# -------------------------------------------------------------------------------------- random numbers
+# ----------------------------------------------------------------------------------- random numbers
 #: Of numbers that were asked for: which of several losses did, and their shape.
 Asked = list[tuple[int, tuple[int, ...]]]
 

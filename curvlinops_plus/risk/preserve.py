@@ -89,7 +89,7 @@ def preserve_state(model: nn.Module, data: Any, compiled: bool = False) -> Itera
         if any(map(_is_fused, modules)):
             endings.surely(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
             torch._C._set_cudnn_enabled(False)
-        # Neither a list of batches nor a compiled function draws from Python's or NumPy's generators.
+        # Neither a list of batches nor a compiled function draws from other generators.
         fixed = compiled and type(data) in (list, tuple)
         state = RandomState.now(torch.device("cpu")) if fixed else RandomState.now()
         endings.surely(_Once(state.restore))
