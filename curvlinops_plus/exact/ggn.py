@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp as vjp_of
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator
@@ -18,7 +17,7 @@ from curvlinops_plus.exact.compiled import Compiled, Product
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.trace import Trace, each, joined
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
@@ -268,7 +267,7 @@ class TracedHessian:
 
     def outer_product(self, V: Tensor) -> Tensor:
         """`H v` of vectors [K, *F.shape]."""
-        pull = vjp_of(torch.func.grad(self.value), self.F)[1]
+        pull = pullback(torch.func.grad(self.value), self.F)[1]
         return each(pull, [V])[0]
 
 

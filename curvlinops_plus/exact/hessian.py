@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp
 
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.exact.compiled import Compiled, Product
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.trace import Trace, each, joined
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals
@@ -132,7 +131,7 @@ class Hessian(RiskOperator):
             return reading.weights.objective(trace.extra)
 
         everything = tuple(range(len(trace.parameters)))
-        pull = vjp(torch.func.grad(loss, everything), *trace.parameters)[1]
+        pull = pullback(torch.func.grad(loss, everything), *trace.parameters)[1]
         products = joined(each(lambda *v: pull(v), trace.split(rows)), rows.dtype)
         reading.totals.add(trace.extra)
         return products

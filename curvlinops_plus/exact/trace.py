@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call
 
 from curvlinops_plus.exact.differentiable import DerivativeFixes
 from curvlinops_plus.risk import Draws, EmpiricalRisk
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from curvlinops_plus.exact.passes import Passes
 
 Tensors = tuple[Tensor, ...]
+# Their types do not follow their options.
+pullback: Any = torch.func.vjp
+pushforward: Any = torch.func.jvp
+vectorized: Any = torch.func.vmap
 
 
 class Names:
@@ -106,18 +110,20 @@ class Trace:
         """
         V = self.split(rows)
         if self.passes.twice:
-            F, pull = vjp(self.outputs, *self.parameters)
+            F, pull = pullback(self.outputs, *self.parameters)
             # Not at zero, where functions that take the logarithm of a gradient are singular.
-            push = vjp(pull, tuple([torch.full_like(f, 2.0**-4) for f in F]))[1]
+            push = pullback(pull, tuple([torch.full_like(f, 2.0**-4) for f in F]))[1]
             return F, each(lambda *v: push(v)[0], V), pull
 
         def tangents(*parameters: Tensor) -> tuple[Tensors, Any]:
             if len(rows) == 1:
-                F, Jv = jvp(self.outputs, parameters, tuple([v[0] for v in V]))
+                F, Jv = pushforward(self.outputs, parameters, tuple([v[0] for v in V]))
                 return F, tuple([t[None] for t in Jv])
-            return vmap(lambda *v: jvp(self.outputs, parameters, v), out_dims=(None, 0))(*V)
+            return vectorized(
+                lambda *v: pushforward(self.outputs, parameters, v), out_dims=(None, 0)
+            )(*V)
 
-        F, pull, JV = vjp(tangents, *self.parameters, has_aux=True)
+        F, pull, JV = pullback(tangents, *self.parameters, has_aux=True)
         return F, [*JV], pull
 
     def split(self, rows: Tensor) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter
@@ -134,7 +140,7 @@ def each(function: Callable[..., Tensors], columns: Sequence[Tensor]) -> list[Te
     """A function of tensors, for each of K: [K, *shape] of each -> [K, *shape] of each."""
     if len(columns[0]) == 1:
         return [t[None] for t in function(*[t[0] for t in columns])]
-    return [*vmap(function)(*columns)]
+    return [*vectorized(function)(*columns)]
 
 
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -371,7 +371,8 @@ def any_is(wrong: Tensor, name: str) -> bool:
     """
     if not torch.compiler.is_compiling():
         return bool(wrong.any())
-    torch._assert_async(~wrong.detach().any(), f"{name} refuses an output or a target")
+    message = f"{name} refuses an output or a target"
+    torch._assert_async(~wrong.detach().any(), message)  # pyright: ignore[reportPrivateImportUsage]
     return False
 
 
