@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import Endings
-from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
+from curvlinops_plus.exact.base import RiskOperator, require_own_data
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import ValueHessian
 from curvlinops_plus.exact.passes import Outputs, Passes
+from curvlinops_plus.exact.reading import Reading
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.options import whole
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.exact.compiled import Compiled, OfBatch
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.passes import Passes
+from curvlinops_plus.exact.reading import AddUp, Reading
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.options import flag
@@ -32,25 +33,6 @@ from curvlinops_plus.risk.parameters import sums_of
 from curvlinops_plus.risk.preserve import preserve_state, untraced
 
 
-@dataclass
-class Reading:
-    """One time that the data are read.
-
-    Attributes:
-        weights: The relative weights of the losses.
-        draws: Random numbers, which go on with the examples of each batch.
-        totals: Of the batches so far.
-    """
-
-    weights: LossWeights
-    draws: Draws
-    totals: Totals = field(default_factory=Totals)
-
-
-#: From columns `X [n, K]` (None for a dense matrix), what the batches add up to.
-AddUp: TypeAlias = Callable[[Any, Reading], Tensor]
-
-
 class RiskOperator(LinearOperator):
     """A matrix of an empirical risk, known by its products: a sum over batches, times the factor of
     the reduction.
@@ -65,6 +47,7 @@ class RiskOperator(LinearOperator):
     _seed: int | None = None  # of random numbers for each example, if there are some
     # Of the last time that the data were read: they tell the relative weights of several losses.
     _totals: Totals | None = None
+    _compiled: Compiled | None = None  # its products, if that was asked for
 
     def __init__(
         self, risk: EmpiricalRisk, passes: Passes, check_deterministic: bool | None
@@ -81,18 +64,34 @@ class RiskOperator(LinearOperator):
         raise NotImplementedError
 
     def _matmat(self, X: Tensor) -> Tensor:
-        product = partial(self._over_data, self._products)
+        add_up: AddUp = self._products
+        if self._compiled is not None and self._compiled.is_on(X):
+            add_up = self._compiled
+        product = partial(self._over_data, add_up)
         return linear_in(X, product, product)
 
-    def _batches(self, reading: Reading, purpose: str = "._matmat") -> Iterator[Batch]:
+    def _sum(self, of_batch: OfBatch, X: Tensor, reading: Reading) -> Tensor:
+        """The sum of products with batches, a few vectors at a time."""
+        rows = X.T.contiguous()
+        total = torch.zeros_like(rows)
+        for batch in self._batches(reading, compares_few=False):
+            for start in range(0, len(rows), self._passes.columns):
+                part = slice(start, start + self._passes.columns)
+                total[part] += of_batch(batch, rows[part], reading)
+        return total.T
+
+    def _batches(
+        self, reading: Reading, purpose: str = "._matmat", compares_few: bool = True
+    ) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree,
         once per risk.
 
         Args:
             purpose: Says in a progress bar what they are read for.
+            compares_few: False if these evaluations are made elsewhere.
         """
         for batch in self.risk.batches(type(self).__name__ + purpose):
-            if self._compares_few and batch.first == 0:
+            if compares_few and self._compares_few and batch.first == 0:
                 require_repeatable(self.risk, batch)
             if self._seed is not None:
                 numbers = self.risk.processes.numbers(batch.first, batch.num_examples)
@@ -118,7 +117,8 @@ class RiskOperator(LinearOperator):
                 exponents = torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100)
                 power = torch.exp2(exponents.to(X.dtype))
                 X = X / power
-        with differentiable(self.risk):
+        compiled = isinstance(add_up, Compiled)
+        with differentiable(self.risk, compiled):
             total, self._totals = self.risk.together(
                 partial(self._read_once, add_up, X), same=partial(sums_of, vectors)
             )

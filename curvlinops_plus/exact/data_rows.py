@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
-from curvlinops_plus.exact.base import Reading, RiskOperator, require_own_data
+from curvlinops_plus.exact.base import RiskOperator, require_own_data
+from curvlinops_plus.exact.compiled import Compiled, NotCompiled, OfBatch, Product
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
+from curvlinops_plus.exact.reading import AddUp, Reading
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -73,6 +76,9 @@ class DataRows(RiskOperator):
     """
 
     _transposed = False  # whether the rows are columns
+    # How many rows each example has, if there is one output and these are equally many.
+    _per_example: int | None = None
+    _compiled_columns: Compiled | None = None
 
     def __init__(
         self,
@@ -104,10 +110,14 @@ class DataRows(RiskOperator):
         """
         reading = Reading(LossWeights(self.risk, plain=True), Draws(self._seed or 0))
         shapes_of_batches = []
+        ratios = set()
         with differentiable(self.risk):
             for batch in self._batches(reading, ", sizes"):
                 block = self._block(*self._outputs(batch), reading)
                 shapes_of_batches.append(block.shapes)
+                ratios.add(block.shapes[0].numel() / batch.num_examples)
+        if len(ratios) == 1 and len(block.shapes) == 1:
+            self._per_example = int(ratios.pop())
         shapes_of_rows = []
         for shapes in zip(*shapes_of_batches, strict=True):
             stacked = {shape[1:] for shape in shapes}
@@ -142,8 +152,15 @@ class DataRows(RiskOperator):
         return self._product(X, not self._transposed)
 
     def _product(self, X: Tensor, transposed: bool) -> Tensor:
-        rows = partial(self._over_data, self._rows)
-        columns = partial(self._over_data, self._columns)
+        add_up_rows: AddUp = self._rows
+        add_up_columns: AddUp = self._columns
+        _ = self._row_space  # the data are read for it
+        if self._compiled is not None and self._compiled.is_on(X):
+            add_up_rows = self._compiled
+        if self._compiled_columns is not None and self._compiled_columns.is_on(X):
+            add_up_columns = self._compiled_columns
+        rows = partial(self._over_data, add_up_rows)
+        columns = partial(self._over_data, add_up_columns)
         return linear_in(X, columns, rows) if transposed else linear_in(X, rows, columns)
 
     def _to_dense(self) -> Tensor:
@@ -207,10 +224,13 @@ class DataRows(RiskOperator):
                 break
             yield RowsOfBatch(batch, block, torch.cat(numbers))
         if starts != ends:
-            raise ValueError(
-                f"The data have more or fewer examples than {type(self).__name__} saw in an "
-                "earlier pass. Each pass must give the same examples in the same order."
-            )
+            raise self._other_examples()
+
+    def _other_examples(self) -> ValueError:
+        return ValueError(
+            f"The data have more or fewer examples than {type(self).__name__} saw in an earlier "
+            "pass. Each pass must give the same examples in the same order."
+        )
 
     def _forward(self, part: RowsOfBatch, V: Tensor) -> Tensor:  # [K, P] -> [K, rows]
         LJV = part.block.transpose_product(self._passes.forward(part.batch, V))
@@ -246,6 +266,10 @@ class Jacobian(DataRows):
             examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
             at most.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If the data are an iterator, or have more or fewer examples than in an earlier
@@ -282,14 +306,80 @@ class Jacobian(DataRows):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__(risk, self._read, 0, check_deterministic, chunk_size)
+        if compile:
+            name = type(self).__name__
+            rows = Product(self._rows, self._rows_of_batch, self._traced_rows, self._stacked)
+            columns = Product(
+                self._columns, self._columns_of_batch, self._traced_columns, self._summed
+            )
+            self._compiled = Compiled(name, self._passes, rows, self._compares_few)
+            self._compiled_columns = Compiled(name, self._passes, columns, self._compares_few)
 
     def _read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, None]:
         return self.risk.run(batch, model)[0], None
 
     def _block(self, F: Outputs, extra: Any, reading: Reading) -> OutputRows:
         return OutputRows([f.shape for f in F])
+
+    # ------------------------------------------------------------------------------ compiled forms
+    def _stacked(self, of_batch: OfBatch, X: Tensor, reading: Reading) -> Tensor:
+        """`J X` from products with batches, [K, P] -> [K, rows]."""
+        products = X.new_zeros(self._row_space.dim, X.shape[1])
+        for batch, numbers in self._numbered(reading):
+            for columns in self._pieces(X.shape[1]):
+                rows = X.T[columns].contiguous()
+                products[numbers, columns] = of_batch(batch, rows, reading).T
+        return products
+
+    def _summed(self, of_batch: OfBatch, X: Tensor, reading: Reading) -> Tensor:
+        """`Jᵀ X` from products with batches, [K, rows] -> [K, P]."""
+        total = X.new_zeros(X.shape[1], self.risk.space.dim)
+        for batch, numbers in self._numbered(reading):
+            for columns in self._pieces(X.shape[1]):
+                rows = X[numbers, columns].T.contiguous()
+                total[columns] += of_batch(batch, rows, reading)
+        return total.T
+
+    def _pieces(self, K: int) -> Iterator[slice]:
+        step = self._passes.columns
+        return (slice(start, start + step) for start in range(0, K, step))
+
+    def _numbered(self, reading: Reading) -> Iterator[tuple[Batch, slice]]:
+        """The batches and which rows they have."""
+        if self._per_example is None:
+            raise NotCompiled("Several outputs, or other numbers of rows in each batch.")
+        stop = 0
+        for batch in self._batches(reading, compares_few=False):
+            start = stop
+            stop += batch.num_examples * self._per_example
+            if stop > self._row_space.dim:
+                break
+            yield batch, slice(start, stop)
+        if stop != self._row_space.dim:
+            raise self._other_examples()
+
+    def _rows_of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
+        self._adjoint_check.check_passes(batch, len(rows))
+        return joined(self._passes.forward(batch, rows), rows.dtype)
+
+    def _columns_of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
+        self._adjoint_check.check_passes(batch, 1, forward=False)
+        total = rows.new_zeros(len(rows), self.risk.space.dim)
+        block = self._block(*self._outputs(batch), reading)
+        everything = torch.arange(rows.shape[1], device=rows.device)
+        self._back(RowsOfBatch(batch, block, everything), rows, total)
+        return total
+
+    def _traced_rows(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
+        return joined(trace.linearized(rows)[1], rows.dtype)
+
+    def _traced_columns(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
+        (f,), pull = pullback(trace.outputs, *trace.parameters)
+        U = rows.reshape(len(rows), *f.shape).to(f.dtype)
+        return joined(each(lambda u: pull((u,)), [U]), rows.dtype)
 
 
 class GGNFactor(DataRows):

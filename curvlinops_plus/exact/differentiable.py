@@ -13,18 +13,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, group_norm
 from torch.overrides import TorchFunctionMode
 
+from curvlinops_plus.contexts import Endings
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.batches import postorder
 from curvlinops_plus.risk.preserve import preserve_state
 
+_NAME = "_weight_norm"
+_FUSED_WEIGHT_NORM: Any = getattr(torch, _NAME)
 _MISSING = re.compile(
     r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented"
 )
 
 
 @contextmanager
-def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
+def differentiable(risk: EmpiricalRisk, compiled: bool = False) -> Iterator[None]:
     """Context in which passes over the data can be differentiated in every mode, whatever the
     caller's modes are.
 
@@ -32,15 +35,23 @@ def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
     plain operations, whose fused kernels have neither forward mode nor second derivatives, and
     compiled modules run eagerly.
 
+    Args:
+        risk: The risk.
+        compiled: Whether products run in compiled functions of this package.
+
     Raises:
         UnsupportedError: Naming an operation that can't be differentiated twice, in place of
             PyTorch's error.
     """
     with (
-        preserve_state(risk.model, risk.data),
+        Endings() as endings,
+        preserve_state(risk.model, risk.data, compiled),
         torch.inference_mode(False),
         sdpa_kernel(SDPBackend.MATH),
     ):
+        # The compiler does not ask a mode about weight norm.
+        endings.callback(setattr, torch, _NAME, getattr(torch, _NAME))
+        setattr(torch, _NAME, _weight_norm if compiled else _FUSED_WEIGHT_NORM)
         try:
             yield
         except RuntimeError as error:
@@ -73,7 +84,7 @@ class DerivativeFixes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
+        if func is _FUSED_WEIGHT_NORM:
             self.any = True
             return _weight_norm(*args, **kwargs)
         if func is embedding:
@@ -85,13 +96,15 @@ class DerivativeFixes(TorchFunctionMode):
         self,
         index: Tensor,
         table: Tensor,
-        padding_idx: int | None,
-        scale_grad_by_freq: bool,
-        **options: Any,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
     ) -> Tensor:
         """The rows of a table, of which that of `padding_idx` is constant."""
         self.any |= padding_idx is not None or scale_grad_by_freq
-        rows = embedding(index, table, None, **options)
+        rows = embedding(index, table, None, max_norm, norm_type, False, sparse)
         if padding_idx is None:
             return rows
         is_padding = index == padding_idx % len(table)

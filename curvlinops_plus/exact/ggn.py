@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
-from curvlinops_plus.exact.base import Reading, RiskOperator
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.exact.compiled import Compiled, Product
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
+from curvlinops_plus.exact.reading import Reading
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.batches import Batch, gradients_of
-from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.losses import OutputLoss, Terms
 from curvlinops_plus.risk.risk import takes_risk
 from curvlinops_plus.risk.vectors import WeightedRoot
 
@@ -56,6 +59,10 @@ class GGN(RiskOperator):
             once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB, 64
             at most.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
@@ -92,6 +99,7 @@ class GGN(RiskOperator):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
+        compile: bool = False,
     ) -> None:
         self.vectors = as_vectors(vectors)
         risk = risk.for_vectors(self.vectors)
@@ -102,6 +110,9 @@ class GGN(RiskOperator):
         self._adjoint_check = AdjointCheck(passes)
         if self.vectors.random:
             self._seed = self.vectors.seed or 0
+        if compile:
+            product = Product(self._products, self._of_batch, self._traced, self._sum)
+            self._compiled = Compiled(type(self).__name__, passes, product, self._compares_few)
         if check_deterministic:
             self._compare_losses()
             if self.vectors.random:
@@ -117,6 +128,22 @@ class GGN(RiskOperator):
             energy += self._passes.ggn(batch, rows, roots, total)
         self._adjoint_check.check_products(rows, total, energy)
         return total.T
+
+    def _of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
+        """Products of one batch, [K, n] -> [K, n]."""
+        total = torch.zeros_like(rows)
+        roots = partial(LossRoots, self.risk, self.vectors, reading)
+        self._adjoint_check.check_passes(batch, len(rows), graph=True)
+        energy = self._passes.ggn(batch, rows, roots, total)
+        self._adjoint_check.check_products(rows, total, energy)
+        return total
+
+    def _traced(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
+        """The same in a compiled function."""
+        F, JV, pull = trace.linearized(rows)
+        M = LossRoots(self.risk, self.vectors, reading, F, trace.extra)
+        MJV = [v.to(f.dtype) for v, f in zip(M(JV), F, strict=True)]
+        return joined(each(lambda *v: pull(v), MJV), rows.dtype)
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """By the forward half of products, which one product of all checks."""
@@ -217,6 +244,33 @@ class ValueHessian:
         return torch.zeros_like(V) if product is None else product
 
 
+class TracedHessian:
+    """The same in a compiled function.
+
+    Args:
+        loss: The loss.
+        F: The output.
+        y: The target.
+        N: Number of examples.
+    """
+
+    per_term = True
+
+    def __init__(self, loss: OutputLoss, F: Tensor, y: Any, N: int) -> None:
+        self.F = F
+        self.batch = Batch(None, y, N)
+        self.loss = loss
+
+    def value(self, F: Tensor) -> Any:
+        """The sum of the loss over the batch."""
+        return self.loss.terms(F, self.batch.y, None, self.batch, values=True)[3]
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        """`H v` of vectors [K, *F.shape]."""
+        pull = pullback(torch.func.grad(self.value), self.F)[1]
+        return each(pull, [V])[0]
+
+
 class LossRoots:
     """The root `B` of the matrix of all losses over the outputs of one batch.
 
@@ -248,6 +302,8 @@ class LossRoots:
                 root: Any = vectors.root(loss.likelihood, f.detach(), Y, streams[k])
                 if terms.weight is not None:
                     root = WeightedRoot(root, terms.weight.to(f))
+            elif torch.compiler.is_compiling():
+                root = TracedHessian(loss, f, Y, terms.totals.examples)
             else:
                 root = ValueHessian(terms.totals.losses[k], f)
             self.roots.append(root)

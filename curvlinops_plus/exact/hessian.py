@@ -9,9 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import Reading, RiskOperator
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.exact.compiled import Compiled, Product
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
+from curvlinops_plus.exact.reading import Reading
+from curvlinops_plus.exact.trace import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals
@@ -28,9 +31,14 @@ class Hessian(RiskOperator):
             block-diagonal Hessian. Default: one block.
         check_deterministic: True compares the total loss of two passes over the data first. None:
             two evaluations of a few examples have to agree, once per risk. False: not even these.
+        compile: Whether products are computed by compiled functions (`torch.compile`), after a
+            comparison with the eager product on the first batch of each shape. What can't be
+            compiled, or has other numbers, or takes longer, stays eager, with a warning. It takes
+            seconds to minutes in the first products, see docs/performance.md.
 
     Raises:
-        ValueError: If they don't add up to the number of parameters.
+        ValueError: If `block_sizes` don't add up to the number of parameters, or there are several
+            blocks and `compile`.
         UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
         RuntimeError: If two passes over the data disagree.
 
@@ -59,6 +67,7 @@ class Hessian(RiskOperator):
         *,
         block_sizes: Sequence[int] | None = None,
         check_deterministic: bool | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__(risk, Passes(risk, self._read, twice=True), check_deterministic)
         self.in_space = self.out_space = risk.space
@@ -67,6 +76,15 @@ class Hessian(RiskOperator):
         # twice.
         self._reads_nothing = risk.losses.have_likelihoods
         self._is_twice = False
+        if compile:
+            if len(self._blocks) > 1:
+                raise ValueError(
+                    "compile=True is for the whole Hessian: leave out block_sizes, or compile."
+                )
+            product = Product(self._products, self._of_batch, self._traced, self._sum)
+            self._compiled = Compiled(
+                type(self).__name__, self._passes, product, self._compares_few
+            )
         if check_deterministic:
             self._compare_losses()
 
@@ -75,26 +93,48 @@ class Hessian(RiskOperator):
         return totals.losses, totals  # type: ignore[return-value]
 
     def _products(self, X: Tensor, reading: Reading) -> Tensor:
-        passes = self._passes
         rows = X.T.contiguous()
         total = torch.zeros_like(rows)
         for batch in self._batches(reading):
-            with passes.run(batch) as run:
-                loss = reading.weights.objective(run.extra)
-                reading.totals.add(run.extra)
-                if not loss.requires_grad:
-                    continue
-                if not self._reads_nothing:
-                    refuse_outside_reads("loss", [loss], self.risk.params)
-                    self._reads_nothing = True
-                gradient = self._gradient(loss, run.parameters)
-                V = passes.split(rows)
-                for block in self._blocks:
-                    where = block.parameters
-                    entries = total[:, block.entries]
-                    last = block is self._blocks[-1]
-                    passes.back(gradient[where], run.parameters[where], V[where], entries, last)
+            self._add(batch, rows, reading, total)
         return total.T
+
+    def _of_batch(self, batch: Batch, rows: Tensor, reading: Reading) -> Tensor:
+        total = torch.zeros_like(rows)
+        self._add(batch, rows, reading, total)
+        return total
+
+    def _add(self, batch: Batch, rows: Tensor, reading: Reading, total: Tensor) -> None:
+        """Add products of one batch [K, n] to a total."""
+        passes = self._passes
+        with passes.run(batch) as run:
+            loss = reading.weights.objective(run.extra)
+            reading.totals.add(run.extra)
+            if not loss.requires_grad:
+                return
+            if not self._reads_nothing:
+                refuse_outside_reads("loss", [loss], self.risk.params)
+                self._reads_nothing = True
+            gradient = self._gradient(loss, run.parameters)
+            V = passes.split(rows)
+            for block in self._blocks:
+                where = block.parameters
+                entries = total[:, block.entries]
+                last = block is self._blocks[-1]
+                passes.back(gradient[where], run.parameters[where], V[where], entries, last)
+
+    def _traced(self, trace: Trace, rows: Tensor, reading: Reading) -> Tensor:
+        """Products of one batch in a compiled function."""
+
+        def loss(*parameters: Tensor) -> Tensor:
+            trace.outputs(*parameters)
+            return reading.weights.objective(trace.extra)
+
+        everything = tuple(range(len(trace.parameters)))
+        pull = pullback(torch.func.grad(loss, everything), *trace.parameters)[1]
+        products = joined(each(lambda *v: pull(v), trace.split(rows)), rows.dtype)
+        reading.totals.add(trace.extra)
+        return products
 
     def _gradient(self, loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
         """With a graph, which is found once to have derivatives."""

@@ -93,6 +93,24 @@ def drop_new_tensors(by_module: Iterable[Sequence[Any]]) -> None:
                 place.put_back()
 
 
+class Snapshot:
+    """What the modules of a model hold in attributes and containers now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (name, _Container(vars(module)), _places_of(module))
+            for name, module in model.named_modules()
+        ]
+
+    def changed(self) -> list[str]:
+        """Names of modules that have other attributes since, or keep more tensors."""
+        return [
+            name
+            for name, attributes, places in self._held
+            if attributes.differs() or any(place.gained() for place in places)
+        ]
+
+
 def keepers_of_graphs(model: nn.Module) -> list[str]:
     """Names and types of modules that keep tensors which were computed with a graph."""
     keepers = []
@@ -123,12 +141,17 @@ class _Container:
 
     def gained(self) -> bool:
         """Whether tensors came into it."""
+        if not self.differs():
+            return False
+        old = {*map(id, _values(self.before))}
+        now = _values(self._contents())
+        return any(_holds_tensors(value) for value in now if id(value) not in old)
+
+    def differs(self) -> bool:
+        """Whether other objects are in it."""
         now = _values(self._contents())
         before = _values(self.before)
-        if len(now) == len(before) and all(map(is_, now, before)):
-            return False
-        old = {*map(id, before)}
-        return any(_holds_tensors(value) for value in now if id(value) not in old)
+        return len(now) != len(before) or not all(map(is_, now, before))
 
     def put_back(self) -> None:
         """Put back what was in it."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
-from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
+from curvlinops_plus.likelihood.likelihood import Uniform, any_is, register_likelihood
 
 
 @register_likelihood(nn.BCEWithLogitsLoss)
@@ -102,7 +102,7 @@ class BCEWithLogits(DiagonalLikelihood):
 
     def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
         h = self.scale(F, Y)
-        if (h < 0).any():
+        if any_is(h < 0, self.name):
             raise UnsupportedError(
                 f"{self.name}: weight · (pos_weight · y + 1 - y) is {h.min().item():.3g} for some "
                 "target y; below 0 the loss is not convex and its Hessian has no root. Targets "
@@ -155,7 +155,7 @@ class BCE(BCEWithLogits):
     def canonical_target(
         self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
     ) -> Tensor:
-        if ((F < 0) | (F > 1)).any():
+        if any_is((F < 0) | (F > 1), self.name):
             raise UnsupportedError(
                 f"{self.name}: the output holds numbers from {F.min().item():.3g} to "
                 f"{F.max().item():.3g}; probabilities are between 0 and 1. Are these logits? Use "

@@ -20,6 +20,7 @@ from curvlinops_plus.likelihood.draws import categories
 from curvlinops_plus.likelihood.likelihood import (
     Likelihood,
     Uniform,
+    any_is,
     count_tensor,
     register_likelihood,
 )
@@ -91,7 +92,7 @@ class CrossEntropy(Likelihood):
             torch.ops.aten._assert_async.msg(
                 ~wrong.any(), f"{self.name}: a target is no class index"
             )
-        elif wrong.any():
+        elif any_is(wrong, self.name):
             raise ValueError(
                 f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the "
                 f"output has C = {C} classes, 0 to {C - 1} (ignore_index is "
@@ -239,7 +240,7 @@ class CrossEntropy(Likelihood):
     def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`√h [N, R, 1]`."""
         h = self.scale(F, Y)
-        if Y.ndim == 3 and (h < 0).any():
+        if Y.ndim == 3 and any_is(h < 0, self.name):
             raise UnsupportedError(
                 f"{self.name}: a row of class probabilities sums (with weights and smoothing) to "
                 f"{h.min().item():.3g}; below 0 the loss is not convex and its Hessian has no "
@@ -290,7 +291,7 @@ class NLL(CrossEntropy):
     ) -> Tensor:
         total = F.logsumexp(-1)
         wrong = total.abs() > 0.05  # half precision rounds a logarithm by 2⁻⁸ of it
-        if wrong.any():
+        if any_is(wrong, self.name):
             raise UnsupportedError(
                 f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to "
                 f"{total[wrong][0].exp().item():.3g} along axis {class_axis}; those of "

@@ -19,6 +19,7 @@ from curvlinops_plus.likelihood.draws import counts, normals
 from curvlinops_plus.likelihood.likelihood import (
     Likelihood,
     Uniform,
+    any_is,
     count_tensor,
     register_likelihood,
 )
@@ -140,7 +141,7 @@ class GaussianNLL(DiagonalLikelihood):
                 f"{_SIDE_BY_SIDE}"
             )
         Y = super().canonical_target(y, F, shape, class_axis)
-        if (F[..., Y.shape[-1] :] < 0).any():
+        if any_is(F[..., Y.shape[-1] :] < 0, self.name):
             raise UnsupportedError(
                 f"{self.name}: the output holds a negative variance; make it positive, as by exp."
             )
@@ -202,7 +203,7 @@ class PoissonNLL(DiagonalLikelihood):
     def canonical_target(
         self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int
     ) -> Tensor:
-        if not self.loss.log_input and (F + self.loss.eps <= 0).any():
+        if not self.loss.log_input and any_is(F + self.loss.eps <= 0, self.name):
             raise UnsupportedError(
                 f"{self.name}(log_input=False): the output holds the rate {F.min().item():.3g}; "
                 "make rates positive, as by softplus, or predict log-rates with log_input=True."

@@ -363,6 +363,19 @@ class Likelihood(ABC):
         return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
 
 
+def any_is(wrong: Tensor, name: str) -> bool:
+    """Whether any entry is True, which a loss of this name refuses.
+
+    A compiled function can't branch by what a tensor holds: it stops with an error, see
+    `exact/compiled.py`, and who called it computes eagerly.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(wrong.any())
+    message = f"{name} refuses an output or a target"
+    torch._assert_async(~wrong.detach().any(), message)  # pyright: ignore[reportPrivateImportUsage]
+    return False
+
+
 def count_tensor(value: float, device: torch.device) -> Tensor:
     """A number as a 0-d tensor, created on the device without a copy or synchronization."""
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -404,6 +417,8 @@ class OfExamples(Likelihood):
         return count_tensor(1, F.device).expand(len(F))
 
     def grad(self, F: Tensor, Y: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().grad(F, Y)
         with GradMode(True):
             F = F.detach().requires_grad_()
             return torch.autograd.grad(self.nll(F, Y).sum(), F)[0]

@@ -154,6 +154,8 @@ def on_device(t: Tensor, device: torch.device) -> Tensor:
 
 def copy_of(t: Tensor) -> Tensor:
     """A copy, with what the user has put into the tensor, which models may read."""
+    if torch.compiler.is_compiling():
+        return t.clone()
     # Not `requires_grad_(t.requires_grad)`, which `torch.func` refuses where it is False.
     clone = t.detach().clone().requires_grad_() if t.requires_grad else t.clone()
     vars(clone).update(vars(t))

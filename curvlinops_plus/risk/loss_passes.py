@@ -17,7 +17,7 @@ from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.risk.batches import raise_unreached, refuse_outside_reads, require_rereadable
 from curvlinops_plus.risk.losses import Totals
-from curvlinops_plus.risk.preserve import training_modules
+from curvlinops_plus.risk.preserve import preserve_state, training_modules
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -127,7 +127,8 @@ def loss_weights(risk: EmpiricalRisk, totals: Totals | None = None) -> LossWeigh
         require_rereadable(risk.data, "the loss terms of all processes are counted first")
     if isinstance(risk.data, Iterator):
         return weights
-    return LossWeights(risk, loss_pass(risk, "counting loss terms"))
+    with preserve_state(risk.model, risk.data):
+        return LossWeights(risk, loss_pass(risk, "counting loss terms"))
 
 
 class LossWeights:

@@ -391,7 +391,9 @@ class OutputLoss:
             count = self.likelihood.count(F, Y)
         else:
             count = self.likelihood.counts(F, Y) @ weight
-        if count.device.type == "cpu":  # sums of numbers take a fraction of the time
+        if (
+            count.device.type == "cpu" and not torch.compiler.is_compiling()
+        ):  # sums of numbers take a fraction of the time
             count = float(count)
         if not values:
             return F, Y, count, 0.0

@@ -44,7 +44,7 @@ _AS_FUNCTION = {"sparse": False, "scale_grad_by_freq": False}
 
 
 @contextmanager
-def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+def preserve_state(model: nn.Module, data: Any, compiled: bool = False) -> Iterator[None]:
     """Keep the global random state, the model's buffers and attributes and the data's generators,
     also on error.
 
@@ -63,6 +63,12 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
     One thread at a time is in here; others wait.
 
+    Args:
+        model: The model.
+        data: The data.
+        compiled: Whether the model only runs in compiled functions, which take copies of buffers
+            and leave nothing behind: it is neither hooked nor given other buffers.
+
     Raises:
         UnsupportedError: If an embedding has a `max_norm`, or a module has kept a tensor whose
             graph is gone, or a CUDA graph is being captured.
@@ -75,7 +81,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         refuse_capture(kind)
     with Endings() as endings:
         endings.enter_context(exclusive)
-        eager.enter(endings)
+        (unfused if compiled else eager).enter(endings)
         own_passes.enter(endings)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *kinds}):
             endings.enter_context(torch.autocast(kind, enabled=False))
@@ -83,15 +89,18 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         if any(map(_is_fused, modules)):
             endings.surely(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
             torch._C._set_cudnn_enabled(False)
-        endings.surely(RandomState.now().restore)
+        # Neither a list of batches nor a compiled function draws from other generators.
+        fixed = compiled and type(data) in (list, tuple)
+        state = RandomState.now(torch.device("cpu")) if fixed else RandomState.now()
+        endings.surely(_Once(state.restore))
         sampler = getattr(data, "sampler", None)
         inner_sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
         for holder in (data, sampler, inner_sampler):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
                 endings.callback(generator.set_state, generator.get_state())
-        with kept_modules(modules):
-            parts = parts_kept(modules)
+        with kept_attributes(modules) if compiled else kept_modules(modules):
+            parts = [] if compiled else parts_kept(modules)
             if parts and not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
                 begin = own_calls(lambda module, args: drop_new_tensors(parts))
                 endings.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
@@ -143,6 +152,19 @@ def _is_capturing() -> bool:
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
+class _Once:
+    """A function that is called until it has ended once."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._has_ended = False
+
+    def __call__(self) -> None:
+        if not self._has_ended:
+            self._function()
+            self._has_ended = True
+
+
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Let all global generators go on afterwards from where they are now."""
@@ -174,15 +196,16 @@ class _OwnPasses(threading.local):
 own_passes = _OwnPasses()
 
 
-class _Eager:
-    """Switches of the process: compiled modules run eagerly, and transformers without fused
-    inference; else no hooks fire.
+class _Switch:
+    """A switch of the process, which is off as long as anybody needs it, in any thread, and as
+    before afterwards: the contexts need not be left in the opposite order.
 
-    They are off as long as anybody needs it, in any thread, and as before afterwards: the contexts
-    need not be left in the opposite order.
+    Args:
+        turn_off: Called with a stack that turns it on again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn_off: Callable[[ExitStack], None]) -> None:
+        self._turn_off = turn_off
         self._users: set[Any] = set()
         self.is_on = False
         self._lock = threading.RLock()
@@ -214,13 +237,24 @@ class _Eager:
                 self.is_on = False
             elif self._users and not self.is_on:
                 self.is_on = True
-                self._endings.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-                mha.set_fastpath_enabled(False)
-                if "torch._dynamo" in sys.modules:
-                    self._endings.enter_context(torch.compiler.set_stance("force_eager"))
+                self._turn_off(self._endings)
 
 
-eager = _Eager()
+def _unfuse(endings: ExitStack) -> None:
+    endings.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+    mha.set_fastpath_enabled(False)
+
+
+def _force_eager(endings: ExitStack) -> None:
+    unfused.enter(endings)
+    if "torch._dynamo" in sys.modules:
+        endings.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+#: Transformers run without fused inference, which has no derivatives and calls no hooks.
+unfused = _Switch(_unfuse)
+#: And compiled modules run eagerly: else no hooks fire.
+eager = _Switch(_force_eager)
 
 
 @contextmanager

@@ -334,7 +334,8 @@ class EmpiricalRisk(ModelParameters):
         batch.
         """
         outputs, class_axes = self.losses.select(out, self.options.output)
-        if self.checked.batch_norm and any(f.requires_grad for f in outputs):
+        is_graph = not torch.compiler.is_compiling() and any(f.requires_grad for f in outputs)
+        if self.checked.batch_norm and is_graph:
             self.checked.batch_norm = prepare_graph(outputs, batch.num_examples)
         targets = self.losses.matched(batch.y, "target", "The batch has")
         is_shifted = self.options.shift_labels

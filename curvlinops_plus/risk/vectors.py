@@ -414,6 +414,11 @@ class Draws:
         self._device = device or self._device
         return self
 
+    def again(self) -> Draws:
+        """Go back to the first numbers of the present examples. Returns the object."""
+        self._position = 0
+        return self
+
     def of_loss(self, index: int) -> Draws:
         """Those of one of several losses, which are others for each; the first one's are these."""
         if index == 0:
