@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvlinops_plus.layer.broadcast import BroadcastRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.registry import rule_of
-from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.layer.rule import AffineRule, LayerRule
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Function:
 
     Attributes:
         name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
-            added.
+            added, "broadcast" for what is broadcast over examples in any other way.
         options: Its options, such as stride and padding.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
@@ -46,12 +47,14 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
-    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
+    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, LayerRule]:
         """A module that does the same as a call with these parameters, and its rule.
 
         Raises:
             ValueError: If the weight has not the shape that the function takes.
         """
+        if self.name == "broadcast":
+            return Projection(weight, bias), BroadcastRule()
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
@@ -78,11 +81,12 @@ class Function:
 LINEAR = Function("linear")
 BIAS = Function("bias")
 TRANSPOSED = Function("linear", transposed=True)
+BROADCAST = Function("broadcast")
 
 
 class Projection(nn.Module):
-    """A weight, whichever way round, and a bias, or one of them: what stands for products that
-    functions compute.
+    """A weight, whichever way round, and a bias, or one of them: what stands for what functions
+    compute.
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -184,11 +184,14 @@ class FoundReads:
             their gradients when it runs again.
         failed: Keys of parameters, each with the names of modules that were run again before, and
             did not.
+        instead: Keys of parameters whose reads by functions are taken instead of the calls of
+            modules with rules of their own.
     """
 
     products: Sequence[ParameterProduct] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    instead: Sequence[str] = ()
 
 
 def _with_reads(
@@ -207,7 +210,7 @@ def _with_reads(
     pending = [*reads.products]
     by_products = {key for product in pending for key in product.keys.values()}
     for use in uses:
-        read_elsewhere = {*reads.enclosing}
+        read_elsewhere = {*reads.enclosing, *reads.instead}
         if use.without_rule:
             read_elsewhere |= by_products
         keys = {local: key for local, key in use.keys.items() if key not in read_elsewhere}
