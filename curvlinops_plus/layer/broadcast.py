@@ -1,5 +1,5 @@
 """Tensors that are the same for all examples, where functions broadcast them over the examples:
-`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of attention.
+`x + t`, `x * t`, `t.expand(N, ...)`, scale and shift of norms, biases of products and attention.
 
 Such a table `t` is a parameter, or computed from parameters alone. What the function returns is
 linear in it, so that the gradient of one example follows from the gradient `g` at what it returned:
@@ -248,6 +248,18 @@ def _expanded(output: Tensor, input: Tensor, *sizes: Any, **options: Any) -> Any
     return [[TableRead("bias", input, output.shape, torch.clone)]]
 
 
+# What is added to products.
+def _shifted(
+    output: Tensor, input: Tensor, weight: Tensor, bias: Any = None, *args: Any, **options: Any
+) -> list[list[TableRead]]:
+    # Behind the channels of a convolution there are positions.
+    behind = weight.ndim - 2
+    if bias is None or output.ndim != input.ndim:
+        return []
+    shifted: Products = lambda g, *_: g  # noqa: E731
+    return [[TableRead("bias", bias, output.shape, shifted, (), behind)]]
+
+
 def _norm_of(
     output: Tensor,
     x: Tensor,
@@ -365,6 +377,7 @@ _READERS_OF_TABLES: Any = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm), _layer_norm),
     **dict.fromkeys((F.group_norm, torch.group_norm), _group_norm),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
+    **dict.fromkeys((F.linear, F.conv1d, F.conv2d, F.conv3d), _shifted),
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
 }

@@ -47,7 +47,7 @@ from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.tables import BroadcastUses
+from curvlinops_plus.risk.tables import BroadcastUses, TableCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
@@ -433,28 +433,41 @@ class Recorder:
             reads = self._reads_of(product)
             if not reads:
                 continue
-            output = function(*args, **kwargs)
             fold = None
             axis = self.example_axis.get(reads[0].use.name, 0)
             # Inside attention examples are on axis 1, or on an axis with positions.
             if num_examples is not None:
                 axis = 1
                 fold = None if product.input.ndim == 3 else num_examples
-            return self._recorded(reads, (product.input,), output, axis, fold)
-        if not self._broadcast.keys:
-            return function(*args, **kwargs)
+            # What is added may be a table.
+            call = self._called(function, args, kwargs, axis)
+            reads += [LayerRead(*read) for read in call.reads]
+            return self._recorded(reads, (product.input,), call.output, axis, fold)
         masked = mask_to_expand(function, args, kwargs)
         if masked is not None and self._broadcast.tables.of(masked[0]):
             mask, sizes = masked
             expanded = self._function_call(Tensor.expand, (mask, *sizes), {}, num_examples)
             args, kwargs = with_mask(args, kwargs, expanded)
-        call = self._broadcast.call(function, args, kwargs, self.num_examples, self.example_axis)
-        if call.outside is not None:
-            self._failed(call.outside.use, call.outside.error)
+        call = self._called(function, args, kwargs)
         if not call.reads:
             return call.output
         reads = [LayerRead(*read) for read in call.reads]
         return self._recorded(reads, tuple(call.inputs), call.output, call.axis)
+
+    def _called(
+        self, function: Any, args: Any, kwargs: Mapping[str, Any], axis: int | None = None
+    ) -> TableCall:
+        """What a function returned, and the tables that it broadcasts, along an axis if one is
+        given.
+        """
+        if not self._broadcast.keys:
+            return TableCall(function(*args, **kwargs))
+        call = self._broadcast.call(
+            function, args, kwargs, self.num_examples, self.example_axis, axis
+        )
+        if call.outside is not None:
+            self._failed(call.outside.use, call.outside.error)
+        return call
 
     def _recorded(
         self, reads: Sequence[LayerRead], inputs: tuple[Tensor, ...], output: Any, *axes: Any

@@ -194,11 +194,13 @@ class BroadcastUses:
         kwargs: Mapping[str, Any],
         num_examples: int,
         axis_of: Mapping[str, int],
+        required: int | None = None,
     ) -> TableCall:
         """Call a function.
 
         Args:
             axis_of: Where the user says that the examples are, by name of a use.
+            required: Where they have to be.
         """
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
@@ -213,14 +215,14 @@ class BroadcastUses:
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
         output = function(*args, **kwargs)
         first = next(iter(keys))
-        axis = axis_of.get(self._use_of(first)[1].name, 0)
+        axis = axis_of.get(self._use_of(first)[1].name, 0) if required is None else required
         reads = tables.reads(function, args, kwargs, output, num_examples, axis)
-        if reads:
+        if reads and required in (None, reads[0][1]):
             return self._read(output, reads, num_examples)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
         )
-        if sources is not None:
+        if sources is not None and not reads:
             tables.add(output, sources if leads_back else ())
         elif leads_back and self._backward:
             return TableCall(output, outside=self._outside(function, [*keys]))

@@ -138,6 +138,12 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "bias of fused attention, three axes": lambda: Part(
         lambda s, x: attention(x, of_table(s, True, 3), True), table=(7, 2)
     ),
+    "bias in parts": lambda: Part(
+        lambda s, x: F.linear(x, s.w, torch.cat([s.a, torch.zeros(2).double()])), w=(4, 4), a=(2,)
+    ),
+    "scaled bias of a convolution": lambda: Part(
+        lambda s, x: F.conv1d(x.mT, s.w, 2 * s.b).mT, w=(4, 4, 2), b=(4,)
+    ),
     "windows": lambda: Part(windows, w=(4,), b=(1, 2, 4)),
     "two parameters in a table": lambda: Part(lambda s, x: x + (s.a + s.b), a=(4, 1), b=(1, 4)),
     "a table of a table": lambda: Part(
@@ -218,7 +224,7 @@ def test_exact_blocks_without_running_anything_again(name: str, frozen: bool) ->
         M = curvature(risk_of(model), FullBlock)
     rules = {type(use.rule).__name__ for entry in D.plan for use in entry.layer.uses}
     # A vector that is added has a Gram matrix.
-    assert rules - {"MatrixRule"} == {"LinearRule", "BroadcastRule"}
+    assert rules - {"MatrixRule", "ConvRule"} == {"LinearRule", "BroadcastRule"}
     whole = M.to_dense()
     for group in M.plan.groups:
         places = {}
