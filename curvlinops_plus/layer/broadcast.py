@@ -54,23 +54,22 @@ class TableRead:
         before = len(self.shape) - self.table.ndim - self.behind
         return [*[1] * before, *self.table.shape, *[1] * self.behind]
 
-    def example_axis(self, num_examples: int, preferred: int = 0) -> int | None:
-        """The axis along which it is broadcast over examples; None if there is none.
+    def example_axes(self, num_examples: int) -> list[int]:
+        """The axes along which it may be broadcast over examples.
 
         The first axis may carry several positions of each example, such as windows of an image.
 
         Example:
             >>> read = TableRead("bias", torch.ones(4, 3), (5, 4, 3), lambda g: g)
-            >>> read.example_axis(5), read.example_axis(4)
-            (0, None)
+            >>> read.example_axes(5), read.example_axes(4)
+            ([0], [])
         """
-        sizes = self.sizes
-        for axis in (preferred, *range(len(sizes))):
-            if axis < len(sizes) and sizes[axis] == 1 and self.shape[axis]:
-                rows, rest = divmod(self.shape[axis], num_examples)
-                if not rest and (rows == 1 or axis == 0):
-                    return axis
-        return None
+        axes = []
+        for axis, (before, size) in enumerate(zip(self.sizes, self.shape, strict=True)):
+            positions, rest = divmod(size, num_examples)
+            if before == 1 and size and not rest and (positions == 1 or axis == 0):
+                axes.append(axis)
+        return axes
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,8 @@ class Function:
     Attributes:
         name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
             added, "broadcast" for what is broadcast over examples in any other way.
-        options: Its options, such as stride and padding.
+        options: Its options, such as stride and padding; of "broadcast" where that is: names of
+            functions, numbers of axes, and the axis of the examples.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
 
@@ -81,7 +82,6 @@ class Function:
 LINEAR = Function("linear")
 BIAS = Function("bias")
 TRANSPOSED = Function("linear", transposed=True)
-BROADCAST = Function("broadcast")
 
 
 class Projection(nn.Module):

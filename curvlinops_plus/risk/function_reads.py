@@ -31,7 +31,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
 from curvlinops_plus.layer.functions import (
     BIAS,
-    BROADCAST,
     LINEAR,
     AffineCall,
     Function,
@@ -49,7 +48,7 @@ from curvlinops_plus.risk.layers import (
 )
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.tables import Tables, tensors_in
+from curvlinops_plus.risk.tables import Place, Tables, tensors_in
 
 
 # ---------------------------------------------------------------------------------- finding readers
@@ -174,11 +173,14 @@ def find_functions(
         product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
+    # Keys of tables to where they are broadcast.
+    places: dict[tuple[str, ...], dict[Any, None]] = {}
     for call in [call for key in by_tables for read in outside[key] for call in read.broadcasts]:
-        tables = [key for key in (call.weight, call.bias) if key in by_tables]
-        product = ParameterProduct(BROADCAST, dict(zip(("weight", "bias"), tables)))
-        if product not in products:
-            products.append(product)
+        tables = tuple([key for key in (call.weight, call.bias) if key in by_tables])
+        places[tables] = {**places.get(tables, {}), **dict.fromkeys(call.function.options)}
+    for tables, of_tables in places.items():
+        function = Function("broadcast", tuple(of_tables))
+        products.append(ParameterProduct(function, dict(zip(("weight", "bias"), tables))))
     enclosing: dict[str, str] = {}
     # In the order of the parameters: sets have another one in other processes.
     for key in [key for key in risk.params if key in taken]:
@@ -430,7 +432,7 @@ class DryPass:
         if not reads and sources is not None:
             self._tables.add(out, sources)
         else:
-            self._note_tables(inputs, [read for read, _ in reads])
+            self._note_tables(inputs, reads)
         # What is expanded is a view of the parameter no more.
         return out.clone() if reads and out._is_view() else out
 
@@ -441,20 +443,23 @@ class DryPass:
             return _Read(key, self._stack[: answering.index(True)], True)
         return _Read(key, [*self._stack], False)
 
-    def _note_tables(self, inputs: Sequence[Tensor], reads: Sequence[TableRead]) -> None:
+    def _note_tables(
+        self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead, Place]]
+    ) -> None:
         """Note that tables are broadcast in a call, or meet examples in another way."""
         of_name: dict[str, tuple[_Read, ...]] = {}
-        for read in reads:
-            of_name[read.name] = self._tables.of(read.table) or ()
-        for sources in of_name.values():
+        for table_read, place in reads:
+            sources = of_name[table_read.name] = self._tables.of(table_read.table) or ()
             for read in sources:
-                read.broadcasts.append(_ReadProduct(BROADCAST, read.key, None))
+                function = Function("broadcast", (place,))
+                read.broadcasts.append(_ReadProduct(function, read.key, None))
         if [len(sources) for sources in of_name.values()] == [1, 1]:
             # Scale and shift of a norm are one layer.
             (weight,) = of_name["weight"]
             (bias,) = of_name["bias"]
             for read in (weight, bias):
-                read.broadcasts[-1] = _ReadProduct(BROADCAST, weight.key, bias.key)
+                function = read.broadcasts[-1].function
+                read.broadcasts[-1] = _ReadProduct(function, weight.key, bias.key)
         seen = {read for sources in of_name.values() for read in sources}
         for t in inputs:
             for read in self._tables.of(t) or ():

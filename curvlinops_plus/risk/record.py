@@ -34,7 +34,7 @@ from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
-from curvlinops_plus.layer.functions import BIAS, BROADCAST, LINEAR, AffineCall, affine_calls
+from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
@@ -211,7 +211,9 @@ class Recorder:
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
-        broadcast = {read[1:]: use for read, use in self._functions.items() if read[0] == BROADCAST}
+        broadcast = {
+            read[1:]: use for read, use in self._functions.items() if read[0].name == "broadcast"
+        }
         self._broadcast = BroadcastUses(
             risk.model, broadcast, params, self._views.key, self._inside, self.backward
         )
@@ -462,9 +464,7 @@ class Recorder:
         """
         if not self._broadcast.keys:
             return TableCall(function(*args, **kwargs))
-        call = self._broadcast.call(
-            function, args, kwargs, self.num_examples, self.example_axis, axis
-        )
+        call = self._broadcast.call(function, args, kwargs, self.num_examples, axis)
         if call.outside is not None:
             self._failed(call.outside.use, call.outside.error)
         return call

@@ -9,7 +9,7 @@ the table; see `layer/broadcast.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,11 @@ from curvlinops_plus.risk.calls import OutsideReads, title
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.layers import ModuleUse
+
+
+#: Name of a function that broadcasts, number of axes of what it returns, and the axis of the
+#: examples.
+Place = tuple[str, tuple[int, int]]
 
 
 class _Table(NamedTuple):
@@ -98,22 +103,27 @@ class Tables:
         kwargs: Mapping[str, Any],
         output: Any,
         num_examples: int,
-        axis: int = 0,
-    ) -> list[tuple[TableRead, int]]:
-        """The tables with parameters in them that a call broadcasts over examples, and the axis of
-        the examples.
+        known: Mapping[Any, Collection[Place]] | None = None,
+    ) -> list[tuple[TableRead, Place]]:
+        """The tables with parameters in them that a call broadcasts over examples.
 
         Args:
-            axis: Where they are likely to be.
+            known: What a table is made of to where it is broadcast. Any axis may have as many
+                entries as there are examples.
         """
+        name = getattr(function, "__name__", "")
         for reads in table_reads(function, args, kwargs, output):
-            with_axes = []
+            with_places = []
             for read in reads:
-                on = read.example_axis(num_examples, axis) if self.of(read.table) else None
-                if on is not None:
-                    with_axes.append((read, on))
-            if with_axes:
-                return with_axes
+                sources = self.of(read.table)
+                axes = read.example_axes(num_examples) if sources else []
+                places = [(name, (len(read.shape), axis)) for axis in axes]
+                if known is not None and sources:
+                    places = [place for place in places if place in known[sources[0]]]
+                if places:
+                    with_places.append((read, places[0]))
+            if with_places:
+                return with_places
         return []
 
 
@@ -173,6 +183,13 @@ class BroadcastUses:
         self._inside = inside
         self._backward = backward
         self.keys = {key for keys in uses for key in keys if key is not None}
+        #: Key to where functions broadcast the parameter.
+        self._places: dict[str, set[Place]] = {key: set() for key in self.keys}
+        for keys, (_, use) in uses.items():
+            assert use.function is not None
+            for key in keys:
+                if key is not None:
+                    self._places[key] |= {*use.function.options}
         self.tables = Tables(self._sources_of)
         #: What stands for frozen parameters, so that gradients come back to them.
         self._leaves: dict[str, Tensor] = {}
@@ -193,14 +210,12 @@ class BroadcastUses:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
-        axis_of: Mapping[str, int],
-        required: int | None = None,
+        axis: int | None = None,
     ) -> TableCall:
         """Call a function.
 
         Args:
-            axis_of: Where the user says that the examples are, by name of a use.
-            required: Where they have to be.
+            axis: Where the examples are, if it is known.
         """
         tables = self.tables
         inputs = [*tensors_in(args, kwargs)]
@@ -214,10 +229,8 @@ class BroadcastUses:
         if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
             args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
         output = function(*args, **kwargs)
-        first = next(iter(keys))
-        axis = axis_of.get(self._use_of(first)[1].name, 0) if required is None else required
-        reads = tables.reads(function, args, kwargs, output, num_examples, axis)
-        if reads and required in (None, reads[0][1]):
+        reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
+        if reads and axis in (None, reads[0][1][1][1]):
             return self._read(output, reads, num_examples)
         leads_back = not self._backward or any(
             isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
@@ -255,10 +268,10 @@ class BroadcastUses:
         return self._uses.get((key, None), joint)
 
     def _read(
-        self, output: Any, reads: Sequence[tuple[TableRead, int]], num_examples: int
+        self, output: Any, reads: Sequence[tuple[TableRead, Place]], num_examples: int
     ) -> TableCall:
         """The layers that a call reads, each with its tables."""
-        axis = reads[0][1]
+        _, (_, axis) = reads[0][1]
         positions = output.shape[axis] // num_examples
         tables: list[tuple[str, TableOfPass]] = []
         for read, _ in reads:

@@ -299,6 +299,8 @@ def test_as_many_examples_as_other_things(name: str, N: int) -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), data)
     J = torch.cat([rows_of(model(X), [*model.parameters()]) for X, _ in data])
     close(curvature(risk, DiagonalBlock).diagonal(), 2 * J.square().sum(0) / len(J))
+    assert risk.reads is not None
+    assert N < 3 or not risk.reads.enclosing
 
 
 def test_what_tables_are() -> None:
