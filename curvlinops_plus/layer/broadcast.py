@@ -216,6 +216,11 @@ def _added(sign: float, other_sign: float, in_place: bool = False) -> Any:
     return read
 
 
+# other - input
+def _subtracted(output: Tensor, input: Any, other: Any, **options: Any) -> Any:
+    return _added(1, -1)(output, other, input, **options)
+
+
 def _multiplied(output: Tensor, input: Any, other: Any, *, out: None = None) -> Any:
     a = _beside_output(input, output)
     b = _beside_output(other, output)
@@ -366,7 +371,7 @@ _READERS_OF_TABLES: Any = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _added(1, 1)),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), _added(1, 1, in_place=True)),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _added(1, -1)),
-    **dict.fromkeys((torch.rsub, Tensor.__rsub__), _added(-1, 1)),
+    **dict.fromkeys((torch.rsub, Tensor.__rsub__), _subtracted),
     **dict.fromkeys((Tensor.sub_, Tensor.__isub__), _added(1, -1, in_place=True)),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _multiplied),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _divided),
