@@ -13,14 +13,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import GradMode
-from curvlinops_plus.layer.rule import LayerRule, flat_pattern
+from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.linalg.precision import full_precision
 
@@ -33,7 +33,6 @@ class TableRead:
     """A tensor that a function broadcasts, if it is a table.
 
     Attributes:
-        name: "weight" of what is multiplied, "bias" of what is added.
         table: The tensor.
         shape: That of the output, to which it is broadcast.
         products: What its gradient is the sum of.
@@ -41,7 +40,6 @@ class TableRead:
         behind: Number of axes of the output behind those of the table.
     """
 
-    name: str
     table: Tensor
     shape: Sequence[int]
     products: Products
@@ -60,7 +58,7 @@ class TableRead:
         The first axis may carry several positions of each example, such as windows of an image.
 
         Example:
-            >>> read = TableRead("bias", torch.ones(4, 3), (5, 4, 3), lambda g: g)
+            >>> read = TableRead(torch.ones(4, 3), (5, 4, 3), lambda g: g)
             >>> read.example_axes(5), read.example_axes(4)
             ([0], [])
         """
@@ -128,8 +126,7 @@ class BroadcastRule(LayerRule):
     """Parameters that functions broadcast over the examples, themselves or in tables.
 
     Args:
-        tables: Of a recorded call: local name, "weight" or "bias", to the table that the parameter
-            is in.
+        tables: Of a recorded call: the parameter's name in its module to the table that it is in.
 
     Example:
         >>> w, x = torch.ones(3, requires_grad=True), torch.tensor([[1.0, 2, 3], [4, 5, 6]])
@@ -140,13 +137,10 @@ class BroadcastRule(LayerRule):
                  [ 8., 10., 12.]]])
     """
 
-    def __init__(self, tables: Mapping[str, TableOfPass] | None = None) -> None:
-        self.tables = tables or {}
+    channels_first: ClassVar[bool | None] = None
 
-    def patterns(self, module: Any) -> dict[str, str]:
-        """Weight and bias, as far as there are."""
-        params = {"weight": module.weight, "bias": module.bias}
-        return {name: flat_pattern(p.ndim) for name, p in params.items() if p is not None}
+    def __init__(self, tables: dict[str, TableOfPass] | None = None) -> None:
+        self.tables = tables or {}
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
@@ -171,8 +165,8 @@ def table_reads(
 
     Example:
         >>> x = torch.ones(5, 3)
-        >>> [[read.name for read in reads] for reads in table_reads(torch.mul, (x, x), {}, x * x)]
-        [['weight'], ['weight']]
+        >>> [len(reads) for reads in table_reads(torch.mul, (x, x), {}, x * x)]
+        [1, 1]
         >>> table_reads(torch.matmul, (x, x.T), {}, x @ x.T)
         []
     """
@@ -209,7 +203,7 @@ def _added(sign: float, other_sign: float, in_place: bool = False) -> Any:
         factors = ((input, sign), (other, other_sign * alpha))
         operands = factors[1:] if in_place else factors
         return [
-            [TableRead("bias", t, output.shape, lambda g, factor=factor: factor * g)]
+            [TableRead(t, output.shape, lambda g, factor=factor: factor * g)]
             for t, factor in operands
         ]
 
@@ -225,22 +219,22 @@ def _multiplied(output: Tensor, input: Any, other: Any, *, out: None = None) -> 
     a = _beside_output(input, output)
     b = _beside_output(other, output)
     return [
-        [TableRead("weight", input, output.shape, torch.mul, [b])],
-        [TableRead("weight", other, output.shape, torch.mul, [a])],
+        [TableRead(input, output.shape, torch.mul, [b])],
+        [TableRead(other, output.shape, torch.mul, [a])],
     ]
 
 
 # Linear in the numerator alone.
 def _divided(output: Tensor, input: Any, other: Any, *, out: None = None) -> Any:
     denominator = _beside_output(other, output)
-    return [[TableRead("weight", input, output.shape, torch.div, [denominator])]]
+    return [[TableRead(input, output.shape, torch.div, [denominator])]]
 
 
 def _chosen(output: Tensor, condition: Any, input: Any, other: Any, *, out: None = None) -> Any:
     chosen = _beside_output(condition, output)
     return [
-        [TableRead("weight", input, output.shape, torch.mul, [chosen])],
-        [TableRead("weight", other, output.shape, torch.mul, [~chosen])],
+        [TableRead(input, output.shape, torch.mul, [chosen])],
+        [TableRead(other, output.shape, torch.mul, [~chosen])],
     ]
 
 
@@ -249,7 +243,7 @@ def _expanded(output: Tensor, input: Tensor, *sizes: Any, **options: Any) -> Any
     before = [*[1] * (output.ndim - input.ndim), *input.shape]
     if any(size not in (1, now) for size, now in zip(before, output.shape, strict=True)):
         return []
-    return [[TableRead("bias", input, output.shape, torch.clone)]]
+    return [[TableRead(input, output.shape, torch.clone)]]
 
 
 # What is added to products.
@@ -261,7 +255,7 @@ def _shifted(
     if bias is None or output.ndim != input.ndim:
         return []
     shifted: Products = lambda g, *_: g  # noqa: E731
-    return [[TableRead("bias", bias, output.shape, shifted, (), behind)]]
+    return [[TableRead(bias, output.shape, shifted, (), behind)]]
 
 
 def _norm_of(
@@ -277,10 +271,10 @@ def _norm_of(
     reads = []
     if weight is not None:
         scaled: Products = lambda g, x: g * normalized(x)  # noqa: E731
-        reads.append(TableRead("weight", weight, output.shape, scaled, inputs, behind))
+        reads.append(TableRead(weight, output.shape, scaled, inputs, behind))
     if bias is not None:
         shifted: Products = lambda g, x: g  # noqa: E731
-        reads.append(TableRead("bias", bias, output.shape, shifted, inputs, behind))
+        reads.append(TableRead(bias, output.shape, shifted, inputs, behind))
     return [reads]
 
 

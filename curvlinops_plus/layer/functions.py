@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.broadcast import BroadcastRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.registry import rule_of
-from curvlinops_plus.layer.rule import AffineRule, LayerRule
+from curvlinops_plus.layer.rule import AffineRule
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,8 @@ class Function:
 
     Attributes:
         name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
-            added, "broadcast" for what is broadcast over examples in any other way.
-        options: Its options, such as stride and padding; of "broadcast" where that is: names of
-            functions, numbers of axes, and the axis of the examples.
+            added, "broadcast" for what is broadcast over examples in any way.
+        options: Its options, such as stride and padding; of "broadcast" where that is.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
 
@@ -48,14 +46,12 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
-    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, LayerRule]:
+    def module(self, weight: Tensor | None, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
         """A module that does the same as a call with these parameters, and its rule.
 
         Raises:
             ValueError: If the weight has not the shape that the function takes.
         """
-        if self.name == "broadcast":
-            return Projection(weight, bias), BroadcastRule()
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")
@@ -85,8 +81,8 @@ TRANSPOSED = Function("linear", transposed=True)
 
 
 class Projection(nn.Module):
-    """A weight, whichever way round, and a bias, or one of them: what stands for what functions
-    compute.
+    """A weight, whichever way round, and a bias, or one of them: what stands for products that
+    functions compute.
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -107,7 +107,7 @@ def look_for_functions(
                 return
             for keys in attempts:
                 risk.reads = find_functions(risk, batch, keys, previous)
-                explains = is_new and risk.reads.products
+                explains = is_new and (risk.reads.products or risk.reads.broadcast)
                 now = risk.reads.instead, risk.reads.enclosing
                 if explains or now != (previous.instead, previous.enclosing):
                     return
@@ -173,14 +173,6 @@ def find_functions(
         product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
-    # Keys of tables to where they are broadcast.
-    places: dict[tuple[str, ...], dict[Any, None]] = {}
-    for call in [call for key in by_tables for read in outside[key] for call in read.broadcasts]:
-        tables = tuple([key for key in (call.weight, call.bias) if key in by_tables])
-        places[tables] = {**places.get(tables, {}), **dict.fromkeys(call.function.options)}
-    for tables, of_tables in places.items():
-        function = Function("broadcast", tuple(of_tables))
-        products.append(ParameterProduct(function, dict(zip(("weight", "bias"), tables))))
     enclosing: dict[str, str] = {}
     # In the order of the parameters: sets have another one in other processes.
     for key in [key for key in risk.params if key in taken]:
@@ -191,21 +183,51 @@ def find_functions(
     for key, name in previous.enclosing.items():
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
-    return FoundReads(tuple(products), enclosing, tried, tuple(instead))
+    broadcast = {
+        key: tuple(dict.fromkeys(place for read in outside[key] for place in read.broadcasts))
+        for key in _broadcast(dry, by_tables, taken, enclosing)
+    }
+    kept = [key for key in instead if key in broadcast]
+    return FoundReads(tuple(products), enclosing, tried, broadcast, kept)
+
+
+def _broadcast(
+    dry: DryPass,
+    by_tables: Collection[str],
+    taken: Collection[str],
+    enclosing: Mapping[str, str],
+) -> list[str]:
+    """Keys of parameters that get their gradients where they are broadcast.
+
+    Not so where their module runs again anyway, for other parameters; those that nothing reads, in
+    the same module, have gradients of zero.
+    """
+    keys = dict.fromkeys(by_tables)
+    for use in dry.uses:
+        held = [*use.keys.values()]
+        runs_again = [key for key in held if enclosing.get(key, use.name) == use.name]
+        if not use.without_rule or keys.keys().isdisjoint(held):
+            continue
+        if any(key in taken for key in runs_again):
+            for key in held:
+                keys.pop(key, None)
+        else:
+            keys |= dict.fromkeys(key for key in held if key not in dry.reads)
+    return [*keys]
 
 
 def _instead_of_rules(dry: DryPass, failed: Collection[str], previous: FoundReads) -> list[str]:
     """Keys of parameters whose module has a rule, and returns a table, such as one of positions:
     where the table is broadcast, the gradients of each example are.
     """
-    known = {*previous.enclosing, *previous.instead}
-    known |= {key for product in previous.products for key in product.keys.values()}
-    instead = []
-    for key, reads in dry.reads.items():
-        is_new = key in failed and key not in known
-        as_before = key in previous.instead and key not in failed
-        if as_before or (is_new and all(read.is_broadcast for read in reads)):
-            instead.append(key)
+    known = {*previous.enclosing, *previous.broadcast}
+    instead = [key for key in dry.reads if key in previous.instead and key not in failed]
+    for use in dry.uses:
+        # All of a layer's, since what its module returns is one table.
+        keys = [key for key in use.keys.values() if key in failed]
+        reads = [read for key in keys for read in dry.reads.get(key, ())]
+        if known.isdisjoint(keys) and reads and all(read.is_broadcast for read in reads):
+            instead += [key for key in keys if key in dry.reads and key not in instead]
     return instead
 
 
@@ -230,6 +252,7 @@ def _enclosing_module(
         around = around[: around.index(before) + (key not in failed)]
     elif before is None and key in failed:
         by_product = any(key in product.keys.values() for product in previous.products)
+        by_product |= key in previous.broadcast
         if not by_product:
             # What holds it has been run again.
             around = [name for name in around if name not in holders or name == ""]
@@ -278,9 +301,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _ReadProduct:
-    """A function with a rule that multiplies with a weight, or adds a bias, or broadcasts them:
-    their keys.
-    """
+    """A function with a rule that multiplies with a weight, or adds a bias: their keys."""
 
     function: Function
     weight: str | None
@@ -305,7 +326,7 @@ class _Read:
     frames: list[_Frame]
     answered: bool
     product: _ReadProduct | None = None
-    broadcasts: list[_ReadProduct] = field(default_factory=list)
+    broadcasts: list[Place] = field(default_factory=list)
     is_mixed: bool = False
 
     @property
@@ -447,20 +468,11 @@ class DryPass:
         self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead, Place]]
     ) -> None:
         """Note that tables are broadcast in a call, or meet examples in another way."""
-        of_name: dict[str, tuple[_Read, ...]] = {}
+        seen: set[_Read] = set()
         for table_read, place in reads:
-            sources = of_name[table_read.name] = self._tables.of(table_read.table) or ()
-            for read in sources:
-                function = Function("broadcast", (place,))
-                read.broadcasts.append(_ReadProduct(function, read.key, None))
-        if [len(sources) for sources in of_name.values()] == [1, 1]:
-            # Scale and shift of a norm are one layer.
-            (weight,) = of_name["weight"]
-            (bias,) = of_name["bias"]
-            for read in (weight, bias):
-                function = read.broadcasts[-1].function
-                read.broadcasts[-1] = _ReadProduct(function, weight.key, bias.key)
-        seen = {read for sources in of_name.values() for read in sources}
+            for read in self._tables.of(table_read.table) or ():
+                read.broadcasts.append(place)
+                seen.add(read)
         for t in inputs:
             for read in self._tables.of(t) or ():
                 read.is_mixed |= read not in seen
@@ -644,6 +656,7 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
     return {
         "products": products,
         "enclosing": dict(reads.enclosing),
+        "broadcast": {key: _lists(places) for key, places in reads.broadcast.items()},
         "instead": [*reads.instead],
     }
 
@@ -653,7 +666,7 @@ def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
     larger modules.
     """
     depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
-    return len(depths), -sum(depths), len(described["products"])
+    return len(depths), -sum(depths), len(described["products"]) + len(described["broadcast"])
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -670,13 +683,16 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
         function = Function(**described["function"] | {"options": options})
         products.append(ParameterProduct(function, dict(described["keys"])))
     keys = {key for product in products for key in product.keys.values()}
-    missing = (keys | data["enclosing"].keys()) - risk.params.keys()
+    missing = (keys | data["enclosing"].keys() | data["broadcast"].keys()) - risk.params.keys()
     if missing:
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
         )
-    instead = tuple(data["instead"])
-    return FoundReads(tuple(products), dict(data["enclosing"]), instead=instead)
+    broadcast = {key: _tuples(places) for key, places in data["broadcast"].items()}
+    instead = [*data["instead"]]
+    return FoundReads(
+        tuple(products), dict(data["enclosing"]), broadcast=broadcast, instead=instead
+    )
 
 
 def _lists(value: Any) -> Any:

@@ -199,21 +199,22 @@ class Recorder:
         self._params = params
         # Functions that read parameters, by what they are and the keys of weight and bias.
         self._functions: dict[Any, tuple[int, ModuleUse]] = {}
+        broadcast: list[tuple[int, ModuleUse]] = []
+        self._function_keys: set[str] = set()
         for index, use in self._uses:
-            if use.function is not None:
+            if use.function is None:
+                continue
+            self._function_keys |= {*use.keys.values()}
+            if use.function.name == "broadcast":
+                broadcast.append((index, use))
+            else:
                 read = (use.function, use.keys.get("weight"), use.keys.get("bias"))
                 self._functions[read] = (index, use)
-        self._function_keys: set[str] = set()
-        for _, use in self._functions.values():
-            self._function_keys |= {*use.keys.values()}
         self._views = ParameterViews({key: params[key] for key in self._function_keys})
-        self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
+        self._mode = FunctionCalls(self._function_call) if self._function_keys else nullcontext()
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
-        broadcast = {
-            read[1:]: use for read, use in self._functions.items() if read[0].name == "broadcast"
-        }
         self._broadcast = BroadcastUses(
             risk.model, broadcast, params, self._views.key, self._inside, self.backward
         )
@@ -352,7 +353,7 @@ class Recorder:
         self._recording = True
         self._thread = this_thread()
         self._broadcast.begin()
-        if self._functions:
+        if self._function_keys:
             self._mode_of_call.enter_context(self._mode)
 
     def stop(self) -> None:
@@ -363,7 +364,7 @@ class Recorder:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Context of a backward pass, in which checkpointing may call functions once more."""
-        return entered(self._mode) if self._functions else self._mode
+        return entered(self._mode) if self._function_keys else self._mode
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph

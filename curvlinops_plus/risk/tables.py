@@ -156,7 +156,7 @@ class BroadcastUses:
 
     Args:
         model: What runs.
-        uses: Keys of weight and bias to the index of the layer, and the use.
+        uses: Indices of layers, and uses.
         params: Key to the tensor that the model reads.
         key_of: Key of the parameter that a tensor shows numbers of.
         inside: For each module that runs, keys of the parameters that it answers for.
@@ -170,26 +170,27 @@ class BroadcastUses:
     def __init__(
         self,
         model: nn.Module,
-        uses: Mapping[Any, tuple[int, ModuleUse]],
+        uses: Sequence[tuple[int, ModuleUse]],
         params: Mapping[str, Tensor],
         key_of: Callable[[Tensor], str | None],
         inside: Sequence[set[str]],
         backward: bool,
     ) -> None:
         self._model = model
-        self._uses = uses
+        #: Key to the layer, the use, and the parameter's name in its module.
+        self._uses: dict[str, tuple[int, ModuleUse, str]] = {}
         self._params = params
         self._key_of = key_of
         self._inside = inside
         self._backward = backward
-        self.keys = {key for keys in uses for key in keys if key is not None}
         #: Key to where functions broadcast the parameter.
-        self._places: dict[str, set[Place]] = {key: set() for key in self.keys}
-        for keys, (_, use) in uses.items():
+        self._places: dict[str, Collection[Place]] = {}
+        for index, use in uses:
             assert use.function is not None
-            for key in keys:
-                if key is not None:
-                    self._places[key] |= {*use.function.options}
+            for name, key in use.keys.items():
+                self._uses[key] = (index, use, name)
+                self._places[key] = use.function.options
+        self.keys = self._uses.keys()
         self.tables = Tables(self._sources_of)
         #: What stands for frozen parameters, so that gradients come back to them.
         self._leaves: dict[str, Tensor] = {}
@@ -262,36 +263,28 @@ class BroadcastUses:
             self.tables.add(self._leaves[key], (key,))
         return self._leaves[key]
 
-    def _use_of(self, key: str) -> tuple[int, ModuleUse]:
-        """The layer of a parameter, and a use, of it alone if there is one."""
-        joint = next(use for keys, use in self._uses.items() if key in keys)
-        return self._uses.get((key, None), joint)
-
     def _read(
         self, output: Any, reads: Sequence[tuple[TableRead, Place]], num_examples: int
     ) -> TableCall:
         """The layers that a call reads, each with its tables."""
         _, (_, axis) = reads[0][1]
         positions = output.shape[axis] // num_examples
-        tables: list[tuple[str, TableOfPass]] = []
+        layers: list[tuple[int, ModuleUse, BroadcastRule]] = []
         for read, _ in reads:
             for key in self.tables.of(read.table) or ():
+                index, use, name = self._uses[key]
                 source = self._leaves.get(key, self._params[key])
-                tables.append((key, TableOfPass(read, axis, positions, source)))
-        inputs = reads[0][0].inputs
-        joint = self._uses.get(tuple(key for key, _ in tables))
-        if joint is not None:
-            of_names = {table.read.name: table for _, table in tables}
-            return TableCall(output, [(*joint, BroadcastRule(of_names))], inputs, axis)
-        layers = []
-        for key, table in tables:
-            index, use = self._use_of(key)
-            name = next(name for name, of_name in use.keys.items() if of_name == key)
-            layers.append((index, use, BroadcastRule({name: table})))
-        return TableCall(output, layers, inputs, axis)
+                table = TableOfPass(read, axis, positions, source)
+                # Scale and shift of a norm belong to one layer.
+                rules = [rule for _, other, rule in layers if other is use]
+                if rules and name not in rules[-1].tables:
+                    rules[-1].tables[name] = table
+                else:
+                    layers.append((index, use, BroadcastRule({name: table})))
+        return TableCall(output, layers, reads[0][0].inputs, axis)
 
     def _outside(self, function: Any, keys: Sequence[str]) -> _Outside:
-        use = self._use_of(keys[0])[1]
+        use = self._uses[keys[0]][1]
         name = getattr(function, "__name__", function)
         message = (
             f"{title(use.name)}: {keys} are broadcast over examples elsewhere, and here {name!r} "

@@ -98,14 +98,14 @@ def test_gradients_of_each_example(name: str) -> None:
     assert len(ways) == 1
     (reads,) = ways
     assert [read.example_axes(N) for read in reads] == [[0]] * len(tables)
-    rule = BroadcastRule({read.name: TableOfPass(read, 0, 1, read.table) for read in reads})
+    rule = BroadcastRule({f"p{k}": TableOfPass(r, 0, 1, r.table) for k, r in enumerate(reads)})
     module: Any = None
     ours = rule.per_example_grads(module, reads[0].inputs, {}, g)
-    for read in reads:
+    for k, read in enumerate(reads):
         for v in range(V):
             for n in range(N):
                 (expected,) = torch.autograd.grad(output[n], read.table, g[v, n], retain_graph=True)
-                close(ours[read.name][v, n], expected)
+                close(ours[f"p{k}"][v, n], expected)
 
 
 def test_every_function_is_tested() -> None:
@@ -144,7 +144,7 @@ def test_operations_that_can_t_be_vectorised() -> None:
 
     w = made((3,), 1)
     table = Doubled.apply(w)
-    read = TableRead("bias", table, (N, 3), torch.clone)
+    read = TableRead(table, (N, 3), torch.clone)
     g = normal(V, N, 3, seed=4)
     module: Any = None
     rule = BroadcastRule({"bias": TableOfPass(read, 0, 1, w)})
