@@ -107,6 +107,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "norm and shift in one": lambda: Part(
         lambda s, x: torch.layer_norm(x, (4,), s.w, s.b), w=(4,), b=(4,)
     ),
+    "scale that is the shift": lambda: Part(lambda s, x: F.layer_norm(x, (4,), s.w, s.w), w=(4,)),
     "F.rms_norm": lambda: Part(lambda s, x: F.rms_norm(x, (4,), s.w, 1e-2), w=(4,)),
     "F.group_norm": lambda: Part(lambda s, x: F.group_norm(x.mT, 2, s.w, s.b).mT, w=(4,), b=(4,)),
     "F.instance_norm": lambda: Part(
