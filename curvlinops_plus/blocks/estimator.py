@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -136,6 +136,10 @@ class CurvatureEstimator:
 
     #: Whether random numbers belong to a batch as a whole, see `Draws`: so in an optimizer.
     draws_by_batch = False
+
+    #: Whether layers of which no pass tells the gradients of each example are withdrawn at once,
+    #: with a warning, rather than refused: so in an optimizer.
+    withdraws = False
 
     @takes_risk
     def __init__(
@@ -279,22 +283,63 @@ class CurvatureEstimator:
         if not batch.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
         self.risk.renew()
-        if error is not None:
-            self._learn(batch, error)
-        elif batch.num_examples and self._looks_first:
-            self._take_plan(self.plan.learned(batch))
         cause = ""
+        refusals: list[UnsupportedError] = []
         while True:
             try:
-                return self._add(partial(self._run, batch), decay)
+                if error is not None:
+                    self._learn(batch, error)
+                elif batch.num_examples and self._looks_first:
+                    self._take_plan(self.plan.learned(batch))
+                error = None
+                self._add(partial(self._run, batch), decay)
+                break
             except OutsideReads as outside:
                 cause = f"{outside} Nor does a module around it tell. "
-                self._learn(batch, outside)
+                error = outside
             except NoExampleGradients as refusal:
-                raise UnsupportedError(
-                    f"{cause}{refusal.fact} In training loops leave parameters that are read "
-                    "around it to another optimizer (`params=`)."
-                ) from refusal
+                advice = "In training loops leave these to another optimizer (`params=`)."
+                if self.withdraws:
+                    advice = ""
+                message = f"{cause}{refusal.fact} {advice}".rstrip()
+                refusals.append(self._left_out(refusal.keys, UnsupportedError(message)))
+            except UnsupportedError as refusal:
+                if error is None:
+                    raise
+                refusals.append(self._left_out(error.keys, refusal))
+                error = None
+        if refusals:
+            self._warn_of_withdrawn(refusals)
+
+    def _left_out(self, keys: Iterable[str], refusal: UnsupportedError) -> UnsupportedError:
+        """The reason why layers are withdrawn in the first batch.
+
+        Raises:
+            UnsupportedError: The reason, if nothing would be left, or this is no training loop.
+        """
+        sums = self._sums
+        layers = {layer for layer in sums.layers if not layer.params.keys().isdisjoint(keys)}
+        withdrawn = sums.withdrawn | layers
+        is_new = layers and not sums.withdrawn.issuperset(layers)
+        alone = self.risk.processes.world == 1
+        if not (self.withdraws and alone and is_new) or len(withdrawn) == len(sums.layers):
+            raise refusal
+        sums.withdrawn = withdrawn
+        return refusal
+
+    def _warn_of_withdrawn(self, refusals: Sequence[UnsupportedError]) -> None:
+        """Warn once of layers that no batch tells the gradients of."""
+        withdrawn = [key for layer in self._sums.withdrawn for key in layer.params]
+        keys = [key for key in self.risk.params if key in withdrawn]
+        others = ""
+        if len(refusals) > 1:
+            others = f" (And {len(refusals) - 1} more.)"
+        warnings.warn(
+            f"{refusals[0]}{others} The gradients of {keys} are taken as they are, without "
+            "preconditioner.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
 
     def _run(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
         """Show a batch by a pass of our own; once more with the same dropout."""
@@ -317,8 +362,12 @@ class CurvatureEstimator:
 
     def _take_plan(self, plan: Plan) -> None:
         """Begin with these layers; nothing was summed yet."""
+        withdrawn = {key for layer in self._sums.withdrawn for key in layer.params}
         self.plan = plan
         self._sums = Sums(plan, self._scale)
+        self._sums.withdrawn = {
+            layer for layer in self._sums.layers if not withdrawn.isdisjoint(layer.params)
+        }
 
     def _withdraw(self, error: OutsideReads) -> None:
         """Add nothing more to layers of which a batch shows, after others, that their statistics

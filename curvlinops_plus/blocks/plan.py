@@ -16,6 +16,7 @@ from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.distributed.processes import schedule
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
+from curvlinops_plus.layer.broadcast import BroadcastRule
 from curvlinops_plus.layer.rule import EnclosedRule
 from curvlinops_plus.options import flag, whole
 from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, as_vectors
@@ -263,6 +264,8 @@ def _why_not_affine(layer: Layer) -> str:
             f"{list(use.keys.values())} are read by functions without a rule, make a table for all "
             "examples, see rows in an order of their own, or have a rule that autograd contradicts"
         )
+    if isinstance(use.rule, BroadcastRule):
+        return f"{list(layer.params)} are added, or multiplied entry by entry"
     return (
         why_generic(use.owner)
         or f"its rule {type(use.rule).__name__} is not that of an affine layer"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.contexts import Endings
+from curvlinops_plus.layer.replay import NoExampleGradients
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.batches import Batch
@@ -143,6 +144,8 @@ class UsersPass:
                 return
         except OutsideReads as error:
             outside = error
+        except NoExampleGradients:  # a pass of our own finds it, too, and what to do
+            pass
         finally:
             self.close()
         self._add_by_own_pass(batch, decay, outside)

@@ -27,8 +27,8 @@ class Function:
 
     Attributes:
         name: Name of the function, "linear" for all matrix products, "bias" for vectors that are
-            added.
-        options: Its options, such as stride and padding.
+            added, "broadcast" for what is broadcast over examples in any way.
+        options: Its options, such as stride and padding; of "broadcast" where that is.
         transposed: Of "linear", whether the parameter is the transpose of the matrix, `y = x W +
             b`.
 

@@ -6,6 +6,9 @@ next pass would read a tensor that depends on nothing any more: a gradient of ze
 came in, all is put back before each pass and each rerun, and at the end. Modules keep in
 attributes, in containers there, in attributes of plain objects, and in caches of their methods
 (`functools.lru_cache`); what those objects hold in others is not looked at.
+
+Caches that models make for themselves where their configuration says so, `config.use_cache`, are
+turned off meanwhile: a layer that runs again would find what it has left there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -50,9 +53,27 @@ _open = _Open()
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Attributes of modules are as before at the end, as activations and counters; and all, where
-    they kept tensors.
+    they kept tensors. Meanwhile models make no caches for generating text.
     """
     modules = [*modules]
+    with Endings() as endings:
+        _turn_caches_off(modules, endings)
+        with _kept(modules):
+            yield
+
+
+def _turn_caches_off(modules: Iterable[nn.Module], endings: Endings) -> None:
+    """No module's configuration asks for a cache, until the endings."""
+    for module in modules:
+        config = vars(module).get("config")
+        if getattr(config, "use_cache", None) is True:
+            endings.surely(setattr, config, "use_cache", True)
+            with suppress(AttributeError):  # one that can't be changed
+                config.use_cache = False  # type: ignore[union-attr]
+
+
+@contextmanager
+def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     places = {module: _places_of(module) for module in modules if not _is_of_torch(type(module))}
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.layer.registry import register_rule
@@ -151,45 +150,6 @@ class InstanceNormRule(ScaleShiftRule):
         mean = module.running_mean.to(x)
         var = module.running_var.to(x)
         return F.instance_norm(x, mean, var, use_input_stats=False, eps=module.eps)
-
-
-def _hugging_face(*names: str) -> list[str]:
-    return [
-        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm"
-        for name in names
-    ]
-
-
-@register_rule(
-    *_hugging_face(
-        "Gemma",
-        "Gemma2",
-        "Gemma3",
-        "Llama",
-        "Mistral",
-        "Mixtral",
-        "Olmo2",
-        "Phi3",
-        "Qwen2",
-        "Qwen3",
-    ),
-    "transformers.models.t5.modeling_t5.T5LayerNorm",
-)
-class ScaledRMSNormRule(ScaleShiftRule):
-    """Root mean square normalization of Hugging Face models: the feature is the last dimension.
-
-    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight +
-    constant)`, so that `x̂` is the output at weight one minus the output at weight zero.
-    """
-
-    channels_first: ClassVar[bool | None] = False
-
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """Output at weight one minus output at weight zero."""
-        one = torch.ones_like(module.weight, dtype=x.dtype)
-        at_one = functional_call(module, {"weight": one}, (x,))
-        at_zero = functional_call(module, {"weight": torch.zeros_like(one)}, (x,))
-        return at_one - at_zero
 
 
 @register_rule(nn.PReLU)

@@ -45,12 +45,14 @@ class NoExampleGradients(UnsupportedError):
     Args:
         fact: What it does.
         advice: What to do about it, but in training loops, which are meant to be like that.
+        keys: Keys of the parameters, where they are known.
     """
 
-    def __init__(self, fact: str, advice: str) -> None:
+    def __init__(self, fact: str, advice: str, keys: Iterable[str] = ()) -> None:
         super().__init__(f"{fact} {advice}")
         self.fact = fact
         self.advice = advice
+        self.keys = tuple(keys)
 
 
 # What a small module keeps for its backward pass, in multiples of its inputs and output.

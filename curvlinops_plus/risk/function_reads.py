@@ -2,9 +2,10 @@
 
 Modules are known by their types; what a `forward` does with parameters is not. One forward pass on
 a few examples shows which functions read them. Products with a weight (`F.linear`, `x @ W.T`,
-`F.conv2d`, ...) and vectors that are added become uses of a layer as calls of a module are. A
-parameter that anything else reads keeps the rule of the module that holds it, if it has none of its
-own, or gets that of the innermost module around its readers; see `EnclosedRule`.
+`F.conv2d`, ...) and vectors that are added become uses of a layer as calls of a module are. So do
+scales, shifts and tables that are broadcast over the examples; see `BroadcastRule`. A parameter
+that anything else reads keeps the rule of the module that holds it, if it has none of its own, or
+gets that of the innermost module around its readers; see `EnclosedRule`.
 
 The models that need it are those with modules without a rule of their own, and those where the
 self-check or the recording notices that something else than its layer reads a parameter.
@@ -12,8 +13,8 @@ self-check or the recording notices that something else than its layer reads a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 from types import FunctionType
@@ -27,8 +28,15 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
-from curvlinops_plus.layer.rule import GENERIC
+from curvlinops_plus.layer.broadcast import TableRead, mask_to_expand, with_mask
+from curvlinops_plus.layer.functions import (
+    BIAS,
+    LINEAR,
+    AffineCall,
+    Function,
+    affine_calls,
+)
+from curvlinops_plus.layer.rule import GENERIC, AffineRule
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
 from curvlinops_plus.risk.layers import (
     FoundReads,
@@ -40,6 +48,7 @@ from curvlinops_plus.risk.layers import (
 )
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.tables import Place, Tables, tensors_in
 
 
 # ---------------------------------------------------------------------------------- finding readers
@@ -98,8 +107,9 @@ def look_for_functions(
                 return
             for keys in attempts:
                 risk.reads = find_functions(risk, batch, keys, previous)
-                explains = is_new and risk.reads.products
-                if explains or risk.reads.enclosing != previous.enclosing:
+                explains = is_new and (risk.reads.products or risk.reads.broadcast)
+                now = risk.reads.instead, risk.reads.enclosing
+                if explains or now != (previous.instead, previous.enclosing):
                     return
     if error is not None:
         raise UnsupportedError(f"{error}{_tried(risk, previous, failed)}") from error
@@ -136,10 +146,21 @@ def find_functions(
     outside = {
         key: [read for read in reads if not read.answered] for key, reads in dry.reads.items()
     }
-    calls = [read.product for reads in outside.values() for read in reads if read.product]
-    # Parameters that are read by anything but products.
-    taken = {key for key, reads in outside.items() if not all(read.product for read in reads)}
-    taken |= {*failed, *previous.enclosing}
+    instead = _instead_of_rules(dry, failed, previous)
+    outside |= {key: dry.reads[key] for key in instead}
+    # Parameters that are read by anything but products, some of them as tables.
+    taken = {*failed, *previous.enclosing}.difference(instead)
+    by_tables = dict.fromkeys(instead)
+    for key, reads in outside.items():
+        if key not in taken and not all(read.product for read in reads):
+            if all(read.is_broadcast for read in reads):
+                by_tables[key] = None
+            else:
+                taken.add(key)
+    calls: list[_ReadProduct] = []
+    for key, reads in outside.items():
+        if key not in by_tables:
+            calls += [read.product for read in reads if read.product]
     # Without its weight, the bias of a convolution is on another axis than a vector that is added.
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
@@ -147,7 +168,8 @@ def find_functions(
     products = []
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
-        keys = {name: key for name, key in named.items() if key is not None and key not in taken}
+        kept = {name: key for name, key in named.items() if key not in (None, *taken, *by_tables)}
+        keys = {name: key for name, key in kept.items() if key is not None}
         product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
         if keys and product not in products:
             products.append(product)
@@ -161,7 +183,52 @@ def find_functions(
     for key, name in previous.enclosing.items():
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
-    return FoundReads(tuple(products), enclosing, tried)
+    broadcast = {
+        key: tuple(dict.fromkeys(place for read in outside[key] for place in read.broadcasts))
+        for key in _broadcast(dry, by_tables, taken, enclosing)
+    }
+    kept = [key for key in instead if key in broadcast]
+    return FoundReads(tuple(products), enclosing, tried, broadcast, kept)
+
+
+def _broadcast(
+    dry: DryPass,
+    by_tables: Collection[str],
+    taken: Collection[str],
+    enclosing: Mapping[str, str],
+) -> list[str]:
+    """Keys of parameters that get their gradients where they are broadcast.
+
+    Not so where their module runs again anyway, for other parameters; those that nothing reads, in
+    the same module, have gradients of zero.
+    """
+    keys = dict.fromkeys(by_tables)
+    for use in dry.uses:
+        held = [*use.keys.values()]
+        runs_again = [key for key in held if enclosing.get(key, use.name) == use.name]
+        if not use.without_rule or keys.keys().isdisjoint(held):
+            continue
+        if any(key in taken for key in runs_again):
+            for key in held:
+                keys.pop(key, None)
+        else:
+            keys |= dict.fromkeys(key for key in held if key not in dry.reads)
+    return [*keys]
+
+
+def _instead_of_rules(dry: DryPass, failed: Collection[str], previous: FoundReads) -> list[str]:
+    """Keys of parameters whose module has a rule, and returns a table, such as one of positions:
+    where the table is broadcast, the gradients of each example are.
+    """
+    known = {*previous.enclosing, *previous.broadcast}
+    instead = [key for key in dry.reads if key in previous.instead and key not in failed]
+    for use in dry.uses:
+        # All of a layer's, since what its module returns is one table.
+        keys = [key for key in use.keys.values() if key in failed]
+        reads = [read for key in keys for read in dry.reads.get(key, ())]
+        if known.isdisjoint(keys) and reads and all(read.is_broadcast for read in reads):
+            instead += [key for key in keys if key in dry.reads and key not in instead]
+    return instead
 
 
 def _enclosing_module(
@@ -185,6 +252,7 @@ def _enclosing_module(
         around = around[: around.index(before) + (key not in failed)]
     elif before is None and key in failed:
         by_product = any(key in product.keys.values() for product in previous.products)
+        by_product |= key in previous.broadcast
         if not by_product:
             # What holds it has been run again.
             around = [name for name in around if name not in holders or name == ""]
@@ -249,11 +317,22 @@ class _Read:
             parameter.
         answered: Whether there is one that answers.
         product: What it computes, if there is a rule for that.
+        broadcasts: Where it, or a table that is made of what it returns, is broadcast over
+            examples.
+        is_mixed: Whether the parameter or such a table meets examples in any other way.
     """
 
+    key: str
     frames: list[_Frame]
     answered: bool
-    product: _ReadProduct | None
+    product: _ReadProduct | None = None
+    broadcasts: list[Place] = field(default_factory=list)
+    is_mixed: bool = False
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all that the model does with it is broadcasting."""
+        return bool(self.broadcasts) and not self.is_mixed
 
 
 class DryPass:
@@ -290,8 +369,11 @@ class DryPass:
         # Frozen ones, too, leave a trace in what is computed from these.
         self._free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._views = ParameterViews(self._free)
+        self._now: dict[str, _Read] = {}
+        self._tables = Tables(self._reads_of)
 
         def run(model: nn.Module) -> None:
+            self._tables.begin(model.modules())
             with Endings() as endings:
                 for name, module in model.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -326,37 +408,74 @@ class DryPass:
         sizes = {n for t in tensors if self._views.key(t) is None for n in t.shape[:2]}
         return any(n and n % self._examples == 0 for n in sizes)
 
+    def _reads_of(self, t: Tensor) -> tuple[_Read, ...] | None:
+        """The read of now of a parameter."""
+        key = self._views.key(t)
+        return None if key is None else (self._now[key],)
+
     def _receive(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        examples: int | None,
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], examples: int | None
     ) -> Any:
         """One function call."""
-        inputs = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
-        keys = {key for t in inputs if (key := self._views.key(t)) is not None}
-        if not keys:
-            return out
+        inputs = [*tensors_in(args, kwargs)]
+        self._now = {}
+        for t in inputs:
+            key = self._views.key(t)
+            if key is not None and key not in self._now:
+                self._now[key] = self._read(key)
+        masked = mask_to_expand(function, args, kwargs)
+        if masked is not None and self._tables.of(masked[0]):
+            mask, sizes = masked
+            expanded = self._receive(Tensor.expand, (mask, *sizes), {}, examples)
+            return self._receive(function, *with_mask(args, kwargs, expanded), examples)
+        sources = self._tables.of_all(inputs)  # before the call may write to them
+        out = function(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        reads = []
+        if self._stack:  # a training loop's pass is recorded in the model, not behind it
+            reads = self._tables.reads(function, args, kwargs, out, self._examples)
         # Others give shapes, detached copies, and views of parameters.
-        if all(self._views.key(t) is not None for t in outputs):
+        if not reads and all(self._views.key(t) is not None for t in outputs):
+            if not outputs and sources is not None:
+                self._tables.add(out, ())
             return out
-        product_of: dict[str | None, _ReadProduct] = {}
-        for product in affine_calls(function, args, kwargs):
-            call = self._product(product, examples)
-            if call is not None:
-                product_of |= {call.weight: call, call.bias: call}
-        for key in keys:
-            call = product_of.get(key)
-            answering = [key in frame.answers for frame in self._stack]
-            frames = self._stack[: answering.index(True)] if any(answering) else [*self._stack]
-            answered = any(answering)
-            if call is not None and call.function in (LINEAR, BIAS) and key in self._of_attention:
-                answered = True
-            self.reads.setdefault(key, []).append(_Read(frames, answered, call))
-        return out
+        for call in affine_calls(function, args, kwargs):
+            product = self._product(call, examples)
+            if product is None:
+                continue
+            for key, read in self._now.items():
+                if key in (product.weight, product.bias):
+                    read.product = product
+                    in_attention = product.function in (LINEAR, BIAS) and key in self._of_attention
+                    read.answered |= in_attention
+        for key, read in self._now.items():
+            self.reads.setdefault(key, []).append(read)
+        if not reads and sources is not None:
+            self._tables.add(out, sources)
+        else:
+            self._note_tables(inputs, reads)
+        # What is expanded is a view of the parameter no more.
+        return out.clone() if reads and out._is_view() else out
+
+    def _read(self, key: str) -> _Read:
+        """The read of a parameter in the modules that run."""
+        answering = [key in frame.answers for frame in self._stack]
+        if any(answering):
+            return _Read(key, self._stack[: answering.index(True)], True)
+        return _Read(key, [*self._stack], False)
+
+    def _note_tables(
+        self, inputs: Sequence[Tensor], reads: Sequence[tuple[TableRead, Place]]
+    ) -> None:
+        """Note that tables are broadcast in a call, or meet examples in another way."""
+        seen: set[_Read] = set()
+        for table_read, place in reads:
+            for read in self._tables.of(table_read.table) or ():
+                read.broadcasts.append(place)
+                seen.add(read)
+        for t in inputs:
+            for read in self._tables.of(t) or ():
+                read.is_mixed |= read not in seen
 
     def _product(self, product: AffineCall, examples: int | None) -> _ReadProduct | None:
         """What a call multiplies with or adds, if there is a rule for it and it has rows of
@@ -382,7 +501,9 @@ class DryPass:
         if bias is not None and bias.rows != rows:
             return None
         try:
-            function.module(w, b)[1].at(weight.rows, len(w))
+            rule = function.module(w, b)[1]
+            assert isinstance(rule, AffineRule)
+            rule.at(weight.rows, len(w))
         except (ValueError, NotImplementedError):
             return None
         return _ReadProduct(function, weight.key, None if bias is None else bias.key)
@@ -398,7 +519,7 @@ class DryPass:
 
 
 # ------------------------------------------------------------------------------------- seeing calls
-Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"], Any]
+Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", "int | None"], Any]
 
 
 @cache
@@ -423,9 +544,9 @@ class FunctionCalls(TorchFunctionMode):
     Costs a few microseconds per call.
 
     Args:
-        receive: Called with function, arguments, keywords, result and, inside attention, where
-            examples are on axis 1, the number of examples; returns the result that the model goes
-            on with.
+        receive: Called with function, arguments, keywords and, inside attention, where examples are
+            on axis 1, the number of examples; calls the function, and returns the result that the
+            model goes on with.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -439,7 +560,7 @@ class FunctionCalls(TorchFunctionMode):
         # Activation checkpointing runs the model again inside of `grad`, and must see the same
         # graph.
         if func not in (F.multi_head_attention_forward, torch.autograd.grad):
-            return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
+            return self.receive(func, args, kwargs, self.examples)
         if func is F.multi_head_attention_forward:
             query = args[0] if args else kwargs["query"]
             if query.ndim != 3:
@@ -532,7 +653,12 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
     for function, keys in reads.products:
         options = _lists(function.options)
         products.append({"keys": dict(keys), "function": asdict(function) | {"options": options}})
-    return {"products": products, "enclosing": dict(reads.enclosing)}
+    return {
+        "products": products,
+        "enclosing": dict(reads.enclosing),
+        "broadcast": {key: _lists(places) for key, places in reads.broadcast.items()},
+        "instead": [*reads.instead],
+    }
 
 
 def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -540,7 +666,7 @@ def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
     larger modules.
     """
     depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
-    return len(depths), -sum(depths), len(described["products"])
+    return len(depths), -sum(depths), len(described["products"]) + len(described["broadcast"])
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -557,12 +683,16 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
         function = Function(**described["function"] | {"options": options})
         products.append(ParameterProduct(function, dict(described["keys"])))
     keys = {key for product in products for key in product.keys.values()}
-    missing = (keys | data["enclosing"].keys()) - risk.params.keys()
+    missing = (keys | data["enclosing"].keys() | data["broadcast"].keys()) - risk.params.keys()
     if missing:
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
         )
-    return FoundReads(tuple(products), dict(data["enclosing"]))
+    broadcast = {key: _tuples(places) for key, places in data["broadcast"].items()}
+    instead = [*data["instead"]]
+    return FoundReads(
+        tuple(products), dict(data["enclosing"]), broadcast=broadcast, instead=instead
+    )
 
 
 def _lists(value: Any) -> Any:

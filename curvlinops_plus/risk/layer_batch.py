@@ -569,7 +569,8 @@ class LayerBatch:
         except RerunError as error:
             raise OutsideReads(f"{name}: {error}", call.use.keys.values()) from error
         except NoExampleGradients as error:
-            raise NoExampleGradients(f"{name}: {error.fact}", error.advice) from error
+            keys = call.use.keys.values()
+            raise NoExampleGradients(f"{name}: {error.fact}", error.advice, keys) from error
         # UnsupportedError is both.
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{name}: {error}") from error

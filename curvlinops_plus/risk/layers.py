@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer.broadcast import BroadcastRule
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule import GENERIC, EnclosedRule, flat_pattern
@@ -184,11 +185,17 @@ class FoundReads:
             their gradients when it runs again.
         failed: Keys of parameters, each with the names of modules that were run again before, and
             did not.
+        broadcast: Keys of parameters that functions broadcast over examples, each with where they
+            do.
+        instead: Keys of those of them where this is taken instead of the calls of a module with a
+            rule of its own.
     """
 
     products: Sequence[ParameterProduct] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    broadcast: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    instead: Sequence[str] = ()
 
 
 def _with_reads(
@@ -206,16 +213,25 @@ def _with_reads(
     merged = []
     pending = [*reads.products]
     by_products = {key for product in pending for key in product.keys.values()}
+    tables = dict(reads.broadcast)
     for use in uses:
-        read_elsewhere = {*reads.enclosing}
+        read_elsewhere = {*reads.enclosing, *reads.instead}
         if use.without_rule:
-            read_elsewhere |= by_products
+            read_elsewhere |= by_products | reads.broadcast.keys()
         keys = {local: key for local, key in use.keys.items() if key not in read_elsewhere}
         if use.without_rule and use.name in enclosing:
             # It runs again anyway.
             enclosing[use.name] = keys | enclosing[use.name]
         elif keys:
             merged.append(replace(use, keys=keys))
+        of_tables = {local: key for local, key in use.keys.items() if key in tables}
+        if of_tables:
+            places = dict.fromkeys(p for key in of_tables.values() for p in tables.pop(key))
+            name = next(iter(of_tables.values())).removesuffix(".weight") if keys else use.name
+            function = Function("broadcast", tuple(places))
+            merged.append(
+                ModuleUse(name, use.module, BroadcastRule(), of_tables, use.owner, function)
+            )
         held = {*use.keys.values()}
         for product in [*pending]:
             if not held.isdisjoint(product.keys.values()):

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.broadcast import mask_to_expand, with_mask
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
@@ -46,6 +47,7 @@ from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.tables import BroadcastUses, TableCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
@@ -183,7 +185,6 @@ class Recorder:
         self._handles: list[Any] = []
         self._recording = False
         self._thread = this_thread()
-        self._reset(0)
 
         self._uses: list[tuple[int, ModuleUse]] = []
         for index, layer in enumerate(layers):
@@ -198,18 +199,26 @@ class Recorder:
         self._params = params
         # Functions that read parameters, by what they are and the keys of weight and bias.
         self._functions: dict[Any, tuple[int, ModuleUse]] = {}
+        broadcast: list[tuple[int, ModuleUse]] = []
+        self._function_keys: set[str] = set()
         for index, use in self._uses:
-            if use.function is not None:
+            if use.function is None:
+                continue
+            self._function_keys |= {*use.keys.values()}
+            if use.function.name == "broadcast":
+                broadcast.append((index, use))
+            else:
                 read = (use.function, use.keys.get("weight"), use.keys.get("bias"))
                 self._functions[read] = (index, use)
-        self._function_keys: set[str] = set()
-        for _, use in self._functions.values():
-            self._function_keys |= {*use.keys.values()}
         self._views = ParameterViews({key: params[key] for key in self._function_keys})
-        self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
+        self._mode = FunctionCalls(self._function_call) if self._function_keys else nullcontext()
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
+        self._broadcast = BroadcastUses(
+            risk.model, broadcast, params, self._views.key, self._inside, self.backward
+        )
+        self._reset(0)
         self._hooks = [
             self._hooks_of(LayerRead(index, use, use.rule))
             for index, use in self._uses
@@ -343,7 +352,8 @@ class Recorder:
         self.disabled.depth = 0  # an interrupt may have left it
         self._recording = True
         self._thread = this_thread()
-        if self._functions:
+        self._broadcast.begin()
+        if self._function_keys:
             self._mode_of_call.enter_context(self._mode)
 
     def stop(self) -> None:
@@ -354,7 +364,7 @@ class Recorder:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Context of a backward pass, in which checkpointing may call functions once more."""
-        return entered(self._mode) if self._functions else self._mode
+        return entered(self._mode) if self._function_keys else self._mode
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph
@@ -367,6 +377,7 @@ class Recorder:
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self._broadcast.forget()
 
     # ---------------------------------------------------------------------------------------- hooks
     def _listens(self) -> bool:
@@ -413,15 +424,14 @@ class Recorder:
         self,
         function: Any,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
+        kwargs: Mapping[str, Any],
         num_examples: int | None,
     ) -> Any:
-        """A torch function: record products with weights for the layers whose parameters they
-        read.
+        """A torch function: record products with weights, and tables that are broadcast, for the
+        layers whose parameters they read.
         """
         if self.disabled.depth or self.doubt is not None:
-            return output
+            return function(*args, **kwargs)
         for product in affine_calls(function, args, kwargs):
             reads = self._reads_of(product)
             if not reads:
@@ -432,13 +442,44 @@ class Recorder:
             if num_examples is not None:
                 axis = 1
                 fold = None if product.input.ndim == 3 else num_examples
-            try:
-                replaced = self._record(reads, ((product.input,), {}), output, axis, fold)
-            except Exception as error:
-                self._failed(reads[0].use, error)
-                return output
-            return output if replaced is None else replaced
-        return output
+            # What is added may be a table.
+            call = self._called(function, args, kwargs, axis)
+            reads += [LayerRead(*read) for read in call.reads]
+            return self._recorded(reads, (product.input,), call.output, axis, fold)
+        masked = mask_to_expand(function, args, kwargs)
+        if masked is not None and self._broadcast.tables.of(masked[0]):
+            mask, sizes = masked
+            expanded = self._function_call(Tensor.expand, (mask, *sizes), {}, num_examples)
+            args, kwargs = with_mask(args, kwargs, expanded)
+        call = self._called(function, args, kwargs)
+        if not call.reads:
+            return call.output
+        reads = [LayerRead(*read) for read in call.reads]
+        return self._recorded(reads, tuple(call.inputs), call.output, call.axis)
+
+    def _called(
+        self, function: Any, args: Any, kwargs: Mapping[str, Any], axis: int | None = None
+    ) -> TableCall:
+        """What a function returned, and the tables that it broadcasts, along an axis if one is
+        given.
+        """
+        if not self._broadcast.keys:
+            return TableCall(function(*args, **kwargs))
+        call = self._broadcast.call(function, args, kwargs, self.num_examples, axis)
+        if call.outside is not None:
+            self._failed(call.outside.use, call.outside.error)
+        return call
+
+    def _recorded(
+        self, reads: Sequence[LayerRead], inputs: tuple[Tensor, ...], output: Any, *axes: Any
+    ) -> Any:
+        """Record a function call; what the model goes on with."""
+        try:
+            replaced = self._record(reads, (inputs, {}), output, *axes)
+        except Exception as error:
+            self._failed(reads[0].use, error)
+            return output
+        return output if replaced is None else replaced
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
         if not self.own_pass:
@@ -534,7 +575,9 @@ class Recorder:
         outputs = []
         rows = 0  # the examples, or a multiple of them
         for k, on in zip(places, axes, strict=True):
-            t = _with_edge(leaves[k], is_affine, several) if self.backward else leaves[k]
+            t = leaves[k]
+            if self.backward:
+                t = _with_edge(t, is_affine or use.function is not None, several)
             size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples, as of position embeddings.
             if size == 1 < self.num_examples and fold is None:
@@ -610,7 +653,8 @@ class Recorder:
         args, kwargs = tree_unflatten(leaves, structure)
         call = RecordedCall(use, rule, args, kwargs, in_axes, index, expanded, outputs)
         call.note_versions(tensors)
-        self.kinds.add((use.name, expanded, tuple(in_axes)))
+        kind = (*in_axes, outputs[0].axis, len(outputs[0].shape))
+        self.kinds.add((use.name, expanded, kind))
         return call
 
     def _examples_first(
@@ -826,7 +870,8 @@ def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:
     """An output with a gradient edge of its own, which in-place operations behind it keep.
 
     Args:
-        affine: Whether a layer with an affine rule returned it: it does not save it for backward.
+        affine: Whether a layer with an affine rule returned it, or a function that is known: they
+            don't save it for backward.
         several: Whether it is one of several outputs. One may be computed from another inside the
             module, and what arrives at it must have come from outside.
     """

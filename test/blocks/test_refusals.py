@@ -377,7 +377,7 @@ WARNED: list[tuple[Callable[[], EmpiricalRisk], str]] = [
     (lambda: risk(bag_of_maxima(), [(TOKENS, Y)]), "max"),
     (lambda: risk(nn.utils.parametrizations.weight_norm(linear())),
      r"'the model' \(ParametrizedLinear.*weight"),
-    (lambda: risk(broadcast()), r"'the model' \(Written: \['code.weight', 'code.bias'\]"),
+    (lambda: risk(broadcast()), r"'code' \(Linear: \['code.weight', 'code.bias'\] are a"),
 ]  # fmt: skip
 
 

@@ -269,3 +269,92 @@ def test_other_things_stay() -> None:
     assert not hasattr(model, "last")
     assert model.scales[0] is scale
     assert model.names["a"] is offset
+
+
+# --------------------------------------------------------------------- caches for generating text
+class Mixer(nn.Module):
+    """A recurrence over what was before, which it finds in a cache and leaves there."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.decay, self.config = nn.Parameter(torch.zeros(4)), config
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None) -> Tensor:
+        before = cache[-1] if cache else torch.zeros_like(x)
+        out = torch.hypot(x, self.decay) * (1 + before)
+        if cache is not None:
+            cache.append(out)
+        return out
+
+
+class Decoder(nn.Module):
+    """Its configuration says whether it makes a cache; its part has a configuration of its own."""
+
+    def __init__(self, fails: bool = False, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+        self.first, self.fails = nn.Linear(4, 4), fails
+        self.mixer = Mixer(SimpleNamespace(**config))
+        self.last = nn.Linear(4, 3)
+        self.double()
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(normal(*p.shape, seed=k) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        makes = getattr(self.config, "use_cache", False)
+        if self.fails and not torch.is_inference_mode_enabled():
+            raise ArithmeticError("on purpose")
+        cache: list[Tensor] | None = [] if makes and self.mixer.config.use_cache else None
+        h = torch.tanh(self.first(x))
+        return self.last(self.mixer(h, cache))
+
+
+def test_models_make_no_caches_meanwhile() -> None:
+    model = Decoder(use_cache=True)
+    params = [*model.parameters()]
+    rows = []
+    for X, y in DATA:
+        for n in range(len(X)):
+            out = model(X[n : n + 1])
+            rows.append(flat(torch.autograd.grad(LOSS(out, y[n : n + 1]), params)))
+    squares = torch.stack(rows).square().mean(0)
+    risk = EmpiricalRisk(model, LOSS, DATA)
+    K = curvature(risk, DiagonalBlock, vectors=Empirical())
+    close(K.diagonal(), squares)
+    assert risk.reads is not None
+    assert not risk.reads.enclosing, "the module by itself tells its gradients"
+    assert model.config.use_cache
+    assert model.mixer.config.use_cache
+
+
+@pytest.mark.parametrize("value", [False, None, "no", 1])
+def test_other_configurations_stay(value: Any) -> None:
+    model = Decoder(use_cache=value, other=[value])
+    GGN(EmpiricalRisk(model, LOSS, DATA)).to_dense()
+    assert vars(model.config) == {"use_cache": value, "other": [value]}
+    assert vars(model.mixer.config) == {"use_cache": value, "other": [value]}
+
+
+def test_configurations_are_put_back_after_errors() -> None:
+    model = Decoder(fails=True, use_cache=True)
+    with pytest.raises(ArithmeticError):
+        EmpiricalRisk(model, LOSS, DATA).loss()
+    assert model.config.use_cache
+    assert model.mixer.config.use_cache
+
+
+def test_a_training_loop_keeps_its_cache() -> None:
+    """In the user's pass the model makes one; nothing of it is read when a module runs again."""
+    model = Decoder(use_cache=True)
+    estimator = CurvatureEstimator(
+        EmpiricalRisk(model, LOSS, ()), DiagonalBlock, vectors=Empirical()
+    )
+    for X, y in DATA:
+        estimator.reset()
+        with estimator.listen((X, y)):
+            model(X)
+        assert model.config.use_cache
+    twin = Decoder(use_cache=False)
+    other = curvature(EmpiricalRisk(twin, LOSS, DATA[1:]), DiagonalBlock, vectors=Empirical())
+    close(estimator.operator.diagonal(), other.diagonal())

@@ -423,7 +423,7 @@ def test_layers_of_other_libraries_are_named_with_their_module() -> None:
             self.gain = nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.gain
+            return torch.hypot(x, self.gain)
 
     data = [(torch.randn(4, 3), torch.randn(4, 2))]
     risk = EmpiricalRisk(nn.Sequential(LayerNorm(), nn.Linear(3, 2)), nn.MSELoss(), data)

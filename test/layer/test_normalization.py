@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, rule_of, why_generic
+from curvlinops_plus.layer import LayerRule, PReLURule, rule_of, why_generic
 from curvlinops_plus.layer.normalization import (
     BatchNormRule,
     GroupNormRule,
@@ -238,30 +237,3 @@ def test_masked_positions() -> None:
     assert rule.masked(g, mask).equal(g * mask[:, None, :])
     assert rule.masked(g.mT, mask).equal(g.mT * mask[:, :, None])
     assert rule.masked(g, None) is g
-
-
-# ------------------------------------------------------------------------------------- Hugging Face
-NAMED = [name for name in RULES if isinstance(name, str) and "Norm" in name]
-
-
-@pytest.mark.parametrize("name", NAMED, ids=lambda n: n.rpartition(".")[2])
-def test_norms_of_hugging_face(name: str, loop: Any, same: Any) -> None:
-    pytest.importorskip("transformers")
-    path, _, kind = name.rpartition(".")
-    module = awake(getattr(import_module(path), kind)(4, eps=0.1))
-    rule, x, g = rule_of(module), torch.randn(B, 5, 4), torch.randn(V, B, 5, 4)
-    assert isinstance(rule, ScaleShiftRule)
-    same(
-        rule.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g), 1e-6
-    )  # they compute in float32
-    same(
-        rule.per_example_grads(module, (x,), {}, g),
-        LayerRule().per_example_grads(module, (x,), {}, g),
-        1e-6,
-    )
-    module, x, g = module.bfloat16(), x.bfloat16(), g.bfloat16()
-    same(
-        rule.per_example_grads(module, (x,), {}, g),
-        LayerRule().per_example_grads(module, (x,), {}, g),
-        1e-5,
-    )

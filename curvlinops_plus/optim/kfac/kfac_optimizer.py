@@ -194,6 +194,7 @@ class KFACPreconditioner(TiedOptimizer):
             leave_out_uncalled=True,
         )
         self.curvature.draws_by_batch = True
+        self.curvature.withdraws = True
         self._strict = strict
         self._inverse = inverse
         self._power = power

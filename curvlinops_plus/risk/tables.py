@@ -1,0 +1,303 @@
+"""Which tensors of a forward pass are the same for all examples, and of which parameters they are
+made.
+
+Parameters, buffers and what functions like `torch.arange` return are; and what functions compute
+from these alone. All else may depend on examples: what the model is given, and what is computed
+from it. Where a function broadcasts a table over examples, gradients of each example are those of
+the table; see `layer/broadcast.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from curvlinops_plus.layer.broadcast import BroadcastRule, TableOfPass, TableRead, table_reads
+from curvlinops_plus.risk.calls import OutsideReads, title
+
+if TYPE_CHECKING:
+    from curvlinops_plus.risk.layers import ModuleUse
+
+
+#: Name of a function that broadcasts, number of axes of what it returns, and the axis of the
+#: examples.
+Place = tuple[str, tuple[int, int]]
+
+
+class _Table(NamedTuple):
+    """A tensor, which is kept alive; its version, by which writes to it are noticed; and what it is
+    made of.
+    """
+
+    tensor: Tensor
+    version: int
+    sources: tuple[Any, ...]
+
+
+class Tables:
+    """The tables of one pass.
+
+    Args:
+        sources_of: What the table is made of that a tensor is by itself, as a parameter; None of
+            all other tensors.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> tables = Tables(lambda t: ("w",) if t is w else None)
+        >>> tables.add(2 * w, ("w",))
+        >>> tables.of(w), tables.of(torch.ones(3))
+        (('w',), None)
+    """
+
+    def __init__(self, sources_of: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
+        self._sources_of = sources_of
+        self._tables: dict[int, _Table] = {}
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """A pass begins, with the parameters and buffers that the modules have now."""
+        self._tables.clear()
+        for module in modules:
+            for held in (module._parameters, module._buffers):
+                if held:
+                    for t in held.values():
+                        self._add(t, ())
+
+    def of(self, t: Tensor) -> tuple[Any, ...] | None:
+        """What a table is made of, nothing for constants; None of a tensor that may depend on
+        examples.
+        """
+        sources = self._sources_of(t)
+        if sources is not None:
+            return sources
+        table = self._tables.get(id(t))
+        return None if table is None or table.version != t._version else table.sources
+
+    def of_all(self, tensors: Iterable[Tensor]) -> tuple[Any, ...] | None:
+        """What a tensor is made of that is computed from these; None if some are no tables."""
+        union: dict[Any, None] = {}
+        for t in tensors:
+            sources = self.of(t)
+            if sources is None:
+                return None
+            union |= dict.fromkeys(sources)
+        return tuple(union)
+
+    def add(self, output: Any, sources: tuple[Any, ...]) -> None:
+        """Something was computed from tables."""
+        for t in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            self._add(t, sources)
+
+    def _add(self, t: Any, sources: tuple[Any, ...]) -> None:
+        if isinstance(t, Tensor) and not t.is_inference():
+            self._tables[id(t)] = _Table(t, t._version, sources)
+
+    def reads(
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
+        num_examples: int,
+        known: Mapping[Any, Collection[Place]] | None = None,
+    ) -> list[tuple[TableRead, Place]]:
+        """The tables with parameters in them that a call broadcasts over examples.
+
+        Args:
+            known: What a table is made of to where it is broadcast. Any axis may have as many
+                entries as there are examples.
+        """
+        name = getattr(function, "__name__", "")
+        for reads in table_reads(function, args, kwargs, output):
+            with_places = []
+            for read in reads:
+                sources = self.of(read.table)
+                axes = read.example_axes(num_examples) if sources else []
+                places = [(name, (len(read.shape), axis)) for axis in axes]
+                if known is not None and sources:
+                    places = [place for place in places if place in known[sources[0]]]
+                if places:
+                    with_places.append((read, places[0]))
+            if with_places:
+                return with_places
+        return []
+
+
+@dataclass(eq=False)
+class TableCall:
+    """A function call in a recorded pass, and the layers whose tables it broadcasts.
+
+    Attributes:
+        output: What it returned.
+        reads: Index of each layer, its use, and the rule of this call.
+        inputs: What the rules need.
+        axis: The axis of the examples.
+        outside: What to raise, and the use, if a table meets examples in another way.
+    """
+
+    output: Any
+    reads: Sequence[tuple[int, ModuleUse, BroadcastRule]] = ()
+    inputs: Sequence[Tensor] = ()
+    axis: int = 0
+    outside: _Outside | None = None
+
+
+class _Outside(NamedTuple):
+    use: ModuleUse
+    error: OutsideReads
+
+
+class BroadcastUses:
+    """Layers whose parameters functions broadcast over examples, and the tables of a recorded pass.
+
+    Args:
+        model: What runs.
+        uses: Indices of layers, and uses.
+        params: Key to the tensor that the model reads.
+        key_of: Key of the parameter that a tensor shows numbers of.
+        inside: For each module that runs, keys of the parameters that it answers for.
+        backward: Whether gradients are recorded.
+
+    Attributes:
+        keys: Of the parameters.
+        tables: Those of the pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        uses: Sequence[tuple[int, ModuleUse]],
+        params: Mapping[str, Tensor],
+        key_of: Callable[[Tensor], str | None],
+        inside: Sequence[set[str]],
+        backward: bool,
+    ) -> None:
+        self._model = model
+        #: Key to the layer, the use, and the parameter's name in its module.
+        self._uses: dict[str, tuple[int, ModuleUse, str]] = {}
+        self._params = params
+        self._key_of = key_of
+        self._inside = inside
+        self._backward = backward
+        #: Key to where functions broadcast the parameter.
+        self._places: dict[str, Collection[Place]] = {}
+        for index, use in uses:
+            assert use.function is not None
+            for name, key in use.keys.items():
+                self._uses[key] = (index, use, name)
+                self._places[key] = use.function.options
+        self.keys = self._uses.keys()
+        self.tables = Tables(self._sources_of)
+        #: What stands for frozen parameters, so that gradients come back to them.
+        self._leaves: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """A pass begins."""
+        if self.keys:
+            self.tables.begin(self._model.modules())
+
+    def forget(self) -> None:
+        """Forget the pass."""
+        self.tables.begin(())
+        self._leaves = {}
+
+    def call(
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_examples: int,
+        axis: int | None = None,
+    ) -> TableCall:
+        """Call a function.
+
+        Args:
+            axis: Where the examples are, if it is known.
+        """
+        tables = self.tables
+        inputs = [*tensors_in(args, kwargs)]
+        sources = tables.of_all(inputs)
+        keys = dict.fromkeys(key for t in inputs for key in tables.of(t) or ())
+        if not keys:
+            output = function(*args, **kwargs)
+            if sources is not None:
+                tables.add(output, ())
+            return TableCall(output)
+        if self._backward and any(not t.requires_grad for t in inputs if self._key_of(t)):
+            args, kwargs = tree_map(self._free, (tuple(args), dict(kwargs)))
+        output = function(*args, **kwargs)
+        reads = tables.reads(function, args, kwargs, output, num_examples, self._places)
+        if reads and axis in (None, reads[0][1][1][1]):
+            return self._read(output, reads, num_examples)
+        leads_back = not self._backward or any(
+            isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)
+        )
+        if sources is not None and not reads:
+            tables.add(output, sources if leads_back else ())
+        elif leads_back and self._backward:
+            return TableCall(output, outside=self._outside(function, [*keys]))
+        return TableCall(output)
+
+    def _sources_of(self, t: Tensor) -> tuple[str, ...] | None:
+        """The parameter that a tensor shows numbers of, if functions broadcast it; nothing while a
+        module runs that answers for it.
+        """
+        key = self._key_of(t)
+        # Views that were made under `no_grad` lead nowhere.
+        if key is None or (t.is_leaf and t.requires_grad and t is not self._params[key]):
+            return None
+        is_answered = any(key in keys for keys in self._inside)
+        return () if is_answered or key not in self.keys else (key,)
+
+    def _free(self, value: Any) -> Any:
+        """A frozen parameter with a gradient; anything else as it is."""
+        key = self._key_of(value) if isinstance(value, Tensor) else None
+        if key is None or key not in self.keys or value.requires_grad:
+            return value
+        if key not in self._leaves:
+            self._leaves[key] = value.detach().requires_grad_()
+            self.tables.add(self._leaves[key], (key,))
+        return self._leaves[key]
+
+    def _read(
+        self, output: Any, reads: Sequence[tuple[TableRead, Place]], num_examples: int
+    ) -> TableCall:
+        """The layers that a call reads, each with its tables."""
+        _, (_, axis) = reads[0][1]
+        positions = output.shape[axis] // num_examples
+        layers: list[tuple[int, ModuleUse, BroadcastRule]] = []
+        for read, _ in reads:
+            for key in self.tables.of(read.table) or ():
+                index, use, name = self._uses[key]
+                source = self._leaves.get(key, self._params[key])
+                table = TableOfPass(read, axis, positions, source)
+                # Scale and shift of a norm belong to one layer.
+                rules = [rule for _, other, rule in layers if other is use]
+                if rules and name not in rules[-1].tables:
+                    rules[-1].tables[name] = table
+                else:
+                    layers.append((index, use, BroadcastRule({name: table})))
+        return TableCall(output, layers, reads[0][0].inputs, axis)
+
+    def _outside(self, function: Any, keys: Sequence[str]) -> _Outside:
+        use = self._uses[keys[0]][1]
+        name = getattr(function, "__name__", function)
+        message = (
+            f"{title(use.name)}: {keys} are broadcast over examples elsewhere, and here {name!r} "
+            "reads them, or what is made of them, in another way. Leave them out of `params`, or "
+            "restructure that part of the model."
+        )
+        return _Outside(use, OutsideReads(message, keys))
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a function, which may be in lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value, {})
