@@ -12,6 +12,7 @@ import math
 import sys
 import time
 import warnings
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class Poisson(nn.Module):
         super().__init__()
         self.d = d
         sizes = [d] + [width] * depth
-        self.hidden = nn.ModuleList([Affine(i, o) for i, o in zip(sizes, sizes[1:])])
+        self.hidden = nn.ModuleList([Affine(i, o) for i, o in pairwise(sizes)])
         self.last = Affine(width, 1)
 
     def derivatives(self, x):
@@ -176,4 +177,5 @@ for problem, (make_problem, names) in PROBLEMS.items():
         model = make_model()
         steps = train(model, X, y, name)
         loss = float(nn.functional.mse_loss(model(X), y).detach())
-        print(f"{problem:8s} {name:22s} {steps:6d} steps  loss {loss:.1e}  error {error(model):.1e}")
+        figures = f"{steps:6d} steps  loss {loss:.1e}  error {error(model):.1e}"
+        print(f"{problem:8s} {name:22s} {figures}", flush=True)
