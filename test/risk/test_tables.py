@@ -343,3 +343,27 @@ def test_norms_of_hugging_face(kind: str) -> None:
     assert "BroadcastRule" in str(D)
     assert risk.reads is not None
     assert not risk.reads.enclosing
+
+
+class Mixed(nn.Module):
+    """A parameter that a function does not broadcast, and a table that the module is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+        self.register_buffer("rows", normal(6, 4, seed=8))
+        self.inner = Part(lambda s, xs: torch.atan2(xs[0], s.w) * xs[1].mean(0), w=(4,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner((torch.hypot(x, self.w), self.rows))
+
+
+@pytest.mark.parametrize("N", [4, 5, 6])
+def test_tables_that_modules_are_given_are_no_examples(N: int) -> None:
+    """With as many rows as there are examples, three of them show what it is."""
+    torch.manual_seed(0)
+    model = Network(Mixed()).double()
+    data = [(normal(N, 4, 4, seed=N), normal(N, 2, seed=9))]
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    J = rows_of(model(data[0][0]), [*model.parameters()])
+    close(curvature(risk, DiagonalBlock).diagonal(), 2 * J.square().sum(0) / len(J))
