@@ -167,6 +167,7 @@ class Compiled:
             products += [self._of_batch(inputs, batch, row, uncounted) for row in others]
             return torch.cat(products)
         numbers = _numbers(reading.draws, self._kinds[kind], batch.num_examples)
+        rows = rows.flatten().view(rows.shape)  # strides of one row are any numbers
         if several:
             torch._dynamo.mark_dynamic(rows, 0)
         # The first kind has a function without sizes that vary; in that of all others they may.
