@@ -27,7 +27,7 @@ from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.passes import Passes
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.trace import Asked, GivenDraws, Names, NotedDraws, Trace
+from curvlinops_plus.exact.traced_batch import Asked, GivenDraws, Names, NotedDraws, Trace
 from curvlinops_plus.layer.kept import Snapshot
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
@@ -44,8 +44,8 @@ _TRIALS = 3
 _is_timed = True
 # Largest difference from the eager product that is rounding, by bytes of the coarsest numbers: of
 # the part of each parameter, relative to that and a thousandth of the whole.
-_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-7}
-_COLUMNS = {False: "one vector", True: "several vectors at once"}
+_SAME = {2: 5e-2, 4: 1e-4, 8: 1e-7}
+_WORDS = {False: "one vector", True: "several vectors at once"}
 _functions_made = count()
 _C: Any = torch._C
 
@@ -54,7 +54,7 @@ class NotCompiled(Exception):
     """Why a product is computed eagerly."""
 
 
-class Product(NamedTuple):
+class ProductForms(NamedTuple):
     """A product of an operator, in all forms."""
 
     eager: AddUp
@@ -83,7 +83,9 @@ class Compiled:
     and a few products of both kinds, whose times are compared.
     """
 
-    def __init__(self, operator: str, passes: Passes, product: Product, compares_few: bool) -> None:
+    def __init__(
+        self, operator: str, passes: Passes, product: ProductForms, compares_few: bool
+    ) -> None:
         self.operator = operator
         self.passes = passes
         self.product = product
@@ -135,7 +137,7 @@ class Compiled:
         # Not before: an error of the eager product is about something else.
         self.reasons[several] = reason
         warn(
-            f"{self.operator}(compile=True) multiplies {_COLUMNS[several]} eagerly. {reason}",
+            f"{self.operator}(compile=True) multiplies {_WORDS[several]} eagerly. {reason}",
             CurvatureWarning,
             stacklevel=level_of_user(),
         )
@@ -166,7 +168,7 @@ class Compiled:
             products = [self._of_batch(inputs, batch, first, reading)]
             products += [self._of_batch(inputs, batch, row, uncounted) for row in others]
             return torch.cat(products)
-        numbers = _numbers(reading.draws, self._kinds[kind], batch.num_examples)
+        numbers = _drawn(reading.draws, self._kinds[kind], batch.num_examples)
         rows = rows.flatten().view(rows.shape)  # strides of one row are any numbers
         if several:
             torch._dynamo.mark_dynamic(rows, 0)
@@ -275,7 +277,7 @@ class Compiled:
         if expected.shape[1] != risk.space.dim:
             sizes = [expected.shape[1]]
         itemsize = self.passes.itemsize or 8
-        rounding = with_short_products(_ROUNDING[itemsize], itemsize, risk.device)
+        rounding = with_short_products(_SAME[itemsize], itemsize, risk.device)
         whole = expected.norm()
         for product, part in zip(products.split(sizes, 1), expected.split(sizes, 1), strict=True):
             difference = (product - part).norm()
@@ -303,7 +305,7 @@ class _Inputs:
         self.parameters = [p.detach() for p in passes.params]
 
 
-def _numbers(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
+def _drawn(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
     """The random numbers that N examples ask for, by loss."""
     draws = draws.again()
     # All before the first of them draws: it is the others' original.
