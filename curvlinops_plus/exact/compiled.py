@@ -22,6 +22,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.exact.differentiable import differentiable
@@ -176,6 +177,7 @@ class Compiled:
         number = min(1, [k for k in self._kinds if k[0] == kind[0]].index(kind))
         functions = self._functions.setdefault(kind[0], [])
         hooks = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        level = forward_ad._current_level
         # Some operations can't have numbers of columns that vary, which is no error here.
         log = logging.getLogger("torch._guards")
         was_disabled = log.disabled
@@ -192,8 +194,11 @@ class Compiled:
                 numbers,
             )
         except Exception as error:
-            if hooks is None:  # what it traced last may have left them disabled
+            # What the compiler traced last may have left modes behind.
+            if hooks is None:
                 _C._autograd._saved_tensors_hooks_enable()
+            while forward_ad._current_level > level:
+                forward_ad.exit_dual_level()
             raise NotCompiled(_message(error)) from error
         finally:
             log.disabled = was_disabled
