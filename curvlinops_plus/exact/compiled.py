@@ -22,12 +22,13 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.passes import Passes
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.trace import Asked, GivenDraws, Names, NotedDraws, Trace
+from curvlinops_plus.exact.traced_batch import Asked, GivenDraws, Names, NotedDraws, Trace
 from curvlinops_plus.layer.kept import Snapshot
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, Totals
@@ -44,8 +45,8 @@ _TRIALS = 3
 _is_timed = True
 # Largest difference from the eager product that is rounding, by bytes of the coarsest numbers: of
 # the part of each parameter, relative to that and a thousandth of the whole.
-_ROUNDING = {2: 5e-2, 4: 1e-4, 8: 1e-7}
-_COLUMNS = {False: "one vector", True: "several vectors at once"}
+_SAME = {2: 5e-2, 4: 1e-4, 8: 1e-7}
+_WORDS = {False: "one vector", True: "several vectors at once"}
 _functions_made = count()
 _C: Any = torch._C
 
@@ -54,7 +55,7 @@ class NotCompiled(Exception):
     """Why a product is computed eagerly."""
 
 
-class Product(NamedTuple):
+class ProductForms(NamedTuple):
     """A product of an operator, in all forms."""
 
     eager: AddUp
@@ -83,7 +84,9 @@ class Compiled:
     and a few products of both kinds, whose times are compared.
     """
 
-    def __init__(self, operator: str, passes: Passes, product: Product, compares_few: bool) -> None:
+    def __init__(
+        self, operator: str, passes: Passes, product: ProductForms, compares_few: bool
+    ) -> None:
         self.operator = operator
         self.passes = passes
         self.product = product
@@ -135,7 +138,7 @@ class Compiled:
         # Not before: an error of the eager product is about something else.
         self.reasons[several] = reason
         warn(
-            f"{self.operator}(compile=True) multiplies {_COLUMNS[several]} eagerly. {reason}",
+            f"{self.operator}(compile=True) multiplies {_WORDS[several]} eagerly. {reason}",
             CurvatureWarning,
             stacklevel=level_of_user(),
         )
@@ -166,13 +169,15 @@ class Compiled:
             products = [self._of_batch(inputs, batch, first, reading)]
             products += [self._of_batch(inputs, batch, row, uncounted) for row in others]
             return torch.cat(products)
-        numbers = _numbers(reading.draws, self._kinds[kind], batch.num_examples)
+        numbers = _drawn(reading.draws, self._kinds[kind], batch.num_examples)
+        rows = rows.flatten().view(rows.shape)  # strides of one row are any numbers
         if several:
             torch._dynamo.mark_dynamic(rows, 0)
         # The first kind has a function without sizes that vary; in that of all others they may.
         number = min(1, [k for k in self._kinds if k[0] == kind[0]].index(kind))
         functions = self._functions.setdefault(kind[0], [])
         hooks = _C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        level = forward_ad._current_level
         # Some operations can't have numbers of columns that vary, which is no error here.
         log = logging.getLogger("torch._guards")
         was_disabled = log.disabled
@@ -189,8 +194,11 @@ class Compiled:
                 numbers,
             )
         except Exception as error:
-            if hooks is None:  # what it traced last may have left them disabled
+            # What the compiler traced last may have left modes behind.
+            if hooks is None:
                 _C._autograd._saved_tensors_hooks_enable()
+            while forward_ad._current_level > level:
+                forward_ad.exit_dual_level()
             raise NotCompiled(_message(error)) from error
         finally:
             log.disabled = was_disabled
@@ -274,7 +282,7 @@ class Compiled:
         if expected.shape[1] != risk.space.dim:
             sizes = [expected.shape[1]]
         itemsize = self.passes.itemsize or 8
-        rounding = with_short_products(_ROUNDING[itemsize], itemsize, risk.device)
+        rounding = with_short_products(_SAME[itemsize], itemsize, risk.device)
         whole = expected.norm()
         for product, part in zip(products.split(sizes, 1), expected.split(sizes, 1), strict=True):
             difference = (product - part).norm()
@@ -302,7 +310,7 @@ class _Inputs:
         self.parameters = [p.detach() for p in passes.params]
 
 
-def _numbers(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
+def _drawn(draws: Draws, asked: Asked, N: int) -> dict[int, list[Tensor]]:
     """The random numbers that N examples ask for, by loss."""
     draws = draws.again()
     # All before the first of them draws: it is the others' original.

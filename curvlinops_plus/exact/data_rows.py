@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from curvlinops_plus.contexts import GradMode
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator, require_own_data
-from curvlinops_plus.exact.compiled import Compiled, NotCompiled, OfBatch, Product
+from curvlinops_plus.exact.compiled import Compiled, NotCompiled, OfBatch, ProductForms
 from curvlinops_plus.exact.differentiable import differentiable
 from curvlinops_plus.exact.ggn import LossRoots, check_vectors, read_terms
 from curvlinops_plus.exact.passes import Outputs, Passes, Read
 from curvlinops_plus.exact.reading import AddUp, Reading
-from curvlinops_plus.exact.trace import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.linalg.operator import linear_in
 from curvlinops_plus.random_state import RandomState
@@ -311,8 +311,8 @@ class Jacobian(DataRows):
         super().__init__(risk, self._read, 0, check_deterministic, chunk_size)
         if compile:
             name = type(self).__name__
-            rows = Product(self._rows, self._rows_of_batch, self._traced_rows, self._stacked)
-            columns = Product(
+            rows = ProductForms(self._rows, self._rows_of_batch, self._traced_rows, self._stacked)
+            columns = ProductForms(
                 self._columns, self._columns_of_batch, self._traced_columns, self._summed
             )
             self._compiled = Compiled(name, self._passes, rows, self._compares_few)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from curvlinops_plus.exact.adjoint import AdjointCheck
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.compiled import Compiled, Product
+from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Linear, Outputs, Pass, Passes, vjp
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.trace import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
@@ -111,7 +111,7 @@ class GGN(RiskOperator):
         if self.vectors.random:
             self._seed = self.vectors.seed or 0
         if compile:
-            product = Product(self._products, self._of_batch, self._traced, self._sum)
+            product = ProductForms(self._products, self._of_batch, self._traced, self._sum)
             self._compiled = Compiled(type(self).__name__, passes, product, self._compares_few)
         if check_deterministic:
             self._compare_losses()

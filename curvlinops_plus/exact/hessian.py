@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import RiskOperator
-from curvlinops_plus.exact.compiled import Compiled, Product
+from curvlinops_plus.exact.compiled import Compiled, ProductForms
 from curvlinops_plus.exact.differentiable import require_differentiable
 from curvlinops_plus.exact.passes import Outputs, Passes
 from curvlinops_plus.exact.reading import Reading
-from curvlinops_plus.exact.trace import Trace, each, joined, pullback
+from curvlinops_plus.exact.traced_batch import Trace, each, joined, pullback
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.options import instance, integer
 from curvlinops_plus.risk import EmpiricalRisk, Totals
@@ -81,7 +81,7 @@ class Hessian(RiskOperator):
                 raise ValueError(
                     "compile=True is for the whole Hessian: leave out block_sizes, or compile."
                 )
-            product = Product(self._products, self._of_batch, self._traced, self._sum)
+            product = ProductForms(self._products, self._of_batch, self._traced, self._sum)
             self._compiled = Compiled(
                 type(self).__name__, self._passes, product, self._compares_few
             )

@@ -196,7 +196,7 @@ class _OwnPasses(threading.local):
 own_passes = _OwnPasses()
 
 
-class _Switch:
+class _ProcessSwitch:
     """A switch of the process, which is off as long as anybody needs it, in any thread, and as
     before afterwards: the contexts need not be left in the opposite order.
 
@@ -252,9 +252,9 @@ def _force_eager(endings: ExitStack) -> None:
 
 
 #: Transformers run without fused inference, which has no derivatives and calls no hooks.
-unfused = _Switch(_unfuse)
+unfused = _ProcessSwitch(_unfuse)
 #: And compiled modules run eagerly: else no hooks fire.
-eager = _Switch(_force_eager)
+eager = _ProcessSwitch(_force_eager)
 
 
 @contextmanager

@@ -286,7 +286,7 @@ def test_inside_of_solvers() -> None:
 
 # ----------------------------------------------------------------------------------------- how often
 def test_each_size_once(graphs: Graphs) -> None:
-    """The first size and a ragged last batch have a graph each; sizes of all others vary in one."""
+    """Each size of batches is compiled once, and not again."""
     risk = risk_of(net(), 6, 6, 4)
     A = GGN(risk, compile=True)
     for _ in range(3):
@@ -295,10 +295,7 @@ def test_each_size_once(graphs: Graphs) -> None:
     risk.data[:] = batches(6, 4, 9, 8, 7)
     for _ in range(2):
         close(A @ vectors(A), GGN(risk) @ vectors(A))
-    assert graphs.count == 3
-    for K in (2, 5, 70):
-        A @ vectors(A, K)
-    assert graphs.count <= 6
+    assert graphs.count == 5
     assert A._compiled is not None
     assert A._compiled.reasons == {}
 
@@ -447,11 +444,12 @@ def test_what_stays_eager(name: str) -> None:
                 warnings.simplefilter("error", CurvatureWarning)
                 again = A @ vectors(A, K)
             twin = GGN(risk, check_deterministic=False) @ vectors(A, K)
-            assert torch.equal(product, twin)
-            assert torch.equal(again, twin)
+            close(product, twin, 1e-12)
+            close(again, twin, 1e-12)
     assert torch.equal(torch.get_rng_state(), state)
     # What the compiler leaves behind would break checkpoints of everybody.
     assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    assert torch.autograd.forward_ad._current_level == -1
 
 
 def test_other_modes() -> None:

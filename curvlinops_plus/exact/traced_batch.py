@@ -90,7 +90,7 @@ class Trace:
 
     def outputs(self, *parameters: Tensor) -> Tensors:
         """The outputs that are differentiated."""
-        tensors = _by_name(
+        tensors = _under_names(
             [*self.names.buffers, *self.names.parameters], [*self.buffers, *parameters]
         )
 
@@ -132,7 +132,7 @@ class Trace:
         return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in parts]
 
 
-def _by_name(names: Sequence[Sequence[str]], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def _under_names(names: Sequence[Sequence[str]], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: t for several, t in zip(names, tensors, strict=True) for name in several}
 
 
