@@ -12,7 +12,7 @@ self-check or the recording notices that something else than its layer reads a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import takewhile
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, Function, affine_calls
-from curvlinops_plus.layer.rule import GENERIC
+from curvlinops_plus.layer.rule import GENERIC, AffineRule
 from curvlinops_plus.risk.batches import Batch, known_length, take_examples
 from curvlinops_plus.risk.layers import (
     FoundReads,
@@ -40,6 +40,7 @@ from curvlinops_plus.risk.layers import (
 )
 from curvlinops_plus.risk.preserve import own_calls, preserve_state
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.routes import GatheredRows
 
 
 # ---------------------------------------------------------------------------------- finding readers
@@ -99,6 +100,7 @@ def look_for_functions(
             for keys in attempts:
                 risk.reads = find_functions(risk, batch, keys, previous)
                 explains = is_new and risk.reads.products
+                explains = explains or risk.reads.gathered != previous.gathered
                 if explains or risk.reads.enclosing != previous.enclosing:
                     return
     if error is not None:
@@ -139,7 +141,11 @@ def find_functions(
     calls = [read.product for reads in outside.values() for read in reads if read.product]
     # Parameters that are read by anything but products.
     taken = {key for key, reads in outside.items() if not all(read.product for read in reads)}
-    taken |= {*failed, *previous.enclosing}
+    taken |= {*previous.enclosing}
+    gathered = previous.gathered or dry.moves_rows or not dry.of_gathered.isdisjoint(failed)
+    # What has failed is recorded once more if passes begin to follow rows.
+    if gathered == previous.gathered:
+        taken |= {*failed}
     # Without its weight, the bias of a convolution is on another axis than a vector that is added.
     for call in calls:
         if call.weight in taken and call.bias and call.function.name not in ("linear", "bias"):
@@ -161,7 +167,7 @@ def find_functions(
     for key, name in previous.enclosing.items():
         if enclosing.get(key) != name:
             tried[key] = (*tried.get(key, ()), name)
-    return FoundReads(tuple(products), enclosing, tried)
+    return FoundReads(tuple(products), enclosing, tried, gathered)
 
 
 def _enclosing_module(
@@ -268,6 +274,9 @@ class DryPass:
 
     Attributes:
         reads: Key to the functions that read the parameter.
+        of_gathered: Keys of the parameters of layers that see gathered rows.
+        moves_rows: Whether layers see rows in another order than that of the examples, or another
+            number of each of them.
     """
 
     def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch) -> None:
@@ -285,6 +294,9 @@ class DryPass:
 
     def _run(self, batch: Batch) -> None:
         self.reads: dict[str, list[_Read]] = {}
+        self.of_gathered: set[str] = set()
+        self.moves_rows = False
+        self._rows = GatheredRows(batch.num_examples)
         self._examples = batch.num_examples
         self._stack = list[_Frame]()
         # Frozen ones, too, leave a trace in what is computed from these.
@@ -318,7 +330,16 @@ class DryPass:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
+        for use in self.uses:
+            if use.module is module and isinstance(use.rule, AffineRule) and use.function is None:
+                self._look_at_rows(use.rule.input_of(module, args, kwargs), use.keys.values())
         frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
+
+    def _look_at_rows(self, x: Tensor, keys: Iterable[str]) -> None:
+        """Whether the input of a layer with these parameters was gathered."""
+        if self._rows.places(x) is not None:
+            self.of_gathered |= {*keys}
+            self.moves_rows = self.moves_rows or self._rows.moves_rows(x)
 
     def _has_rows(self, tree: Any) -> bool:
         """Whether some tensor may carry the examples on its first axis or the second."""
@@ -335,6 +356,7 @@ class DryPass:
         examples: int | None,
     ) -> Any:
         """One function call."""
+        self._rows.follow(function, args, kwargs, out)
         inputs = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
         keys = {key for t in inputs if (key := self._views.key(t)) is not None}
         if not keys:
@@ -348,6 +370,7 @@ class DryPass:
             call = self._product(product, examples)
             if call is not None:
                 product_of |= {call.weight: call, call.bias: call}
+                self._look_at_rows(product.input, {call.weight, call.bias} & keys)
         for key in keys:
             call = product_of.get(key)
             answering = [key in frame.answers for frame in self._stack]
@@ -393,6 +416,8 @@ class DryPass:
         """
         if self._views.key(product.input) is not None:
             return False
+        if self._rows.places(product.input) is not None:
+            return True
         rows = product.input.shape[0]
         return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
 
@@ -532,15 +557,16 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
     for function, keys in reads.products:
         options = _lists(function.options)
         products.append({"keys": dict(keys), "function": asdict(function) | {"options": options}})
-    return {"products": products, "enclosing": dict(reads.enclosing)}
+    enclosing = dict(reads.enclosing)
+    return {"products": products, "enclosing": enclosing, "gathered": reads.gathered}
 
 
-def extent(described: Mapping[str, Any]) -> tuple[int, int, int]:
+def extent(described: Mapping[str, Any]) -> tuple[int, int, int, bool]:
     """How far somebody has looked who describes reads so: the more parameters are enclosed, in the
     larger modules.
     """
     depths = [len(name.split(".")) if name else 0 for name in described["enclosing"].values()]
-    return len(depths), -sum(depths), len(described["products"])
+    return len(depths), -sum(depths), len(described["products"]), described["gathered"]
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -562,7 +588,7 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
         raise ValueError(
             f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not."
         )
-    return FoundReads(tuple(products), dict(data["enclosing"]))
+    return FoundReads(tuple(products), dict(data["enclosing"]), gathered=data["gathered"])
 
 
 def _lists(value: Any) -> Any:

@@ -184,11 +184,14 @@ class FoundReads:
             their gradients when it runs again.
         failed: Keys of parameters, each with the names of modules that were run again before, and
             did not.
+        gathered: Whether layers see rows that were gathered from those of the examples, as in
+            mixtures of experts: passes follow where rows come from.
     """
 
     products: Sequence[ParameterProduct] = ()
     enclosing: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gathered: bool = False
 
 
 def _with_reads(

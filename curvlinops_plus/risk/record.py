@@ -46,6 +46,7 @@ from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.routes import GatheredRows, RoutedRows
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
@@ -153,6 +154,7 @@ class Recorder:
         disabled: Context in which modules that run are not recorded, and their outputs not
             replaced.
         doubt: Why a pass of others was not recorded to its end.
+        gathers: Whether it follows rows that are gathered.
         is_open: Whether the context is entered, also where there are no modules to hook.
         scales_gradients: Whether modules scale gradients by how often rows occur.
     """
@@ -183,6 +185,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._recording = False
         self._thread = this_thread()
+        self.gathers = risk.reads is not None and risk.reads.gathered
         self._reset(0)
 
         self._uses: list[tuple[int, ModuleUse]] = []
@@ -206,7 +209,8 @@ class Recorder:
         for _, use in self._functions.values():
             self._function_keys |= {*use.keys.values()}
         self._views = ParameterViews({key: params[key] for key in self._function_keys})
-        self._mode = FunctionCalls(self._function_call) if self._functions else nullcontext()
+        self._sees_functions = bool(self._functions) or self.gathers
+        self._mode = FunctionCalls(self._function_call) if self._sees_functions else nullcontext()
         self._mode_of_call = Endings()
         # What the modules that run answer for: functions inside of them don't count.
         self._inside: list[set[str]] = []
@@ -343,7 +347,7 @@ class Recorder:
         self.disabled.depth = 0  # an interrupt may have left it
         self._recording = True
         self._thread = this_thread()
-        if self._functions:
+        if self._sees_functions:
             self._mode_of_call.enter_context(self._mode)
 
     def stop(self) -> None:
@@ -354,7 +358,7 @@ class Recorder:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Context of a backward pass, in which checkpointing may call functions once more."""
-        return entered(self._mode) if self._functions else self._mode
+        return entered(self._mode) if self._sees_functions else self._mode
 
     def _reset(self, num_examples: int) -> None:
         for call in self.calls:  # which may be kept for another sweep, but not their graph
@@ -367,6 +371,7 @@ class Recorder:
         self.kinds: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
         self.numbers = 0
+        self._rows = GatheredRows(num_examples) if self.gathers and num_examples else None
 
     # ---------------------------------------------------------------------------------------- hooks
     def _listens(self) -> bool:
@@ -422,6 +427,8 @@ class Recorder:
         """
         if self.disabled.depth or self.doubt is not None:
             return output
+        if self._rows is not None:
+            self._rows.follow(function, args, kwargs, output)
         for product in affine_calls(function, args, kwargs):
             reads = self._reads_of(product)
             if not reads:
@@ -437,7 +444,11 @@ class Recorder:
             except Exception as error:
                 self._failed(reads[0].use, error)
                 return output
-            return output if replaced is None else replaced
+            if replaced is None:
+                return output
+            if self._rows is not None:
+                self._rows.same(replaced, output)
+            return replaced
         return output
 
     def _failed(self, use: ModuleUse, error: Exception) -> None:
@@ -519,6 +530,7 @@ class Recorder:
             leaves, structure = tree_flatten(output)
             args, kwargs = inputs
             packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
+        routed = self._routed(rule, use, inputs) if is_affine and self._rows is not None else None
         places = []
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -537,7 +549,7 @@ class Recorder:
             t = _with_edge(leaves[k], is_affine, several) if self.backward else leaves[k]
             size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples, as of position embeddings.
-            if size == 1 < self.num_examples and fold is None:
+            if size == 1 < self.num_examples and fold is None and routed is None:
                 t = self._row_per_example(use, t, on)
                 size = self.num_examples
                 expanded = True
@@ -545,22 +557,45 @@ class Recorder:
             if not self._recording:
                 continue
             by_example = size and not size % self.num_examples and rows in (0, size)
+            if routed is not None:
+                by_example = size == len(routed.order)
             # On another axis than the first there may be no positions beside the examples.
             if not by_example or (on and size != self.num_examples and not use.function):
                 raise self._not_by_example(use, f"returned {list(t.shape)}")
             rows = size
             edge = get_gradient_edge(t) if self.backward else None
-            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge))
+            outputs.append(Output(t.shape, t.dtype, t.device, on, fold, edge, routed))
             self.dtypes.add(t.dtype)
             self.numbers += t.numel()
         if self._recording:
             for read in reads:
-                call = self._call(read, inputs, outputs, axis, rows, expanded)
+                if routed is None:
+                    call = self._call(read, inputs, outputs, axis, rows, expanded)
+                else:
+                    call = self._routed_call(read, inputs, outputs, routed)
                 call.single = structure is None
                 self.calls.append(call)
         if not (self.backward or expanded):
             return None
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _routed(self, rule: AffineRule, use: ModuleUse, inputs: Any) -> RoutedRows | None:
+        """To which examples the rows of an input belong that was gathered; None of others."""
+        assert self._rows is not None
+        places = self._rows.places(rule.input_of(use.module, *inputs))
+        return None if places is None else RoutedRows.of(places, self.num_examples)
+
+    def _routed_call(
+        self, read: LayerRead, inputs: Any, outputs: Sequence[Output], routed: RoutedRows
+    ) -> RecordedCall:
+        """A call with gathered rows, sorted by examples.
+
+        Which layers see some differs from batch to batch, so they are of no `kinds`.
+        """
+        index, use, rule = read
+        x = rule.input_of(use.module, *inputs).detach()
+        rows = x[routed.order]
+        return RecordedCall(use, rule, (rows,), {}, None, index, False, outputs, routed=routed)
 
     def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
         """The row expanded to one for each example, so that each has a gradient of its own."""
