@@ -40,6 +40,8 @@ class RecordedCall:
             for a module that returns several tensors.
         routed: To which examples the rows belong that were gathered from them, [M, *in] and
             [V, M, *out] then; None where each example has as many, one after the other.
+        matrices: Of a stack of matrices: the number of the one that all rows meet, or that of each
+            row [M].
     """
 
     use: ModuleUse
@@ -55,6 +57,7 @@ class RecordedCall:
     first_edge: int = 0
     grads: Any = None
     routed: RoutedRows | None = None
+    matrices: int | Tensor | None = None
 
     def note_versions(self, tensors: Sequence[Tensor]) -> None:
         """Remember the inputs as they are now."""
@@ -86,6 +89,8 @@ class RecordedCall:
             rows = self.routed.rows_of(examples)
             part.routed = self.routed.of_examples(examples)
             part.args = (self.args[0][rows],)
+            if isinstance(self.matrices, Tensor):
+                part.matrices = self.matrices[rows]
             if self.grads is not None:
                 part.grads = self.grads[vectors, rows]
             return part
@@ -101,6 +106,17 @@ class RecordedCall:
             if axis is not None and len(leaves[k]) == num_rows:
                 leaves[k] = rows_of(leaves[k])
         part.args, part.kwargs = tree_unflatten(leaves, structure)
+        return part
+
+
+    def of_rows(self, rows: Tensor) -> RecordedCall:
+        """The call for some of its gathered rows, in their order."""
+        assert self.routed is not None
+        part = copy(self)
+        part.routed = self.routed.subset(rows)
+        part.args = (self.args[0][rows],)
+        if self.grads is not None:
+            part.grads = self.grads[:, rows]
         return part
 
 
@@ -135,7 +151,7 @@ class Output:
         elif g.ndim == len(self.shape):
             g = g.unsqueeze(0)
         if self.routed is not None:
-            return g[:, self.routed.order]
+            return self.routed.sorted(g, 1)
         if self.fold is not None:
             g = g.unflatten(1, (-1, self.fold))
         return g.movedim(self.axis + 1, 1) if self.axis else g

@@ -38,6 +38,7 @@ from curvlinops_plus.risk.preserve import (
     with_short_products,
 )
 from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.stack_batch import batch_of
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.record import Recorder
@@ -343,7 +344,7 @@ class _BatchCheck:
                 call.grads = call.grads * factors.view(-1, *[1] * (call.grads.ndim - 2))
                 call.routed = call.routed.of_one_example()
             # The examples are taken for positions of one: their sum is one product.
-            example = LayerBatch(layer, batch.calls, 1)
+            example = batch_of(layer, batch.calls, 1)
             if example.whole:
                 # As blocks read it; a bias by itself is the last column.
                 columns = [group.layout.matrix_shape[-1] for group in layer.groups]

@@ -12,8 +12,8 @@ self-check or the recording notices that something else than its layer reads a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import takewhile
 from types import FunctionType
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
@@ -154,7 +155,8 @@ def find_functions(
     for call in calls:
         named = {"weight": call.weight, "bias": call.bias}
         keys = {name: key for name, key in named.items() if key is not None and key not in taken}
-        product = ParameterProduct(call.function if "weight" in keys else BIAS, keys)
+        of_bias = replace(BIAS, stacked=call.function.stacked)
+        product = ParameterProduct(call.function if "weight" in keys else of_bias, keys)
         if keys and product not in products:
             products.append(product)
     enclosing: dict[str, str] = {}
@@ -357,6 +359,7 @@ class DryPass:
     ) -> Any:
         """One function call."""
         self._rows.follow(function, args, kwargs, out)
+        self._views.select(function, args, out)
         inputs = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
         keys = {key for t in inputs if (key := self._views.key(t)) is not None}
         if not keys:
@@ -387,28 +390,47 @@ class DryPass:
         """
         weight = self._views.find(product.weight)
         bias = self._views.find(product.bias)
-        function: Function | None = product.function
-        if weight is not None and weight.transposed:
-            function = product.function.transpose()
+        function: Function | None = function_of(product, weight, bias)
         if function is None or (examples is None and not self._has_examples(product)):
             return None
         if weight is None:
             if bias is None or function.name not in ("linear", "bias"):
                 return None
-            return _ReadProduct(BIAS, None, bias.key)
+            if bias.matrices is not None and not self._meets_rows(bias.matrices, product.input):
+                return None
+            return _ReadProduct(replace(BIAS, stacked=function.stacked), None, bias.key)
         w = self.risk.params[weight.key]
         b = None if bias is None else self.risk.params[bias.key]
-        # Rows of a transposed weight are inputs, not outputs.
-        rows = weight.rows
-        if function.transposed:
-            rows = slice(0, 0 if b is None else len(b))
-        if bias is not None and bias.rows != rows:
-            return None
+        if function.stacked:
+            is_selected = weight.matrices is not None
+            # All of the matrix, and the bias that belongs to it.
+            is_matrix = weight.rows == slice(0, w.shape[1] if is_selected else len(w))
+            if product.of_stack == is_selected:
+                return None
+            if not is_matrix or (bias is not None and bias.matrices is not weight.matrices):
+                return None
+        else:
+            # Rows of a transposed weight are inputs, not outputs.
+            rows = weight.rows
+            if function.transposed:
+                rows = slice(0, 0 if b is None else len(b))
+            if bias is not None and bias.rows != rows:
+                return None
         try:
-            function.module(w, b)[1].at(weight.rows, len(w))
+            rule = function.module(w, b)[1]
+            if not function.stacked:
+                rule.at(weight.rows, len(w))
         except (ValueError, NotImplementedError):
             return None
         return _ReadProduct(function, weight.key, None if bias is None else bias.key)
+
+    def _meets_rows(self, index: int | Tensor, x: Tensor) -> bool:
+        """Whether a vector of a stack, or one for each row, is added to what an expert's matrix
+        has returned.
+        """
+        if isinstance(index, Tensor) and len(index) != x.shape[0]:
+            return False
+        return self._rows.places(x) is not None or self._views.selects(index)
 
     def _has_examples(self, product: AffineCall) -> bool:
         """Whether the input of a product has rows of examples; what attention multiplies with is an
@@ -418,7 +440,7 @@ class DryPass:
             return False
         if self._rows.places(product.input) is not None:
             return True
-        rows = product.input.shape[0]
+        rows = product.input.shape[int(product.of_stack and product.ends is None)]
         return rows % self._examples == 0 or (rows == 1 and product.function.name == "embedding")
 
 
@@ -482,11 +504,33 @@ class FunctionCalls(TorchFunctionMode):
 
 
 class View(NamedTuple):
-    """Rows of a parameter, transposed or not."""
+    """Rows of a parameter, transposed or not.
+
+    Attributes:
+        matrices: Of a stack: the number of the matrix or vector that it is, or one for each row of
+            what it meets; None for all of the stack.
+    """
 
     key: str
     rows: slice
     transposed: bool
+    matrices: int | Tensor | None = None
+
+
+def function_of(product: AffineCall, weight: View | None, bias: View | None) -> Function | None:
+    """What a product is of the parameters that it reads; None if it is no product with a matrix."""
+    function: Function | None = product.function
+    if weight is None:
+        if bias is not None and bias.matrices is not None:
+            return replace(function, stacked=True)
+        # One vector for each row is none for all of them.
+        return function if product.bias is None or product.bias.ndim == 1 else None
+    if weight.transposed:
+        function = function.transpose()
+    is_stack = weight.matrices is not None or product.of_stack
+    if function is None or not is_stack:
+        return function
+    return replace(function, stacked=True)
 
 
 class ParameterViews:
@@ -500,20 +544,49 @@ class ParameterViews:
         >>> W = torch.ones(4, 3)
         >>> views = ParameterViews({"W": W})
         >>> views.find(W[1:3].T)
-        View(key='W', rows=slice(1, 3, None), transposed=True)
+        View(key='W', rows=slice(1, 3, None), transposed=True, matrices=None)
         >>> views.find(W[::2]), views.key(W[::2]), views.key(2 * W)
         (None, 'W', None)
+        >>> stack = torch.ones(4, 3, 2)
+        >>> ParameterViews({"W": stack}).find(stack[1].T)
+        View(key='W', rows=slice(0, 3, None), transposed=True, matrices=1)
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
         self._keys = {id(p): key for key, p in params.items()}
+        #: What was selected from stacks, `W[index]`: keys and indices.
+        self._selected = WeakTensorKeyDictionary()
+        #: Indices that have selected matrices, by their addresses in this pass.
+        self._indices: list[Tensor] = []
+
+    def select(self, function: Any, args: Sequence[Any], out: Any) -> None:
+        """Notice a selection `W[index]` of matrices or vectors of a stack, one for each row."""
+        if function not in _SELECT or len(args) < 2 or not isinstance(args[0], Tensor):
+            return
+        key = self._keys.get(id(args[0]))
+        index = args[-1]
+        if key is None or not isinstance(index, Tensor) or index.dtype == torch.bool:
+            return
+        on_first_axis = args[1] is index or (isinstance(args[1], int) and args[1] == 0)
+        if index.ndim == 1 and args[0].ndim in (2, 3) and on_first_axis:
+            self._selected[out] = (key, index)
+            if args[0].ndim == 3:
+                self._indices.append(index)
+
+    def selects(self, index: Any) -> bool:
+        """Whether matrices were selected by this index."""
+        return any(index is i for i in self._indices)
 
     def key(self, t: Tensor) -> str | None:
         """Key of the parameter that a tensor shows numbers of."""
-        if id(t) in self._keys or t._base is None:
-            return self._keys.get(id(t))
-        return self._keys.get(id(t._base))
+        if id(t) in self._keys:
+            return self._keys[id(t)]
+        if len(self._selected):
+            selected = self._selected.get(t if t._base is None else t._base)
+            if selected is not None:
+                return selected[0]
+        return None if t._base is None else self._keys.get(id(t._base))
 
     def find(self, t: Tensor | None) -> View | None:
         """The parameter whose rows a tensor is; None if it is none, or any other view."""
@@ -521,6 +594,8 @@ class ParameterViews:
         if t is None or key is None:
             return None
         p = self._params[key]
+        if len(self._selected) and (selection := self._selection(t)) is not None:
+            return selection
         if t is p:
             return View(key, slice(0, len(p)), False) if p.ndim else None
         if p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
@@ -530,8 +605,42 @@ class ParameterViews:
         rows = _rows_of(t, p)
         if rows is not None:
             return View(key, rows, False)
+        if t.ndim == p.ndim == 3:
+            rows = _rows_of(t.mT, p)
+            return None if rows is None else View(key, rows, True)
+        if t.ndim == p.ndim - 1:
+            return self._matrix(key, t, p)
         rows = _rows_of(t.T, p) if t.ndim == 2 else None
         return None if rows is None else View(key, rows, True)
+
+    def _matrix(self, key: str, t: Tensor, p: Tensor) -> View | None:
+        """The matrix of a stack that a tensor is, or the vector."""
+        offset = int(t.storage_offset() - p.storage_offset())
+        number = offset // max(1, p.stride(0))
+        if p.ndim not in (2, 3) or not 0 <= number < len(p):
+            return None
+        matrix = p.detach()[number]
+        rows = _rows_of(t, matrix)
+        if rows is not None:
+            return View(key, rows, False, number)
+        rows = _rows_of(t.T, matrix) if t.ndim == 2 else None
+        return None if rows is None else View(key, rows, True, number)
+
+    def _selection(self, t: Tensor) -> View | None:
+        """What was selected from a stack, or its transpose."""
+        base = t if t._base is None else t._base
+        selected = self._selected.get(base)
+        if selected is None:
+            return None
+        key, index = selected
+        whole = slice(0, len(index))
+        transposed = base.ndim == 3 and _rows_of(t, base) is None
+        if _rows_of(t.mT if transposed else t, base) != whole:
+            return None
+        return View(key, slice(0, self._params[key].shape[1]), transposed, index)
+
+
+_SELECT = {Tensor.__getitem__, torch.index_select, Tensor.index_select}
 
 
 def _rows_of(view: Tensor, p: Tensor) -> slice | None:

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -33,20 +34,22 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.contexts import Endings, GradMode, entered
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.experts import rows_up_to
 from curvlinops_plus.layer.functions import BIAS, LINEAR, AffineCall, affine_calls
 from curvlinops_plus.linalg.pieces import rows_at_once
 from curvlinops_plus.linalg.precision import plain_mode
 from curvlinops_plus.risk.batches import Batch, gradients_of, stream_gradients
 from curvlinops_plus.risk.calls import Output, OutsideReads, RecordedCall, title
 from curvlinops_plus.risk.check import check_batch
-from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews
+from curvlinops_plus.risk.function_reads import FunctionCalls, ParameterViews, function_of
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, ModuleUse
 from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.routes import GatheredRows, RoutedRows
+from curvlinops_plus.risk.routes import GatheredRows, Places, RoutedRows
+from curvlinops_plus.risk.stack_batch import batch_of
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 Consumer = Callable[[LayerBatch], None]
@@ -97,11 +100,16 @@ def sweep(
 
 
 class LayerRead(NamedTuple):
-    """What a call is to one layer: the index of the layer, the use, and its rule."""
+    """What a call is to one layer: the index of the layer, the use, and its rule.
+
+    Attributes:
+        matrices: Of a stack: the number of the matrix that all rows meet, or that of each row.
+    """
 
     layer: int
     use: ModuleUse
     rule: Any
+    matrices: int | Tensor | None = None
 
 
 class ModuleHooks(NamedTuple):
@@ -429,6 +437,7 @@ class Recorder:
             return output
         if self._rows is not None:
             self._rows.follow(function, args, kwargs, output)
+        self._views.select(function, args, output)
         for product in affine_calls(function, args, kwargs):
             reads = self._reads_of(product)
             if not reads:
@@ -468,26 +477,30 @@ class Recorder:
         """
         weight = self._view_of(product.weight)
         bias = self._view_of(product.bias)
-        function = product.function
-        if weight is not None and weight.transposed:
-            function = function.transpose()
+        function = function_of(product, weight, bias)
         weight_key = None if weight is None else weight.key
         bias_key = None if bias is None else bias.key
         joint = self._functions.get((function, weight_key, bias_key))
         if joint is not None:
             pairs = [(joint, weight or bias)]
         else:  # the two belong to layers of their own, or only one is tracked
+            is_stack = bias is not None and bias.matrices is not None
             by_weight = self._functions.get((function, weight_key, None))
             by_bias = self._functions.get((LINEAR, None, bias_key))
-            by_bias = by_bias or self._functions.get((BIAS, None, bias_key))
+            by_bias = by_bias or self._functions.get((replace(BIAS, stacked=is_stack), None, bias_key))
             pairs = [(by_weight, weight), (by_bias, bias)]
         reads = []
         for entry, view in pairs:
-            if entry is not None and view is not None:
-                index, use = entry
-                rule: Any = use.rule
-                rows = len(self._params[view.key])
-                reads.append(LayerRead(index, use, rule.at(view.rows, rows)))
+            if entry is None or view is None:
+                continue
+            index, use = entry
+            rule: Any = use.rule
+            matrices = view.matrices
+            if product.of_stack:
+                matrices = _matrices_met(product, len(self._params[view.key]))
+            if not rule.stacked:
+                rule = rule.at(view.rows, len(self._params[view.key]))
+            reads.append(LayerRead(index, use, rule, matrices))
         return reads
 
     def _view_of(self, t: Tensor | None) -> Any:
@@ -516,7 +529,7 @@ class Recorder:
         Returns:
             What the model goes on with instead of the output; None for the output itself.
         """
-        _, use, rule = reads[0]
+        _, use, rule, _ = reads[0]
         if self.backward and not torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{title(use.name)} ran under torch.no_grad(). If this is activation "
@@ -530,7 +543,9 @@ class Recorder:
             leaves, structure = tree_flatten(output)
             args, kwargs = inputs
             packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
-        routed = self._routed(rule, use, inputs) if is_affine and self._rows is not None else None
+        routed = None
+        if is_affine and fold is None:
+            routed = self._routed(reads[0], inputs)
         places = []
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -546,7 +561,11 @@ class Recorder:
         outputs = []
         rows = 0  # the examples, or a multiple of them
         for k, on in zip(places, axes, strict=True):
-            t = _with_edge(leaves[k], is_affine, several) if self.backward else leaves[k]
+            t = leaves[k]
+            # What a function has written into, the model goes on with, whatever is returned.
+            written = use.function is not None and t is inputs[0][0] and t.requires_grad
+            if self.backward and not written:
+                t = _with_edge(t, is_affine, several)
             size = fold or (t.shape[on] if t.ndim > on else 0)
             # One row for all examples, as of position embeddings.
             if size == 1 < self.num_examples and fold is None and routed is None:
@@ -558,7 +577,7 @@ class Recorder:
                 continue
             by_example = size and not size % self.num_examples and rows in (0, size)
             if routed is not None:
-                by_example = size == len(routed.order)
+                by_example = t.shape[: routed.axes].numel() == len(routed.order)
             # On another axis than the first there may be no positions beside the examples.
             if not by_example or (on and size != self.num_examples and not use.function):
                 raise self._not_by_example(use, f"returned {list(t.shape)}")
@@ -579,11 +598,23 @@ class Recorder:
             return None
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
 
-    def _routed(self, rule: AffineRule, use: ModuleUse, inputs: Any) -> RoutedRows | None:
-        """To which examples the rows of an input belong that was gathered; None of others."""
-        assert self._rows is not None
-        places = self._rows.places(rule.input_of(use.module, *inputs))
-        return None if places is None else RoutedRows.of(places, self.num_examples)
+    def _routed(self, read: LayerRead, inputs: Any) -> RoutedRows | None:
+        """To which examples the rows of an input belong that was gathered, or of which each meets a
+        matrix of its own; None of others.
+        """
+        x = read.rule.input_of(read.use.module, *inputs)
+        places = None if self._rows is None else self._rows.places(x)
+        if not isinstance(read.matrices, Tensor):
+            return None if places is None else RoutedRows.of(places, self.num_examples)
+        axes = read.matrices.ndim
+        if places is None:
+            # The rows of all examples, once or for each matrix.
+            rows = x.shape[axes - 1]
+            if rows % self.num_examples:
+                raise self._not_by_example(read.use, f"got {list(x.shape)}")
+            index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
+            places = Places(index.flatten(), rows)
+        return replace(RoutedRows.of(places, self.num_examples), axes=axes)
 
     def _routed_call(
         self, read: LayerRead, inputs: Any, outputs: Sequence[Output], routed: RoutedRows
@@ -592,10 +623,14 @@ class Recorder:
 
         Which layers see some differs from batch to batch, so they are of no `kinds`.
         """
-        index, use, rule = read
+        index, use, rule, matrices = read
         x = rule.input_of(use.module, *inputs).detach()
-        rows = x[routed.order]
-        return RecordedCall(use, rule, (rows,), {}, None, index, False, outputs, routed=routed)
+        if isinstance(matrices, Tensor):
+            matrices = routed.sorted(matrices)
+        call = RecordedCall(use, rule, (routed.sorted(x),), {}, None, index, False, outputs)
+        call.routed = routed
+        call.matrices = matrices
+        return call
 
     def _row_per_example(self, use: ModuleUse, t: Tensor, axis: int) -> Tensor:
         """The row expanded to one for each example, so that each has a gradient of its own."""
@@ -619,7 +654,7 @@ class Recorder:
             OutsideReads: If the axes taken for the examples' don't carry them; the module around
                 may tell them apart.
         """
-        index, use, rule = read
+        index, use, rule, matrices = read
         fold = outputs[0].fold
         if isinstance(rule, AffineRule):  # it reads one tensor; the rest is not kept alive
             read_tensor = rule.input_of(use.module, *inputs).detach()
@@ -630,6 +665,7 @@ class Recorder:
                 shapes = f"got {list(read_tensor.shape)} and returned {list(outputs[0].shape)}"
                 raise self._not_by_example(use, shapes)
             call = RecordedCall(use, rule, (x,), {}, None, index, expanded, outputs)
+            call.matrices = matrices
             call.note_versions([read_tensor])
             self.kinds.add((use.name, expanded, ()))
             return call
@@ -810,7 +846,7 @@ class Recorder:
                 grads = [g.float() / power for g in grads]
             call.grads = grads[0] if call.single else grads
         group = layer.groups[0] if len(layer.groups) == 1 else None
-        batch = LayerBatch(
+        batch = batch_of(
             layer, calls, self.num_examples, self._is_first, self._mask, self._weight, group
         )
         self._consume(batch)
@@ -855,6 +891,14 @@ def _holds(holders: Sequence[tuple[nn.Module, str, Tensor]]) -> bool:
         if module._parameters.get(name) is not p:
             return False
     return True
+
+
+def _matrices_met(product: AffineCall, number: int) -> Tensor:  # [M] or [m, M]
+    """Which matrix of a stack each row meets in a product with all of the stack."""
+    rows = product.input.shape[:2]
+    if product.ends is not None:
+        return rows_up_to(product.ends, rows[0])
+    return torch.arange(number, device=product.input.device)[:, None].expand(rows)
 
 
 def _with_edge(t: Tensor, affine: bool, several: bool) -> Tensor:

@@ -9,7 +9,8 @@ behind others nothing is known of rows, and layers are treated as everywhere els
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ class RoutedRows:
         examples: Its example, `[M]`.
         positions: Its position in the example that it was gathered from, `[M]`.
         num_positions: How many positions examples have there.
-        counts: How many rows each example has.
+        num_examples: N.
+        axes: On how many axes of the call's tensors the rows are.
 
     Example: rows 2, 0 and 1 of two examples with two positions each.
         >>> rows = RoutedRows.of(Places(torch.tensor([2, 0, 1]), 4), 2)
@@ -56,7 +58,8 @@ class RoutedRows:
     examples: Tensor
     positions: Tensor
     num_positions: int
-    counts: Sequence[int]
+    num_examples: int
+    axes: int = 1
 
     @classmethod
     def of(cls, places: Places, num_examples: int) -> RoutedRows:
@@ -66,8 +69,12 @@ class RoutedRows:
         order = examples.argsort(stable=True)
         examples = examples[order]
         positions = (places.index % num_positions)[order]
-        counts = torch.bincount(examples, minlength=num_examples).tolist()
-        return cls(order, examples, positions, num_positions, counts)
+        return cls(order, examples, positions, num_positions, num_examples)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many rows each example has."""
+        return torch.bincount(self.examples, minlength=self.num_examples).tolist()
 
     @property
     def length(self) -> int:
@@ -75,14 +82,15 @@ class RoutedRows:
         return max(1, *self.counts)
 
     def of_examples(self, chosen: range) -> RoutedRows:
-        """Those of some examples, which are neighbours, and which are given up in the order."""
+        """Those of some examples, which are neighbours."""
         rows = self.rows_of(chosen)
-        return RoutedRows(
-            self.order[rows],
-            self.examples[rows] - chosen.start,
-            self.positions[rows],
-            self.num_positions,
-            self.counts[chosen.start : chosen.stop],
+        examples = self.examples[rows] - chosen.start
+        return replace(
+            self,
+            order=self.order[rows],
+            examples=examples,
+            positions=self.positions[rows],
+            num_examples=len(chosen),
         )
 
     def rows_of(self, chosen: range) -> slice:
@@ -90,22 +98,27 @@ class RoutedRows:
         ends = [0, *accumulate(self.counts)]
         return slice(ends[chosen.start], ends[chosen.stop])
 
+    def sorted(self, t: Tensor, axis: int = 0) -> Tensor:
+        """What the call has of its rows, sorted."""
+        return t.flatten(axis, axis + self.axes - 1).index_select(axis, self.order)
+
     def subset(self, rows: Tensor) -> RoutedRows:  # [m], ascending
         """Some of the rows, of as many examples."""
-        examples = self.examples[rows]
-        counts = torch.bincount(examples, minlength=len(self.counts)).tolist()
-        positions = self.positions[rows]
-        return RoutedRows(self.order[rows], examples, positions, self.num_positions, counts)
+        return replace(
+            self,
+            order=self.order[rows],
+            examples=self.examples[rows],
+            positions=self.positions[rows],
+        )
 
     def of_one_example(self) -> RoutedRows:
         """All of them as rows of one example."""
-        zeros = torch.zeros_like(self.examples)
-        return RoutedRows(self.order, zeros, self.positions, self.num_positions, [len(zeros)])
+        return replace(self, examples=torch.zeros_like(self.examples), num_examples=1)
 
     def padded(self, t: Tensor, axis: int = 0) -> Tensor:  # [.., M, ..] -> [.., N · S, ..]
         """Rows with zeros between the examples, which have S each then."""
         shape = [*t.shape]
-        shape[axis] = len(self.counts) * self.length
+        shape[axis] = self.num_examples * self.length
         return t.new_zeros(shape).index_copy(axis, self._slots(), t)
 
     def kept(self, mask: Tensor | None = None) -> Tensor:  # [N, S] bool
@@ -113,7 +126,7 @@ class RoutedRows:
         counted = torch.ones_like(self.examples, dtype=torch.bool)
         if mask is not None and mask.shape[1] == self.num_positions:
             counted = mask[self.examples, self.positions]
-        return self.padded(counted).view(len(self.counts), -1)
+        return self.padded(counted).view(self.num_examples, -1)
 
     def _slots(self) -> Tensor:
         # Row m is the (m - first row of its example)-th one of S.
