@@ -228,6 +228,11 @@ class Recorder:
             if use.function is None
         ]
 
+    @property
+    def visited(self) -> set[str]:
+        """Names of the layers that have seen rows which were gathered."""
+        return {self.layers[call.layer].name for call in self.calls if call.routed is not None}
+
     def beside(self, params: Mapping[str, Tensor]) -> Recorder:
         """A recorder of the same layers for another pass meanwhile, with tensors in place of the
         parameters.
@@ -740,6 +745,8 @@ class Recorder:
         self.by_layer = {}
         num_edges = 0
         for call in self.calls:
+            if call.routed is not None and not len(call.routed.order):
+                self.reached.add(call.layer)  # as far as there are rows
             call.first_edge = num_edges
             num_edges += len(call.outputs)
             self.by_layer.setdefault(call.layer, []).append(call)
