@@ -199,6 +199,9 @@ class GatheredRows:
             if gathered is not None:
                 self._gather(gathered, outputs)
                 return
+        if function in _CAT and not kwargs.get("dim", args[1] if len(args) > 1 else 0):
+            self._join(args[0] if args else kwargs["tensors"], out)
+            return
         source = next(self._sources(function, args, kwargs), None)
         if source is None:
             return
@@ -229,13 +232,24 @@ class GatheredRows:
             if of_t.ndim == 1 and t.ndim and len(t) == len(of_t):
                 self._places[t] = Places(of_t, total)
 
+    def _join(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Parts one after the other, that were gathered from the same rows."""
+        places = [self.places(t) for t in parts if len(t)]
+        if places and len({None if of_part is None else of_part.total for of_part in places}) == 1:
+            joined = [of_part for of_part in places if of_part is not None]
+            if joined:
+                index = torch.cat([of_part.index for of_part in joined])
+                self._places[out] = Places(index, joined[0].total)
+
     def _sources(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[Tensor, Places]]:
         """Gathered tensors among the arguments; of products the one with the rows."""
         candidates = [*args, *kwargs.values()]
         if _name(function) in _PRODUCTS:
-            candidates = candidates[:1]
+            # The second factor has rows, too, if there is one for each.
+            has_rows = len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim > 2
+            candidates = candidates[: 1 + (has_rows and _name(function) in _MATRICES)]
         for t in candidates:
             if isinstance(t, Tensor):
                 places = self.places(t)
@@ -280,9 +294,10 @@ def _name(function: Any) -> str:
 # its shape.
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "grouped_mm", "grouped_mm_fallback"}
 _PRODUCTS |= {"conv1d", "conv2d", "conv3d", "embedding"}
+_MATRICES = {"matmul", "bmm"}
 _BINARY = {"add", "sub", "mul", "multiply", "div", "truediv", "true_divide", "where"}
 _KEEP = {"chunk", "split", "tensor_split", "unsqueeze", "squeeze", "expand", "cat"}
-_KEEP |= {"concat", "glu", "pad", "unflatten", "narrow"}
+_KEEP |= {"concat", "concatenate", "glu", "pad", "unflatten", "narrow"}
 _RESHAPE = {"view", "reshape", "flatten"}
 _REDUCE = {"sum", "mean", "amax", "amin", "logsumexp", "prod", "max", "min"}
 _TURN = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "get", "t"}
@@ -359,6 +374,7 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> _Gathered | Non
     return _Gathered(input, 1, lambda places: places.narrow(0, start, length))
 
 
+_CAT = {torch.cat, torch.concat, torch.concatenate}
 _GATHERS: dict[Any, Callable[..., _Gathered | None]] = {
     Tensor.__getitem__: _getitem,
     **dict.fromkeys((torch.index_select, Tensor.index_select), _index_select),

@@ -416,6 +416,7 @@ MOVE = {
     "split": (lambda y: y.split([2, 4])[1], [3, 3, 1, 2]),
     "chunk": (lambda y: y.chunk(3)[0], [5, 0]),
     "positions": (lambda y: y.view(12, 2), [5, 5, 0, 0, 3, 3, 3, 3, 1, 1, 2, 2]),
+    "joined": (lambda y: torch.cat([y[4:], y[:1]]), [1, 2, 5]),
     "repeated": (lambda y: y[:2].repeat_interleave(2, dim=0), [5, 5, 0, 0]),
 }
 
