@@ -12,6 +12,7 @@ from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.parametrize import ParametrizationList
 
 from curvlinops_plus.applications.networks import require_own_values
+from curvlinops_plus.applications.units import require_uncoupled, units_of
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.damping import Damping
@@ -27,6 +28,7 @@ def prune(
     *,
     damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
+    units: str | Iterable[Iterable[str]] | None = None,
 ) -> dict[str, Tensor]:
     """Set those parameters of a model to zero that raise the loss least, and adjust the others to
     compensate.
@@ -53,6 +55,11 @@ def prune(
         damping: Added to `K`, as in `K.shift(damping)`.
         candidates: Names of the parameters that may be pruned; others are only adjusted. Default:
             all of `K`.
+        units: What is set to zero as a whole, by the loss that it costs, `½ θ_uᵀ H_uu θ_u`:
+            "experts", each with its part of all stacks of a module, or lists of names or globs of
+            parameters, as `[[f"experts.{e}.*"] for e in range(8)]`. `K` must not couple them with
+            other parameters, so that nothing has to be adjusted; two products with `K` are all
+            that it takes. `sparsity` is the fraction of units then, and `rounds` is not read.
 
     Returns:
         The mask of each candidate, True where an entry is left.
@@ -60,7 +67,8 @@ def prune(
     Raises:
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name
             parameters that the model doesn't have, or `K` was computed at other values than the
-            model's.
+            model's; if `K` has no stacks of experts, or `units` overlap, or are
+            parts of blocks.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small
             network `K.materialize()` has.
         UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm
@@ -103,10 +111,17 @@ def prune(
     prunable = prunable.to(theta.device).bool()
     H = K.shift(damping)
     H_theta = H @ theta
-    remaining = _remaining(H, H_theta, prunable, sparsity, rounds)
+    if units is None:
+        remaining = _remaining(H, H_theta, prunable, sparsity, rounds)
+    else:
+        parts = units_of(K, units, chosen, holders)
+        require_uncoupled(H, parts, theta, H_theta)
+        remaining = _remaining_units(parts, theta * H_theta, sparsity)
     # The minimum over the remaining parameters F: θ_F = H_FF⁻¹ (H θ₀)_F.
     minimum = torch.zeros_like(theta)
-    if len(remaining):
+    if units is not None:
+        minimum[remaining] = theta[remaining]
+    elif len(remaining):
         minimum[remaining] = H[remaining, remaining].inverse() @ H_theta[remaining]
     mask = torch.zeros_like(prunable).index_fill_(0, remaining, True)
     masks = {key: part.clone() for key, part in space.unflatten(mask).items() if key in chosen}
@@ -140,6 +155,20 @@ def _remaining(
             break
         inverse = H[remaining, remaining].inverse()
     return remaining
+
+
+def _remaining_units(units: list[Tensor], products: Tensor, sparsity: float) -> Tensor:
+    """Positions of the parameters that are left of those units that cost most.
+
+    Args:
+        units: Positions of the parameters of each.
+        products: `θ * (H θ)`, of which those of a unit add up to `θ_uᵀ H_uu θ_u`.
+    """
+    left = torch.ones_like(products, dtype=torch.bool)
+    costs = torch.stack([products[unit].sum() for unit in units])
+    for number in costs.topk(round(sparsity * len(units)), largest=False).indices.tolist():
+        left[units[number]] = False
+    return left.nonzero()[:, 0]
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:
