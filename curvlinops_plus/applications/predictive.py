@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -225,7 +226,7 @@ class _Projections:
     def of(self, batch: Batch, F: Tensor) -> list[Tensor]:
         """`φ` of each block, [N, R, C, k], for outputs `F` [N, R, C]."""
         N, R, C = F.shape
-        take = self._of_layer if self.by_layer else LayerBatch.param_grads
+        take = self._of_layer if self.by_layer else methodcaller("param_grads")
         parts, _ = send_back(self.risk, _Units(), self.weights, batch, self.layers, take)
         if self.by_layer:
             phis = [*parts.values()]

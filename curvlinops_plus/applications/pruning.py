@@ -166,8 +166,8 @@ def _remaining_units(units: list[Tensor], products: Tensor, sparsity: float) -> 
     """
     left = torch.ones_like(products, dtype=torch.bool)
     costs = torch.stack([products[unit].sum() for unit in units])
-    for number in costs.topk(round(sparsity * len(units)), largest=False).indices.tolist():
-        left[units[number]] = False
+    for cheapest in costs.topk(round(sparsity * len(units)), largest=False).indices.tolist():
+        left[units[cheapest]] = False
     return left.nonzero()[:, 0]
 
 

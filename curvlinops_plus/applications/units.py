@@ -1,4 +1,4 @@
-"""Parameters that are dropped together, such as those of an expert: where they are in the vector."""
+"""Parameters that are dropped together, as those of an expert: where they are in the vector."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def _experts(
     """Those of each expert: its part of all stacks that one module holds."""
     stacks: dict[Any, list[str]] = {}
     for layout in layouts.values():
-        if is_stack(layout) and candidates >= set(layout.names):
+        if is_stack(layout) and set(layout.names) <= {*candidates}:
             for key in layout.names:
                 number = len(positions[key])
                 stacks.setdefault((holders[key][0].module, number), []).append(key)
     if not stacks:
         raise ValueError(
-            "K has no stacks of experts among the candidates. Of experts that are modules say which "
-            "parameters go together: units=[[f'experts.{e}.*'] for e in range(8)]."
+            "K has no stacks of experts among the candidates. Of experts that are modules say "
+            "which parameters go together: units=[[f'experts.{e}.*'] for e in range(8)]."
         )
     return [
         torch.cat([positions[key][e].flatten() for key in keys])
@@ -95,7 +95,9 @@ def _matching(globs: Iterable[str], candidates: Collection[str]) -> set[str]:
     return keys
 
 
-def require_uncoupled(H: LinearOperator, units: list[Tensor], theta: Tensor, H_theta: Tensor) -> None:
+def require_uncoupled(
+    H: LinearOperator, units: list[Tensor], theta: Tensor, H_theta: Tensor
+) -> None:
     """Refuse units that `H` couples with other parameters, which would have to be adjusted.
 
     Where nothing is coupled, `H (r * θ) = r * (H θ)` for all factors r of units.

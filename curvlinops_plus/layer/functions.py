@@ -59,7 +59,9 @@ class Function:
         if self.stacked:
             if (weight is not None and weight.ndim != 3) or (bias is not None and bias.ndim != 2):
                 raise ValueError("Expected a stack of matrices, with a stack of vectors or none.")
-            return Projection(weight, bias), StackRule(self.transposed, "columns" in dict(self.options))
+            return Projection(weight, bias), StackRule(
+                self.transposed, "columns" in dict(self.options)
+            )
         if self.name in ("linear", "bias"):
             if weight is not None and weight.ndim != 2:
                 raise ValueError(f"A weight of shape {list(weight.shape)} is no matrix.")

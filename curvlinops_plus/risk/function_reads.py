@@ -373,7 +373,7 @@ class DryPass:
             call = self._product(product, examples)
             if call is not None:
                 product_of |= {call.weight: call, call.bias: call}
-                self._look_at_rows(product.input, {call.weight, call.bias} & keys)
+                self._look_at_rows(product.input, keys & {call.weight, call.bias})
         for key in keys:
             call = product_of.get(key)
             answering = [key in frame.answers for frame in self._stack]

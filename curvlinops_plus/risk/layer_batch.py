@@ -357,7 +357,8 @@ class LayerBatch:
             return True
         if call.routed is None:
             return self._masks[k] is None
-        return not call.rule.sparse and self.mask.shape[1] != call.routed.num_positions
+        reaches = self.mask is not None and self.mask.shape[1] == call.routed.num_positions
+        return not (call.rule.sparse or reaches)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:

@@ -48,7 +48,7 @@ from curvlinops_plus.risk.loss_passes import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms, Totals
 from curvlinops_plus.risk.preserve import Uncopied, quiet, this_thread
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.routes import GatheredRows, Places, RoutedRows
+from curvlinops_plus.risk.routes import GatheredRows, Origins, RoutedRows
 from curvlinops_plus.risk.stack_batch import batch_of
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
@@ -492,7 +492,9 @@ class Recorder:
             is_stack = bias is not None and bias.matrices is not None
             by_weight = self._functions.get((function, weight_key, None))
             by_bias = self._functions.get((LINEAR, None, bias_key))
-            by_bias = by_bias or self._functions.get((replace(BIAS, stacked=is_stack), None, bias_key))
+            by_bias = by_bias or self._functions.get(
+                (replace(BIAS, stacked=is_stack), None, bias_key)
+            )
             pairs = [(by_weight, weight), (by_bias, bias)]
         reads = []
         for entry, view in pairs:
@@ -618,7 +620,7 @@ class Recorder:
             if rows % self.num_examples:
                 raise self._not_by_example(read.use, f"got {list(x.shape)}")
             index = torch.arange(rows, device=x.device).expand(read.matrices.shape)
-            places = Places(index.flatten(), rows)
+            places = Origins(index.flatten(), rows)
         return replace(RoutedRows.of(places, self.num_examples), axes=axes)
 
     def _routed_call(

@@ -1,9 +1,9 @@
 """Rows that a model gathers: from which example each of them comes.
 
-In a mixture of experts a layer sees some rows of the examples, in an order of their own: `x[index]`,
-`x[mask]`, `x.index_select(0, index)`. The same function of the rows' places tells where its result
-comes from, and functions that keep rows hand the places on. Only functions that are known here do;
-behind others nothing is known of rows, and layers are treated as everywhere else.
+In a mixture of experts a layer sees some rows of the examples, in an order of their own:
+`x[index]`, `x[mask]`, `x.index_select(0, index)`. The same function of the rows' places tells where
+its result comes from, and functions that keep rows hand the places on. Only functions that are
+known here do; behind others nothing is known of rows, and layers are treated as everywhere else.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Places(NamedTuple):
+class Origins(NamedTuple):
     """Where the rows of a tensor come from.
 
     Attributes:
-        index: Places among the rows of all examples, which follow one another, `[M]`.
+        index: Origins among the rows of all examples, which follow one another, `[M]`.
         total: The number of these rows.
     """
 
@@ -44,7 +44,7 @@ class RoutedRows:
         axes: On how many axes of the call's tensors the rows are.
 
     Example: rows 2, 0 and 1 of two examples with two positions each.
-        >>> rows = RoutedRows.of(Places(torch.tensor([2, 0, 1]), 4), 2)
+        >>> rows = RoutedRows.of(Origins(torch.tensor([2, 0, 1]), 4), 2)
         >>> rows.order, rows.examples, rows.counts
         (tensor([1, 2, 0]), tensor([0, 0, 1]), [2, 1])
         >>> rows.padded(torch.tensor([1.0, 2.0, 3.0]))
@@ -62,7 +62,7 @@ class RoutedRows:
     axes: int = 1
 
     @classmethod
-    def of(cls, places: Places, num_examples: int) -> RoutedRows:
+    def of(cls, places: Origins, num_examples: int) -> RoutedRows:
         """The rows at these places."""
         num_positions = places.total // num_examples
         examples = places.index // num_positions
@@ -152,14 +152,14 @@ class GatheredRows:
         >>> z = y.tanh()
         >>> rows.follow(Tensor.tanh, (y,), {}, z)
         >>> rows.places(z)
-        Places(index=tensor([5, 0]), total=6)
+        Origins(index=tensor([5, 0]), total=6)
     """
 
     def __init__(self, num_examples: int) -> None:
         self.num_examples = num_examples
         self._places = WeakTensorKeyDictionary()
 
-    def places(self, t: Tensor) -> Places | None:
+    def places(self, t: Tensor) -> Origins | None:
         """Where the rows of a tensor come from; None if it was not gathered."""
         return self._places.get(t) if len(self._places) else None
 
@@ -200,9 +200,11 @@ class GatheredRows:
                 self._gather(gathered, outputs)
                 return
         if function in _CAT and not kwargs.get("dim", args[1] if len(args) > 1 else 0):
-            self._join(args[0] if args else kwargs["tensors"], out)
+            self._join(args[0] if args else kwargs["tensors"], outputs[0])
             return
-        source = next(self._sources(function, args, kwargs), None)
+        sources = self._sources(function, args, kwargs)
+        # Of entries of a table for each row, positions are not those of the rows.
+        source = min(sources, key=lambda source: source[1].total, default=None)
         if source is None:
             return
         x, places = source
@@ -211,7 +213,7 @@ class GatheredRows:
             if kept == 1:
                 self._places[t] = places
             elif kept > 1:
-                self._places[t] = Places(places.index.repeat_interleave(kept), places.total)
+                self._places[t] = Origins(places.index.repeat_interleave(kept), places.total)
 
     def _gather(self, gathered: _Gathered, outputs: Sequence[Tensor]) -> None:
         x, num_axes, take = gathered
@@ -230,7 +232,7 @@ class GatheredRows:
         taken = take(index)
         for t, of_t in zip(outputs, taken if isinstance(taken, (tuple, list)) else (taken,)):
             if of_t.ndim == 1 and t.ndim and len(t) == len(of_t):
-                self._places[t] = Places(of_t, total)
+                self._places[t] = Origins(of_t, total)
 
     def _join(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Parts one after the other, that were gathered from the same rows."""
@@ -239,11 +241,11 @@ class GatheredRows:
             joined = [of_part for of_part in places if of_part is not None]
             if joined:
                 index = torch.cat([of_part.index for of_part in joined])
-                self._places[out] = Places(index, joined[0].total)
+                self._places[out] = Origins(index, joined[0].total)
 
     def _sources(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, Places]]:
+    ) -> Iterator[tuple[Tensor, Origins]]:
         """Gathered tensors among the arguments; of products the one with the rows."""
         candidates = [*args, *kwargs.values()]
         if _name(function) in _PRODUCTS:
@@ -307,7 +309,7 @@ _MOVE |= {"index_fill", "index_reduce", "setitem", "put", "einsum", "stack", "ze
 _MOVE |= {"empty_like", "ones_like", "full_like", "rand_like", "randn_like", "adjoint", "rot90"}
 
 
-# ------------------------------------------------------------------------------ functions that gather
+# ---------------------------------------------------------------------------- functions that gather
 class _Gathered(NamedTuple):
     """What a function gathers rows of.
 
@@ -333,8 +335,9 @@ def _getitem(x: Tensor, index: Any) -> _Gathered | None:
         if not isinstance(item, (Tensor, list)) and not (leading and isinstance(item, int)):
             break
         leading.append(item)
-        is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-        num_axes += item.ndim if is_mask else 1
+        num_axes += 1
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            num_axes += item.ndim - 1  # a mask
     # What else is indexed is inside of rows.
     if not leading or any(isinstance(item, (Tensor, list)) for item in items[len(leading) :]):
         return None
