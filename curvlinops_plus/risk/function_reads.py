@@ -333,7 +333,8 @@ class DryPass:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         frame = self._stack.pop()
         for use in self.uses:
-            if use.module is module and isinstance(use.rule, AffineRule) and use.function is None:
+            is_layer = use.module is module and isinstance(use.rule, AffineRule)
+            if is_layer and use.function is None and (args or kwargs):
                 self._look_at_rows(use.rule.input_of(module, args, kwargs), use.keys.values())
         frame.rows = not frame.name or all(map(self._has_rows, ((args, kwargs), out)))
 

@@ -551,7 +551,8 @@ class Recorder:
             args, kwargs = inputs
             packed = any(isinstance(t, PackedSequence) for t in (*args, *kwargs.values()))
         routed = None
-        if is_affine and fold is None:
+        may_be = self._rows is not None or isinstance(reads[0].matrices, Tensor)
+        if may_be and is_affine and fold is None:
             routed = self._routed(reads[0], inputs)
         places = []
         for k, leaf in enumerate(leaves):

@@ -248,6 +248,8 @@ class GatheredRows:
     ) -> Iterator[tuple[Tensor, Origins]]:
         """Gathered tensors among the arguments; of products the one with the rows."""
         candidates = [*args, *kwargs.values()]
+        if function in _CAT:
+            candidates = candidates[0]
         if _name(function) in _PRODUCTS:
             # The second factor has rows, too, if there is one for each.
             has_rows = len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim > 2

@@ -241,6 +241,23 @@ def test_weight_and_bias_form_one_block() -> None:
             close(dense[e, :, e], M.blocks[f"up.{e}"].to_dense())
 
 
+def some_with_bias(x: Tensor, W: Tensor, b: Tensor | None, chosen: Tensor) -> Tensor:
+    """One matrix is read with its vector, and one without."""
+    parts = x.split(chosen.bincount(minlength=E).tolist())
+    products = [F.linear(part, W[e], b[e] if e == 1 else None) for e, part in enumerate(parts)]  # type: ignore[index]
+    return torch.cat(products)
+
+
+def test_a_stack_that_is_read_in_two_ways() -> None:
+    model = Stacks(some_with_bias, sliced).double()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data_of(5, 4))
+    matrix = GGN(risk).to_dense()
+    K = curvature(risk, DiagonalBlock)
+    close(K.diagonal(), matrix.diagonal())
+    places = K.operator.positions()["W"]
+    close(curvature(risk, EKFAC).blocks["W"].trace, matrix[places, places].sum())
+
+
 def test_gradients_of_examples() -> None:
     stacks, modules = risks(gathered_columns, sliced_matmul, 5)
     scores = []
